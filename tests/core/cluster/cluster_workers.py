@@ -158,10 +158,14 @@ class ContextFree:
 
 
 class Scorer:
-    """An environment-like actor."""
+    """An environment-like actor; its constructor raises if there is a file `broken` in the folder, and records that."""
 
     def __init__(self, folder=None):
         self.folder = Path(folder) if folder else None
+        if self.folder is not None and (self.folder / "broken").exists():
+            with (self.folder / "starts").open("a") as starts:
+                starts.write(".")
+            raise RuntimeError("the model file is gone")
 
     def square(self, x):
         return x * x

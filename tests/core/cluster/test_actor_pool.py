@@ -4,13 +4,14 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 from cluster_workers import Scorer, lives, wait_until
 
-from rl_core.cluster import ActorPool, Deadlines, InProcessPool, RayVirtualCluster
-from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
+from rl_core.cluster import ActorPool, Deadlines, InProcessPool, RayVirtualCluster, actor_pool, daemons
+from rl_core.errors import DeadlineExceededError, RayDiedError, UserError, WorkerDiedError, WorkerError
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -93,6 +94,72 @@ def test_submitted_calls_do_not_wait_for_a_slow_one(pool):
     assert not slow.done()
     (pool_folder(pool) / "gate").touch()
     assert slow.result(60) == "gate"
+
+
+def test_a_pool_continues_without_an_actor_whose_replacement_cannot_be_built(local_ray, tmp_path, caplog):
+    with ActorPool(None, Scorer, 2, {"folder": str(tmp_path)}, max_restarts=0, name="broken") as pool:
+        first, second = pool.pids()
+        slow = pool.submit("wait_for", "gate")
+        wait_until(lambda: slow.running())
+        (tmp_path / "broken").touch()
+        with pytest.raises(WorkerDiedError):
+            pool.run_one("die_once", 3, "once")
+        waiting = pool.submit("square", 3)  # while the other actor is busy
+        assert wait_until(lambda: "continues with 1 of 2 actors" in caplog.text)
+        assert "the model file is gone" in caplog.text
+        assert len(pool.actors) == 1
+        (tmp_path / "gate").touch()
+        assert slow.result(60) == "gate"
+        assert waiting.result(60) == 9
+        assert (tmp_path / "starts").read_text() == "."
+        # Without any actor, calls fail with the reason, and the pool recovers when the cause is gone.
+        with pytest.raises(WorkerDiedError):
+            pool.run_one("die_once", 3, "twice")
+        with pytest.raises(WorkerError, match="the model file is gone"):
+            pool.run_one("square", 3)
+        assert wait_until(lambda: pool.actors == [])
+        (tmp_path / "broken").unlink()
+        assert pool.run_one("square", 3) == 9
+        assert len(pool.actors) == 2
+        assert not {first, second} & set(pool.pids())
+
+
+def test_an_argument_that_cannot_be_pickled_fails_only_its_own_call(pool):
+    good, bad = pool.submit("square", 3), pool.submit("square", threading.Lock())
+    with pytest.raises(UserError, match=r"(?s)pool 'scorers': the arguments of square\(\) cannot be sent .*lock"):
+        bad.result(60)
+    assert good.result(60) == 9
+    assert pool.run_one("square", 4) == 16
+
+
+def test_a_call_whose_outcome_arrives_while_ray_dies_ends_with_that_reason(local_ray, monkeypatch):
+    """Ray's death is raised by the pool while it reads the outcome; no call may be left without an answer."""
+
+    def died(_):
+        raise RayDiedError("the raylet died")
+
+    pool = ActorPool(None, Scorer, 1)
+    monkeypatch.setattr(actor_pool, "resolve", died)
+    with pytest.raises(RayDiedError, match="the raylet died"):
+        pool.submit("square", 3).result(60)
+    monkeypatch.undo()
+    pool.shutdown()
+
+
+def test_a_dead_daemon_that_only_the_thread_of_a_pool_detects_is_not_noticed(monkeypatch):
+    watch = SimpleNamespace(death="the raylet died", noticed=threading.Event())
+    monkeypatch.setattr(daemons, "_watch", watch)
+
+    def pool_thread():
+        daemons.leave_deaths_to_other_threads()
+        assert daemons.is_dead()
+
+    thread = threading.Thread(target=pool_thread)
+    thread.start()
+    thread.join()
+    assert not watch.noticed.is_set()
+    assert daemons.is_dead()
+    assert watch.noticed.is_set()
 
 
 def test_an_actor_runs_several_calls_at_once_and_those_next_to_a_late_one_are_not_counted_as_failed(local_ray, tmp_path):

@@ -37,7 +37,7 @@ from rl_core.cluster.remote_actor import (
     wait_gone,
 )
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
+from rl_core.errors import DeadlineExceededError, RLCoreError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 
 _log = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ class ActorPool(Pool):
         try:
             self._packed = pack_worker(worker_class, kwargs or {})
             self._slots = [self._fill(index) for index in range(self._num_actors)]
-            flights = [slot.building for slot in self._slots if slot.building is not None]
-            collect(flights, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
+            builds = [slot.building for slot in self._slots if slot.building is not None]
+            collect(builds, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
             for slot in self._slots:
                 slot.building = None
         except BaseException:
@@ -128,7 +128,7 @@ class ActorPool(Pool):
 
     @property
     def actors(self) -> list[ActorKey]:
-        return [slot.key for slot in self._slots]
+        return [slot.key for slot in self._slots if not slot.failed]
 
     def pids(self) -> list[int]:
         """The process id of each actor, on its host."""
@@ -170,8 +170,8 @@ class ActorPool(Pool):
             self._thread.join()
         slots = [] if daemons.is_dead() else [slot for slot in self._slots if slot.actor.is_alive()]
         try:
-            flights = [slot.actor.close() for slot in slots]
-            collect(flights, deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
+            closes = [slot.actor.close() for slot in slots]
+            collect(closes, deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
         except (WorkerError, DeadlineExceededError) as error:
             # The work is done and its results are safe: log the failure and stop the processes anyway.
             _log.warning("pool '%s' did not shut down by itself: %s", self._name, error)
@@ -220,11 +220,12 @@ class ActorPool(Pool):
 
     def _serve(self) -> None:
         """Assign calls to actors and pass on their results, until the pool is shut down."""
+        daemons.leave_deaths_to_other_threads()
         error: BaseException = UserError(f"pool '{self._name}' was shut down before the call ended")
         try:
             while not self._closed:
                 self._dispatch()
-                self._take_in()
+                self._wait_for_outcomes()
         except BaseException as raised:  # Ray died: every call ends with that reason
             error = raised
         with self._changed:
@@ -251,12 +252,12 @@ class ActorPool(Pool):
             master_port=0,
             num_threads=int(self._env["OMP_NUM_THREADS"]),
         )
-        flight = actor.build(self._packed, context, self._env)
-        return Slot(actor, ActorKey(index, next(self._generations)), flight, time.monotonic() + self._deadlines.start_s, tries)
+        build = actor.build(self._packed, context, self._env)
+        return Slot(actor, ActorKey(index, next(self._generations)), build, time.monotonic() + self._deadlines.start_s, tries)
 
     def _dispatch(self) -> None:
-        for index, slot in enumerate(self._slots):
-            if slot.failed and self._waiting:
+        if self._waiting and all(slot.failed for slot in self._slots):
+            for index in range(len(self._slots)):
                 self._refill(index, tries=1)
         with self._changed:
             self._arrived = False
@@ -280,10 +281,22 @@ class ActorPool(Pool):
         free = [slot for slot in self._slots if self._has_room(slot) and call.on in (None, slot.key)]
         if free and call.starts():
             slot = min(free, key=lambda slot: len(slot.running))
-            flight = slot.actor.call(call.method, ((), {}), *call.args)
-            slot.running[flight.ref] = call, flight, time.monotonic() + call.deadline_s
-            self._announce(flight.ref)
+            self._start(call, slot)
         return bool(free)
+
+    def _start(self, call: SubmittedCall, slot: Slot) -> None:
+        try:
+            pending = slot.actor.call(call.method, ((), {}), *call.args)
+        except (RLCoreError, ray.exceptions.RayError):
+            raise
+        except Exception as error:  # pickling runs the arguments' own code, which may raise anything
+            text = f"pool '{self._name}': the arguments of {call.label} cannot be sent to its process: {error}"
+            failed = UserError(text)
+            failed.__cause__ = error
+            call.settle(error=failed)
+            return
+        slot.running[pending.ref] = call, pending, time.monotonic() + call.deadline_s
+        self._announce(pending.ref)
 
     def _has_room(self, slot: Slot) -> bool:
         return slot.building is None and not slot.failed and len(slot.running) < self._max_concurrency
@@ -298,7 +311,7 @@ class ActorPool(Pool):
 
         ref.future().add_done_callback(notify)
 
-    def _take_in(self) -> None:
+    def _wait_for_outcomes(self) -> None:
         """Wait until a call arrives, ends or exceeds its deadline, and handle what ended."""
         now = time.monotonic()
         untils = [slot.until for slot in self._slots if slot.building is not None]
@@ -309,33 +322,33 @@ class ActorPool(Pool):
             ready = [self._ready.popleft() for _ in range(len(self._ready))]
         daemons.raise_if_dead()
         for ref in ready:
-            self._landed(ref)
+            self._handle_outcome(ref)
         for index in range(len(self._slots)):
             self._check_deadlines(index)
 
-    def _landed(self, ref: Any) -> None:
+    def _handle_outcome(self, ref: Any) -> None:
         for index, slot in enumerate(self._slots):
             if slot.building is not None and slot.building.ref == ref:
                 self._built(index)
             elif ref in slot.running:
-                call, flight, _ = slot.running.pop(ref)
-                landing = resolve(flight)
-                if isinstance(landing.error, WorkerDiedError):
-                    others = [other for other, _, _ in slot.running.values()]
-                    self._replace(index, landing.error)
-                    self._retry([call, *others], landing.error)
+                call, pending, _ = slot.running[ref]
+                outcome = resolve(pending)
+                if isinstance(outcome.error, WorkerDiedError):
+                    others = [other for other, _, _ in slot.running.values() if other is not call]
+                    self._replace(index, outcome.error)
+                    self._retry([call, *others], outcome.error)
                 else:
-                    call.settle(landing.value, landing.error)
+                    del slot.running[ref]  # only now: if Ray died, `_serve` ends the calls that are still here
+                    call.settle(outcome.value, outcome.error)
 
     def _built(self, index: int) -> None:
         slot = self._slots[index]
         assert slot.building is not None
-        landing = resolve(slot.building)
-        if isinstance(landing.error, WorkerDiedError):
-            self._not_started(index, landing.error)
-        elif landing.error is not None:  # the actor has no worker: retry when the pool is used again
-            slot.failed, slot.building = True, None
-            self._fail_waiting(landing.error)
+        outcome = resolve(slot.building)
+        if isinstance(outcome.error, WorkerDiedError):
+            self._not_started(index, outcome.error)
+        elif outcome.error is not None:
+            self._give_up_actor(index, outcome.error)
         else:
             slot.building, slot.tries = None, 1
 
@@ -344,15 +357,14 @@ class ActorPool(Pool):
         if tries <= self._max_restarts:
             self._replace(index, error, tries=tries + 1)
             return
-        self._slots[index].failed, self._slots[index].building = True, None
-        self._fail_waiting(gave_up(self._name, "building the actor", tries, self._max_restarts, error))
+        self._give_up_actor(index, gave_up(self._name, "building the actor", tries, self._max_restarts, error))
 
     def _check_deadlines(self, index: int) -> None:
         """Handle calls or an actor's start that exceeded the deadline."""
         slot, now = self._slots[index], time.monotonic()
         if slot.building is not None and now >= slot.until:
             self._not_started(index, self._expired(slot, slot.building))
-        late = [(call, flight) for call, flight, until in slot.running.values() if now >= until]
+        late = [(call, pending) for call, pending, until in slot.running.values() if now >= until]
         if not late:
             return
         error = self._expired(slot, late[0][1])
@@ -361,8 +373,8 @@ class ActorPool(Pool):
         self._waiting.extendleft(reversed(on_time))  # not their fault: does not count as a retry
         self._retry([call for call, _ in late], error)
 
-    def _expired(self, slot: Slot, flight: ActorCall) -> DeadlineExceededError:
-        report = flight.unanswered(self._deadlines.stack_s)
+    def _expired(self, slot: Slot, pending: ActorCall) -> DeadlineExceededError:
+        report = pending.unanswered(self._deadlines.stack_s)
         slot.actor.kill()
         wait_gone([slot.actor])
         return exceeded(round(report.seconds, 1), [report], [])
@@ -386,9 +398,12 @@ class ActorPool(Pool):
             else:
                 call.settle(error=gave_up(self._name, call.label, call.tries, call.max_restarts, error))
 
-    def _fail_waiting(self, error: WorkerError | DeadlineExceededError) -> None:
-        """No actor could be started for the calls that wait, unless others run."""
-        if any(not slot.failed for slot in self._slots):
+    def _give_up_actor(self, index: int, error: WorkerError | DeadlineExceededError) -> None:
+        """Continue without an actor that cannot be started; without any, waiting calls fail and later ones start all again."""
+        self._slots[index].failed, self._slots[index].building = True, None
+        left = len(self.actors)
+        _log.warning("pool '%s' continues with %d of %d actors: %s", self._name, left, self._num_actors, error)
+        if left:
             return
         with self._changed:
             calls, self._waiting = self._waiting, deque()

@@ -52,6 +52,7 @@ class _Reporting:
 
 _reporting = _Reporting()
 _watch: DaemonWatch | None = None
+_thread = threading.local()
 
 
 class DaemonWatch:
@@ -140,8 +141,17 @@ def is_dead() -> bool:
     """Whether a daemon that this process's Ray needs has died."""
     if _watch is None or _watch.death is None:
         return False
-    _watch.noticed.set()
+    if not getattr(_thread, "leaves_deaths", False):
+        _watch.noticed.set()
     return True
+
+
+def leave_deaths_to_other_threads() -> None:
+    """Declare that the calling thread does not end the run: a death that only it detects still ends the process.
+
+    For threads that serve others, such as a pool's: the main thread may be blocked in a Ray call at the same time.
+    """
+    _thread.leaves_deaths = True
 
 
 def raise_if_dead() -> None:

@@ -41,7 +41,7 @@ class Pool(ABC):
     @property
     @abstractmethod
     def actors(self) -> list[ActorKey]:
-        """The current actors."""
+        """The current actors, without those that could not be started; empty if none could."""
 
     @abstractmethod
     def submit(
@@ -93,12 +93,13 @@ class Pool(ABC):
 
 
 class InProcessPool(Pool):
-    """A pool of one object in this process, without Ray; deadlines do not apply.
+    """A pool of one object in this process, without Ray; deadlines and restarts do not apply.
 
     Args:
         worker_class: A plain class, or one wrapped in `@ray.remote`, which is unwrapped.
         kwargs: Constructor arguments.
-        max_concurrency: Number of calls at the same time. Above 1, they run in threads; otherwise in the calling thread.
+        max_concurrency: Number of submitted calls at the same time. Above 1, they run in threads; otherwise `submit` runs its
+            call before it returns. `map` runs its calls one after the other in the calling thread.
         name: Name of the pool in errors.
     """
 

@@ -53,9 +53,9 @@ class Slot:
     tries: int = 1
     """Number of actors that were started in a row without becoming ready."""
     failed: bool = False
-    """Whether the start failed; the next call starts another actor."""
+    """Whether the start failed; another actor is started only once all slots have failed."""
     running: dict[Any, tuple[SubmittedCall, ActorCall, float]] = field(default_factory=dict)
-    """By reference: the call, its flight, its deadline."""
+    """By reference: the submitted call, its attempt on this actor, its deadline."""
 
 
 def gave_up(

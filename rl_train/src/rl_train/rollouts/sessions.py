@@ -86,8 +86,14 @@ class StepQueue:
         return asyncio.wrap_future(_run_here(getattr(self.environment, method), *args))
 
     def lease(self) -> ActorKey:
-        """The worker with the fewest sessions."""
+        """The worker with the fewest sessions.
+
+        Raises:
+            WorkerDiedError: there is none, because none could be started.
+        """
         workers = self.environment.workers if isinstance(self.environment, EnvironmentPool) else [ActorKey(0, 0)]
+        if not workers:
+            raise WorkerDiedError(f"env.{self.task_name}: no process of the environment could be started; the log says why.")
         worker = min(workers, key=lambda worker: self._sessions[worker])
         self._sessions[worker] += 1
         return worker
@@ -190,7 +196,7 @@ class Session:
             The metadata with `session_id`, and messages that are added to the prompt.
 
         Raises:
-            StepFailedError: `reset` raised, its worker died or exceeded its timeout.
+            StepFailedError: `reset` raised, its worker died or exceeded its timeout, or no worker could be started.
         """
         if not self._steps.keeps_sessions:
             return metadata, None
@@ -199,9 +205,9 @@ class Session:
                 f"The environment of task {self._steps.task_name!r} keeps sessions, so the metadata of a row must be a "
                 f"dictionary, found {type(metadata).__name__}."
             )
-        self._worker = self._steps.lease()
         metadata = {**(metadata or {}), SESSION_KEY: self._name}
         try:
+            self._worker = self._steps.lease()
             found = await self._steps.call("reset", metadata, worker=self._worker)
         except Exception as error:
             raise _failed(error) from error
