@@ -242,6 +242,10 @@ def test_a_worker_can_be_created_with_the_name_of_a_model():
         VllmGenerationWorker("some/model", max_tokens=7)
     with pytest.raises(ConfigError, match="VllmGenerationWorker needs a model"):
         VllmGenerationWorker(max_new_tokens=7)
+    with pytest.raises(ConfigError, match=r"two models: 'some/model' and model_name='other'"):
+        VllmGenerationWorker("some/model", model_name="other")
+    with pytest.raises(ConfigError, match=r"has `config`, so the model 'some/model', max_new_tokens would have no effect"):
+        VllmGenerationWorker("some/model", worker._config, max_new_tokens=7)
 
 
 def test_token_ids_become_a_batch_of_prompts():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from rl_backends_vllm.config import VllmConfig
 from rl_core.config.keywords import section_from_keywords
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.worker_context import WorkerContext
 
 
@@ -28,13 +28,31 @@ def standalone_context() -> WorkerContext:
     )
 
 
-def standalone_config(model_name: str | None, fields: Mapping[str, Any]) -> VllmConfig:
+def standalone_config(models: Sequence[str], fields: Mapping[str, Any]) -> VllmConfig:
     """The section `policy.generation` of keyword arguments, which may also be fields of `vllm_cfg`.
 
     Raises:
-        ConfigError: There is no model, a field does not exist, or a value is not allowed.
+        ConfigError: There is no model or more than one, a field does not exist, or a value is not allowed.
     """
+    if len(models) > 1:
+        raise ConfigError(f"VllmGenerationWorker has two models: {models[0]!r} and model_name={models[1]!r}. Give only one.")
+    model_name = models[0] if models else None
     return section_from_keywords("VllmGenerationWorker", VllmConfig, own="vllm_cfg", fields=fields, model_name=model_name)
+
+
+def only_config(config: VllmConfig, models: Sequence[str], fields: Mapping[str, Any]) -> VllmConfig:
+    """`config` itself.
+
+    Raises:
+        ConfigError: A model or fields are given as well, which would have no effect.
+    """
+    unused = [*([f"the model {models[0]!r}"] if models else []), *sorted(fields)]
+    if unused:
+        raise ConfigError(
+            f"VllmGenerationWorker has `config`, so {', '.join(unused)} would have no effect. Set it in `config`, or leave "
+            "`config` out."
+        )
+    return config
 
 
 def as_batch(data: BatchedDataDict[Any] | torch.Tensor, columns: Mapping[str, Any]) -> BatchedDataDict[Any]:

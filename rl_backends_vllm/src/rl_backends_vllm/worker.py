@@ -21,7 +21,7 @@ from rl_backends_vllm.inflight import InFlightRequests
 from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_files, replica_folder, unlink_openmp_page
-from rl_backends_vllm.standalone import as_batch, standalone_config, standalone_context
+from rl_backends_vllm.standalone import as_batch, only_config, standalone_config, standalone_context
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, end_token_ids, to_output
 from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
@@ -44,12 +44,13 @@ class VllmGenerationWorker(GenerationWorker):
 
     Args:
         context: index of the replica, device, and number of threads; or the name or folder of a model.
-        config: the section `policy.generation`; without a context, `model_name` and `fields` are used instead.
+        config: the section `policy.generation`, instead of a model and fields.
         model_name: name or folder of the model.
         **fields: any field of `VllmConfig` or of its `vllm_cfg`.
 
     Raises:
-        ConfigError: a field does not exist or has a value that is not allowed.
+        ConfigError: a field does not exist or has a value that is not allowed, two models are given, or a model or fields are
+            given in addition to `config`.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class VllmGenerationWorker(GenerationWorker):
     ) -> None:
         self._starts_itself = not isinstance(context, WorkerContext)
         self.context = context if isinstance(context, WorkerContext) else standalone_context()
-        self._config = config or standalone_config(context if isinstance(context, str) else model_name, fields)
+        models = [name for name in (context, model_name) if isinstance(name, str)]
+        self._config = standalone_config(models, fields) if config is None else only_config(config, models, fields)
         self._engine: Engine | None = None
         self._calls = 0
         self._weight_version = NO_VERSION
