@@ -62,6 +62,8 @@ class SessionCache:
         if not tokens or self._max_bytes == 0:
             return
         prefix = CachedPrefix(tokens=tokens, layers=cache.copy_of(slot, len(tokens)))
+        if prefix.num_bytes > self._max_bytes:
+            return
         self._prefixes[session] = prefix
         self._bytes += prefix.num_bytes
         while self._bytes > self._max_bytes:
