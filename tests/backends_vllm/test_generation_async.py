@@ -319,7 +319,7 @@ def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, readable, m
 
 async def interrupted(engine):
     async for _ in engine.generate_async(random_batch(rows=2, max_new_tokens=torch.tensor([2, 200]))):
-        engine._stream._replicas[0].under_way.clear()
+        engine._stream._replicas[0].in_flight.clear()
         raise KeyboardInterrupt
 
 

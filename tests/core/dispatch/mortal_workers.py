@@ -86,3 +86,11 @@ class MortalWorker(TinyEngine):
 
     def process(self):
         return os.getpid()
+
+
+class StreamingMortalWorker(MortalWorker):
+    """The same, row by row."""
+
+    def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
+        die_if_condemned("poll", self.context.rank)
+        return {arrival.name: self.generate(arrival.row, greedy=arrival.greedy) for arrival in arrivals}

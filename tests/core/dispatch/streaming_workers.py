@@ -51,7 +51,7 @@ class TickingWorker:
                 break
         return answers
 
-    def under_way(self):
+    def in_flight(self):
         return sorted(self.left)
 
     def close_sessions(self, sessions):

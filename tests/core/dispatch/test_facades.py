@@ -1,6 +1,7 @@
 """The facades over workers: shards, padding rows, counts and errors, with workers that only count."""
 
 import asyncio
+import logging
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.prefix_sharing import PrefixSharing
 from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
 from rl_core.errors import ConfigError, DataError, NonFiniteError, NotSupportedError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker, StepResult
+from rl_train.algorithms.losses import NLLLossFn
 from rl_train.rollouts.environment_pool import EnvironmentPool
 
 
@@ -224,3 +227,14 @@ def test_an_environment_that_loses_a_row_is_named():
     pool = EnvironmentPool(InProcessPool(Forgetful), task_name="chess", deadline_s=10)
     with pytest.raises(RLCoreError, match="task 'chess' was called with 2 rows but returned 1 rewards"):
         pool.step([[], []], [None, None])
+
+
+def test_training_with_a_loss_that_allows_dropout_logs_why_prefixes_are_not_shared(caplog):
+    config = PolicyConfig(backend="tiny", model_name="tiny")
+    sharing = PrefixSharing(config, {"shared_prefix": True, "shared_prefix_reason": "all layers fit"}, name="policy")
+    batch = {"prompt_id": torch.zeros(2)}
+    with caplog.at_level(logging.INFO, "rl_core"):
+        assert sharing.columns(batch, NLLLossFn()) == ()
+    assert "computed separately: NLLLossFn allows dropout" in caplog.text
+    assert sharing.columns(batch) == ("prompt_id",)
+    assert sharing.columns({}, NLLLossFn()) == ()

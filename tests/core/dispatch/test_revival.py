@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1] / "weights"))
 import mortal_workers
 import tiny_refit_workers
-from mortal_workers import FOLDER, MortalWorker, ScoringPolicy, condemn
+from mortal_workers import FOLDER, MortalWorker, ScoringPolicy, StreamingMortalWorker, condemn
 
 from rl_core.cluster import RayVirtualCluster, wait_together
 from rl_core.config.schema import GenerationConfig, PolicyConfig
@@ -47,9 +48,9 @@ def cluster(local_ray):
         yield made
 
 
-def make_engine(cluster, folder, replicas, max_restarts):
+def make_engine(cluster, folder, replicas, max_restarts, worker_class=MortalWorker):
     return DistributedGeneration(
-        worker_class=MortalWorker,
+        worker_class=worker_class,
         config=GenerationConfig(backend="tiny", max_new_tokens=8, num_workers=replicas, max_restarts=max_restarts),
         cluster=cluster,
         env_vars={FOLDER: str(folder)},
@@ -61,8 +62,8 @@ def engine(cluster, tmp_path):
     """Engines whose workers die on request; at the end none of their processes may remain."""
     made = []
 
-    def make(replicas=2, max_restarts=3):
-        made.append(make_engine(cluster, tmp_path, replicas, max_restarts))
+    def make(replicas=2, max_restarts=3, **options):
+        made.append(make_engine(cluster, tmp_path, replicas, max_restarts, **options))
         return made[-1]
 
     yield make
@@ -136,6 +137,22 @@ def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(en
         WorkerDiedError, match=r"(?s)rank 0 .*host .*pid .*generation\.max_restarts` \(3\) does not allow.*died in generate"
     ):
         two.generate(prompts())
+
+
+def test_a_streaming_call_on_a_dead_replica_fails_and_replaces_it_for_the_next_call(engine, tmp_path):
+    two = engine(max_restarts=1, worker_class=StreamingMortalWorker)
+
+    async def rows():
+        return sorted([row async for row, _ in two.generate_async(prompts(4))])
+
+    condemn(tmp_path, "poll", 1)
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        asyncio.run(rows())
+    assert two.restarts == 1
+    assert asyncio.run(rows()) == [0, 1, 2, 3]
+    condemn(tmp_path, "poll", 0)
+    with pytest.raises(WorkerDiedError, match=r"generation\.max_restarts` \(1\) does not allow another restart"):
+        asyncio.run(rows())
 
 
 def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy, tmp_path):

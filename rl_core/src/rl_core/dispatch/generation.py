@@ -87,13 +87,13 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
             WeightSyncError: a replica was restarted and `refit_with` was not called.
         """
         self._check_rows(data)
-        rows = _askable(data)
+        rows = _prompt_columns(data)
         answers: list[_Answer] = []
         missing = list(range(rows.size))
         while missing:
             while self._without_weights:
                 self._bring_weights()
-            found, deaths = _ask(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
+            found, deaths = _sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
             answers = _of_one_version([*answers, *found])
             missing = sorted(set(range(rows.size)).difference(*(part for part, _ in answers)))
             if deaths:
@@ -106,20 +106,28 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """See `GenerationInterface`; the rows of concurrent calls are sampled together.
 
-        If a replica dies, its calls fail; the next `generate`, refit or `restart_dead` replaces the replica, which streams
-        again once it has the policy's weights.
+        If a replica dies, its calls fail, and the first of them restarts the replica, which blocks the event loop until it has
+        loaded; it streams again once it has the policy's weights.
 
         Raises:
             NotSupportedError: the worker has no `poll`.
             DataError: a row cannot be completed; raised before any replica starts.
+            WorkerDiedError: a replica with rows of this call died; the call may be repeated if `restarts` has increased.
         """
         if not self.streams_rows:
             raise self._not_supported("generate_async")
         self._check_rows(data)
         if self._without_weights:
             self._bring_weights()
-        async for row, output in self._stream.rows(_askable(data), greedy=greedy):
-            yield row, output
+        restarts = self.restarts
+        try:
+            async for row, output in self._stream.rows(_prompt_columns(data), greedy=greedy):
+                yield row, output
+        except WorkerDiedError as error:
+            # A dead replica has no rows in progress, so it would get all new ones: replace it now.
+            if self.restarts == restarts:
+                self.restart_dead(error)
+            raise
 
     def close_sessions(self, sessions: Sequence[str]) -> None:
         self._stream.close_sessions(sessions, tell_replicas=self._keeps_sessions)
@@ -279,8 +287,8 @@ def generate_on(
     Raises:
         WorkerDiedError: a rank died.
     """
-    rows = _askable(data)
-    answers, deaths = _ask(group, rows, list(range(rows.size)), greedy=greedy, deadline_s=deadline_s)
+    rows = _prompt_columns(data)
+    answers, deaths = _sample_rows(group, rows, list(range(rows.size)), greedy=greedy, deadline_s=deadline_s)
     if deaths:
         raise deaths[0]
     return _in_order(answers)
@@ -290,12 +298,12 @@ _Answer = tuple[list[int], BatchedDataDict[Any]]
 """Row indices, and one replica's output for them."""
 
 
-def _askable(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+def _prompt_columns(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     refuse_text(data)
     return select_columns(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
 
 
-def _ask(
+def _sample_rows(
     group: WorkerGroup, rows: BatchedDataDict[Any], wanted: list[int], *, greedy: bool, deadline_s: float
 ) -> tuple[list[_Answer], list[WorkerDiedError]]:
     """The outputs of the `wanted` rows, spread over all ranks, and the deaths of ranks without output."""

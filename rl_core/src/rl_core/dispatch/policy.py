@@ -163,8 +163,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
             )
         self.wait_ready()
         candidates = {loss_fn.candidates_key} if loss_fn.candidates_key is not None else set()
-        # With dropout, rows would share the dropped elements of their prefix.
-        shared = () if loss_fn.allows_dropout else self._sharing.columns(data)
+        shared = self._sharing.columns(data, loss_fn)
         rows = select_columns(data, (*TRAINING_KEYS, *sorted(loss_fn.required_keys | candidates | set(shared))))
         for key in candidates:
             self._reject_unknown_tokens(rows[key], key)

@@ -11,6 +11,7 @@ import torch
 from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups
+from rl_core.interfaces.loss import LossFunction
 
 PROMPT = "prompt_id"
 _log = logging.getLogger(__name__)
@@ -33,13 +34,16 @@ class PrefixSharing:
         if config.shared_prefix != "off":
             self._reason = facts.get("shared_prefix_reason", "the backend does not have the capability `shared_prefix`")
 
-    def columns(self, data: Mapping[str, Any]) -> tuple[str, ...]:
-        """The column of prompt ids, if `data` has it and the workers can use it."""
+    def columns(self, data: Mapping[str, Any], loss_fn: LossFunction | None = None) -> tuple[str, ...]:
+        """The column of prompt ids, if `data` has it and the workers, and in training the loss, can use it."""
         if PROMPT not in data:
             return ()
-        if not self.enabled:
-            self._log_once(False, self._reason)
-        return (PROMPT,) if self.enabled else ()
+        reason = None if self.enabled else self._reason
+        if reason is None and loss_fn is not None and loss_fn.allows_dropout:
+            reason = f"{type(loss_fn).__name__} allows dropout, and rows would share the dropped elements of their prefix"
+        if reason is not None:
+            self._log_once(False, reason)
+        return (PROMPT,) if reason is None else ()
 
     def select(self, rows: BatchedDataDict[Any], *, rows_per_microbatch: int | None) -> BatchedDataDict[Any]:
         """`rows`, without prompt ids if sharing would not leave at most `MAX_SHARE` of the tokens to compute.

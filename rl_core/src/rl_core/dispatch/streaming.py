@@ -34,7 +34,7 @@ class _Replica:
     """Messages to one replica, and its rows in flight."""
 
     arrivals: list[GenerationRequest] = field(default_factory=list)
-    under_way: dict[str, asyncio.Queue[Any]] = field(default_factory=dict)
+    in_flight: dict[str, asyncio.Queue[Any]] = field(default_factory=dict)
     cancellations: list[PendingCall] = field(default_factory=list)
     last_news: float = 0.0
 
@@ -111,15 +111,15 @@ class RowStream:
             )
         self._loop, self._pumps = loop, {}
         for rank, replica in enumerate(self._replicas):
-            self._cancel(rank, list(replica.under_way))
+            self._cancel(rank, list(replica.in_flight))
 
     def _begin(self, rank: int, arrival: GenerationRequest, consumer: asyncio.Queue[Any]) -> None:
         replica, pump = self._replicas[rank], self._pumps.get(rank)
-        if not replica.under_way:
+        if not replica.in_flight:
             replica.last_news = asyncio.get_running_loop().time()
             replica.cancellations.clear()
         replica.arrivals.append(arrival)
-        replica.under_way[arrival.name] = consumer
+        replica.in_flight[arrival.name] = consumer
         if pump is None or pump.done():
             self._pumps[rank] = asyncio.ensure_future(self._pump(rank))
 
@@ -145,11 +145,11 @@ class RowStream:
     async def _pump(self, rank: int) -> None:
         """Poll one replica until it has no rows in flight."""
         replica = self._replicas[rank]
-        while replica.under_way:
+        while replica.in_flight:
             try:
                 await self._exchange(rank)
             except Exception as error:  # passed to every consumer of this replica, which raises it
-                names = list(replica.under_way)
+                names = list(replica.in_flight)
                 self._fail(replica, error)
                 if not isinstance(error, WorkerDiedError | DeadlineExceededError):
                     self._tell(rank, names)
@@ -162,9 +162,16 @@ class RowStream:
         while calls:
             self._deliver(replica, await _result(calls.pop(), self._deadline_s))
             calls, replica.cancellations = calls + replica.cancellations, []
-        if replica.under_way and asyncio.get_running_loop().time() - replica.last_news > self._deadline_s:
-            names = list(replica.under_way)
-            self._fail(replica, DeadlineExceededError(f"A generation replica has finished no row for {self._deadline_s:g} s."))
+        if replica.in_flight and asyncio.get_running_loop().time() - replica.last_news > self._deadline_s:
+            names = list(replica.in_flight)
+            self._fail(
+                replica,
+                DeadlineExceededError(
+                    f"{self._group.describe_rank(rank)} has finished none of its {len(names)} rows for {self._deadline_s:g} s. "
+                    "If rows take this long, raise `cluster.deadlines.generate_s` or lower `max_new_tokens`. Otherwise, check "
+                    "the log of this worker."
+                ),
+            )
             self._tell(rank, names)
 
     def _deliver(self, replica: _Replica, ended: dict[str, BatchedDataDict[Any] | Exception]) -> None:
@@ -177,13 +184,13 @@ class RowStream:
 
     def _end(self, replica: _Replica, name: str) -> asyncio.Queue[Any] | None:
         """The consumer of a row that is no longer in flight; None if it was not."""
-        consumer = replica.under_way.pop(name, None)
+        consumer = replica.in_flight.pop(name, None)
         if consumer is not None:
             self._affinity.release(name)
         return consumer
 
     def _fail(self, replica: _Replica, error: Exception) -> None:
-        for name in list(replica.under_way):
+        for name in list(replica.in_flight):
             consumer = self._end(replica, name)
             if consumer is not None:
                 consumer.put_nowait((name, error))
