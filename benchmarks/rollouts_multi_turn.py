@@ -27,10 +27,12 @@ import psutil
 import torch
 
 from rl_backends_hf.generation import HuggingFaceGeneration
-from rl_core.cluster import ActorPool, InProcessPool, RayVirtualCluster
+from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_train.pools.actor_pool import ActorPool
+from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.seeds import SampleStream, rollout_seed

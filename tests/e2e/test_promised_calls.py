@@ -10,13 +10,13 @@ import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
-from rl_core.cluster.pool import InProcessPool
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, NotSupportedError, ResourceInsufficientError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, PolicyInterface
 from rl_envs import MathEnvironment
 from rl_train.algorithms import GRPOLossFn, NLLLossFn
 from rl_train.data import BatchedDataLoader
+from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.validation import compare_log_probabilities, validate_log_probability_consistency
 

@@ -6,10 +6,10 @@ import pytest
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
-from rl_core.interfaces.environment_checks import step_checked
 from rl_envs.instruction_following.constraints import CONSTRAINTS, follows, parameters_of
 from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
 from rl_envs.instruction_following.text import bullets, capital_words, highlights, sentences, words
+from rl_train.rollouts.environment_checks import step_checked
 
 CASES = {
     # identifier: (parameters, answers that follow it, answers that do not)

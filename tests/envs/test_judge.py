@@ -8,8 +8,8 @@ from loopback_judge import reply, serving
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, RLCoreError
 from rl_core.http import HttpError
-from rl_core.interfaces.environment_checks import step_checked
 from rl_envs.judge.environment import JudgeEnvironment
+from rl_train.rollouts.environment_checks import step_checked
 
 
 def judge(url, answers, rows=None, **config):

@@ -7,9 +7,9 @@ import pytest
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.environment_checks import step_checked
 from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment, read_answer
+from rl_train.rollouts.environment_checks import step_checked
 
 pytest.importorskip("reasoning_gym")
 

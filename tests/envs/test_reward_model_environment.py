@@ -189,5 +189,5 @@ def test_scores_on_a_gpu_equal_scores_on_a_cpu(environment, folders):
 def test_a_chat_template_that_rejects_a_role_is_an_error(folders):
     template = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     environment = RewardModelEnvironment({"model_name": str(folders / "reward"), "chat_template": template})
-    with pytest.raises(ConfigError, match=r"cannot render messages with the roles \['user', 'tool'\]: no tools"):
+    with pytest.raises(ConfigError, match=r"cannot render messages of the roles \['user', 'tool'\]: no tools"):
         environment.step([[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]], [{}])

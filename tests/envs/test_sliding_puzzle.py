@@ -6,11 +6,11 @@ import pytest
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.environment_checks import step_checked
 from rl_envs.sliding_puzzle.board import legal_moves, moved, shown, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
 from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
 from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+from rl_train.rollouts.environment_checks import step_checked
 
 
 def solution(board):

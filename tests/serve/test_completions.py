@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.conversation_tokens import conversation_tokens, encode
+from rl_core.data.conversation_tokens import encode
+from rl_train.data.chat_template import conversation_tokens
 from rl_train.rollouts.seeds import sample_seed
 
 QUESTION = "12+34="

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from rl_core.data.chat_template import ROLES
-from rl_core.data.conversation_tokens import conversation_tokens
-from rl_core.data.tool_calls import read_tools
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.messages import ToolCall, text_of
 from rl_serve.errors import ApiError
+from rl_train.data.chat_template import ROLES, conversation_tokens
+from rl_train.data.tool_calls import read_tools
 from rl_train.tools.decoding import decode_answers
 from rl_train.tools.parsers import SampledMessage, ToolCallParser
 from rl_train.tools.selection import choose_parser, parse_message

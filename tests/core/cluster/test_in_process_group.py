@@ -6,8 +6,9 @@ import sys
 import pytest
 from cluster_workers import ContextFree, Scorer, Worker
 
-from rl_core.cluster import InProcessPool, InProcessWorkerGroup, NamedSharding, wait_together
+from rl_core.cluster import InProcessWorkerGroup, NamedSharding, wait_together
 from rl_core.errors import UserError, WorkerError
+from rl_train.pools.pool import InProcessPool
 
 
 def test_the_single_worker_supports_every_kind_of_call():

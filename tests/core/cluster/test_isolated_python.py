@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from cluster_workers import Scorer, Worker
 
-from rl_core.cluster import ActorPool, RayVirtualCluster, RayWorkerGroup
+from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
 from rl_core.errors import UserError
+from rl_train.pools.actor_pool import ActorPool
 
 
 def _make_environment(folder: Path) -> Path:

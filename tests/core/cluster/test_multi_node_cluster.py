@@ -14,8 +14,9 @@ import ray
 from cluster_workers import Worker, lives, wait_until
 from ray.cluster_utils import Cluster
 
-from rl_core.cluster import ActorPool, Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, remote_actor
+from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, remote_actor
 from rl_core.errors import DeadlineExceededError, ResourceInsufficientError, WorkerDiedError
+from rl_train.pools.actor_pool import ActorPool
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_driver_that_joined_and_is_killed_leaves_nothing_on_the_nodes(nodes, c
     script = tmp_path / "driver.py"
     script.write_text(
         "import subprocess, time\n"
-        "from rl_core.cluster import ActorPool\n"
+        "from rl_train.pools.actor_pool import ActorPool\n"
         "class Parent:\n"
         "    def spawn(self):\n"
         "        return subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.ray
 
 _DRIVER = """
 import multiprocessing, os, subprocess, sys, time
-from rl_core.cluster import ActorPool, RayVirtualCluster, RayWorkerGroup
+from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
+from rl_train.pools.actor_pool import ActorPool
 
 class Parent:
     def spawn(self):

@@ -9,7 +9,6 @@ import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict, Features, Image
 
-from rl_core.data.tool_calls import from_text
 from rl_core.errors import DataError
 from rl_train.data.dataset_config import (
     HuggingFaceDatasetConfig,
@@ -22,6 +21,7 @@ from rl_train.data.dataset_config import (
 from rl_train.data.datasets import RecordDataset
 from rl_train.data.json_lines import JsonLines
 from rl_train.data.preferences import PreferenceDataset
+from rl_train.data.tool_calls import from_text
 
 ROWS = [
     {"question": "6*7?", "expected_answer": "42", "level": 1},

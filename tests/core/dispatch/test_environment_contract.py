@@ -5,11 +5,12 @@ import re
 import pytest
 import torch
 
-from rl_core.cluster import ActorPool, InProcessPool
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.environment_checks import metrics_checked, step_checked
+from rl_train.pools.actor_pool import ActorPool
+from rl_train.pools.pool import InProcessPool
+from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 
 ROWS = 2

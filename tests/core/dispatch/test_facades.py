@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from rl_core.cluster import InProcessPool, NamedSharding
+from rl_core.cluster import NamedSharding
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
@@ -18,6 +18,7 @@ from rl_core.errors import ConfigError, DataError, NonFiniteError, NotSupportedE
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker, StepResult
 from rl_train.algorithms.losses import NLLLossFn
+from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 
 

@@ -8,8 +8,8 @@ import torch
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnvironmentReturn, Tool, ToolEnvironment
-from rl_core.interfaces.environment_checks import metrics_checked, step_checked
 from rl_core.interfaces.tool_runner import CallProblem, CallRunner
+from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 
 
 def double(x: int) -> int:

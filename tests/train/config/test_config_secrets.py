@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.secrets import Secrets
 from rl_train.config.loader import load_config
+from rl_train.config.secrets import Secrets
 from rl_train.runtime.launch import train
 
 TOKEN = "tk-5f0c2b7e91d84d0fa3"

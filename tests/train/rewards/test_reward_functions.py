@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rl_core.errors import ConfigError, DataError, RLCoreError
-from rl_core.interfaces.environment_checks import step_checked
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rewards.functions import RewardFunctionError, reward_function
+from rl_train.rollouts.environment_checks import step_checked
 
 PROMPT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_core.cluster.pool import ActorKey, InProcessPool, Pool
 from rl_core.errors import RLCoreError, WorkerDiedError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_train.pools.pool import ActorKey, InProcessPool, Pool
 from rl_train.rollouts import collect
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.cluster import ActorPool
 from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, WorkerError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.algorithms.advantages import group_advantages
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums
+from rl_train.pools.actor_pool import ActorPool
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried

@@ -6,10 +6,10 @@ import signal
 import pytest
 import torch
 
-from rl_core.cluster import ActorPool
 from rl_core.errors import DataError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.environment import keeps_sessions
+from rl_train.pools.actor_pool import ActorPool
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.records import rollout_records

@@ -19,6 +19,7 @@ from rl_core.config.introspection import NOTHING
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.errors import ConfigError
 from rl_train.config.interpolation import escape, resolve
+from rl_train.config.secrets import Secrets
 from rl_train.config.sources import read_sources
 from rlcore_cli.importing.rows import (
     MISSING,
@@ -138,14 +139,14 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
 
 
 def _resolved(written: Node, problems: Problems) -> dict[str, Any]:
-    """The plain values. `???` and `${oc.env:...}` are kept for the user to fill in."""
+    """The plain values. `???` and `${oc.env:...}` are kept for the user to fill in, so no secret is read."""
     written = _with_environment_held(written)
     missing = [path for path, leaf in written.leaves() if leaf.value == MISSING]
     before = {name for name in _ARITHMETIC if OmegaConf.has_resolver(name)}
     for name in _ARITHMETIC.keys() - before:
         OmegaConf.register_resolver(name, _ARITHMETIC[name])
     try:
-        values, _ = resolve(written, default_at=lambda path: NOTHING, known=(), problems=problems)
+        values, _ = resolve(written, default_at=lambda path: NOTHING, known=(), problems=problems, secrets=Secrets())
     finally:
         for name in _ARITHMETIC.keys() - before:
             OmegaConf.clear_resolver(name)

@@ -9,10 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core.cluster.actor_pool import ActorPool
     from rl_core.cluster.deadlines import Deadlines
     from rl_core.cluster.in_process import InProcessWorkerGroup
-    from rl_core.cluster.pool import InProcessPool, Pool
     from rl_core.cluster.ray_worker_group import RayWorkerGroup
     from rl_core.cluster.sharding import NamedSharding
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -20,13 +18,10 @@ if TYPE_CHECKING:
     from rl_core.interfaces.worker_context import WorkerContext
 
 _MODULE_OF = {
-    "ActorPool": "rl_core.cluster.actor_pool",
     "Deadlines": "rl_core.cluster.deadlines",
-    "InProcessPool": "rl_core.cluster.pool",
     "InProcessWorkerGroup": "rl_core.cluster.in_process",
     "NamedSharding": "rl_core.cluster.sharding",
     "PendingCall": "rl_core.cluster.worker_group",
-    "Pool": "rl_core.cluster.pool",
     "RayVirtualCluster": "rl_core.cluster.virtual_cluster",
     "RayWorkerGroup": "rl_core.cluster.ray_worker_group",
     "WorkerContext": "rl_core.interfaces.worker_context",
@@ -35,13 +30,10 @@ _MODULE_OF = {
 }
 
 __all__ = [
-    "ActorPool",
     "Deadlines",
-    "InProcessPool",
     "InProcessWorkerGroup",
     "NamedSharding",
     "PendingCall",
-    "Pool",
     "RayVirtualCluster",
     "RayWorkerGroup",
     "WorkerContext",

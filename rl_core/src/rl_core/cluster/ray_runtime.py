@@ -33,6 +33,12 @@ class RayLease:
     def __init__(self) -> None:
         self._runtime: _Runtime | None = _acquire()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether this process is connected to Ray."""
+        connected: bool = ray.is_initialized()
+        return connected
+
     def release(self) -> None:
         """Release the lease. Idempotent."""
         runtime, self._runtime = self._runtime, None

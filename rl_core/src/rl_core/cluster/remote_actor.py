@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -128,10 +129,19 @@ class RemoteActor:
         """Start a method; `arguments` is (args, kwargs) or a reference to it; `leading` may be references too.
 
         Without `keep_result`, the result is dropped in the worker, and None is returned.
+
+        Raises:
+            UserError: An argument cannot be pickled.
         """
         daemons.raise_if_dead()
         remote = self._handle.call.options(name=f"{method} [{self.label}]")
-        return ActorCall(self, f"{method}()", remote.remote(method, arguments, keep_result, *leading))
+        try:
+            ref = remote.remote(method, arguments, keep_result, *leading)
+        except ray.exceptions.RayError:
+            raise
+        except Exception as error:  # pickling runs the arguments' own code, which may raise anything
+            raise UserError(f"The arguments of {method}() cannot be sent to {self.label}: {error}") from error
+        return ActorCall(self, f"{method}()", ref)
 
     def close(self) -> ActorCall:
         """Start the worker's own `shutdown`."""
@@ -140,7 +150,8 @@ class RemoteActor:
     def kill(self) -> None:
         """Kill the process and its children."""
         if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_gone` ends the process
-            ray.kill(self._handle, no_restart=True)
+            with suppress(ray.exceptions.RayError):  # it may already be dead
+                ray.kill(self._handle, no_restart=True)
 
     def process_here(self) -> psutil.Process | None:
         """The process, if it is alive and on this host."""

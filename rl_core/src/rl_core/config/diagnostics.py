@@ -6,12 +6,11 @@ Independent of YAML and of the sections; other modules report their findings her
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from rl_core.config.secrets import Secrets
 from rl_core.config.source_tree import KeyPath, SourceLocation, dotted
 from rl_core.errors import ConfigError
 
@@ -58,18 +57,18 @@ class Problems:
     Attributes:
         found: The problems so far.
         poisoned: Keys with a value known to be invalid; follow-up errors about them are not reported.
-        secrets: Values that problems must not show.
         is_partial: Whether a file could not be read, so that a missing key may be set there.
+        redact: Removes values that problems must not show from a message.
     """
 
     found: list[Problem] = field(default_factory=list)
     poisoned: set[KeyPath] = field(default_factory=set)
     is_partial: bool = False
-    secrets: Secrets = field(default_factory=Secrets)
+    redact: Callable[[str], str] = str
 
     def add(self, message: str, *, place: SourceLocation | None, path: KeyPath = ()) -> None:
         """Adds a problem."""
-        problem = Problem(place=place, path=path, message=self.secrets.redact(message))
+        problem = Problem(place=place, path=path, message=self.redact(message))
         if problem not in self.found:
             self.found.append(problem)
 

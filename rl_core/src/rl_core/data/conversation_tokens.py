@@ -1,4 +1,4 @@
-"""The tokens of a whole conversation: rendered by the chat template, or its contents one after the other without a template."""
+"""The tokens of a conversation without tools: rendered by the chat template, or its contents joined if there is no template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from rl_core.data.chat_template import check_names, form_for, render, with_calls_read
 from rl_core.errors import DataError
 
 
@@ -17,30 +16,30 @@ def encode(text: str, tokenizer: Any) -> list[int]:
 
 
 def conversation_tokens(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None = None,
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = False
 ) -> list[int]:
     """The token ids of a conversation.
 
     Args:
-        messages: `role` and `content`, and `tool_calls` in OpenAI's form.
+        messages: `role` and `content`.
         tokenizer: A Transformers tokenizer.
         add_generation_prompt: Whether to append the header of an assistant turn (only with a chat template).
-        tools: Offered functions, for the template.
 
     Raises:
-        DataError: The template cannot render the conversation, or omits tools; or there are tools and no template.
+        DataError: The template cannot render the conversation, or a message has tool calls.
     """
+    from jinja2.exceptions import TemplateError
+
+    if any(message.get("tool_calls") for message in messages):
+        raise DataError("a message has `tool_calls`, which only rollouts and training data support")
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     if not getattr(tokenizer, "chat_template", None):
-        refuse_tools(messages, tools)
-        return list(chain.from_iterable(plain_pieces(messages, tokenizer)))
-    read = with_calls_read(messages)
-    form = form_for(read, tokenizer, tools=tools)
-    text = render(read, tokenizer, form=form, add_generation_prompt=add_generation_prompt, tools=tools)
-    check_names(read, text, {}, tools=tools)
+        return list(chain.from_iterable(plain_pieces(plain, tokenizer)))
+    try:
+        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except (TemplateError, TypeError) as error:  # Jinja does not wrap errors raised by an expression of the template
+        roles = [message["role"] for message in plain]
+        raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
     return encode(text, tokenizer)
 
 
@@ -62,13 +61,3 @@ def plain_pieces(
         if message["role"] == "assistant" and add_eos and tokenizer.eos_token_id is not None:
             piece.append(tokenizer.eos_token_id)
     return pieces
-
-
-def refuse_tools(messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-    """Refuse tools, which only a chat template can render.
-
-    Raises:
-        DataError: Functions are offered or called.
-    """
-    if tools or any(message.get("tool_calls") for message in messages):
-        raise DataError("the conversation has tools, which require a chat template: set one (policy.tokenizer.chat_template)")

@@ -88,7 +88,7 @@ class EnvironmentInterface(ABC):
                 text, and where they apply `tool_calls`, `tool_call_id` and `name`.
             metadata: B states; at the first turn the record's `extra_env_info`.
 
-        The return value is checked (`rl_core.interfaces.environment_checks`): a wrong type, a number of entries other than B,
+        The runtime checks the return value: a wrong type, a number of entries other than B,
         a reward that is not finite, or invalid Unicode ends the run with an error that names task and class.
         """
 

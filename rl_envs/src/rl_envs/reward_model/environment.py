@@ -12,7 +12,7 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import RewardModelEnvironmentConfig, read_section
-from rl_envs.reward_model.scorer import RewardModelScorer, conversation_tokens
+from rl_envs.reward_model.scorer import RewardModelScorer, reward_tokens
 
 SCORE_KEY = "reward_model"
 """Metadata key of the score."""
@@ -56,7 +56,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         Raises:
             DataError: A conversation has no tokens.
         """
-        rows = [conversation_tokens(log, self._tokenizer) for log in message_log_batch]
+        rows = [reward_tokens(log, self._tokenizer) for log in message_log_batch]
         for log, row in zip(message_log_batch, rows, strict=True):
             if not row:
                 raise DataError(f"A conversation has no tokens, so it cannot be scored: {log}")

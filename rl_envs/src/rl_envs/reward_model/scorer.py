@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from rl_core.errors import ConfigError, UserError
+from rl_core.errors import ConfigError, DataError, UserError
 
 _HEAD: Final = "score"
 _CLASSIFIER: Final = "ForSequenceClassification"
@@ -141,7 +141,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def conversation_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def reward_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
     """The tokens of the whole conversation, as in preference training: with the chat template, or concatenated without one.
 
     The conversation is rendered in one call, so that any model output can be scored: tokens that merge across messages, or
@@ -150,16 +150,10 @@ def conversation_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -
     Raises:
         ConfigError: The chat template cannot render the conversation.
     """
-    from jinja2.exceptions import TemplateError
-
-    from rl_core.data.conversation_tokens import encode, plain_pieces
+    from rl_core.data.conversation_tokens import conversation_tokens
 
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    if not getattr(tokenizer, "chat_template", None):
-        return [token for piece in plain_pieces(plain, tokenizer) for token in piece]
     try:
-        text = tokenizer.apply_chat_template(plain, tokenize=False)
-    except TemplateError as error:
-        roles = [message["role"] for message in plain]
-        raise ConfigError(f"the reward model's chat template cannot render messages with the roles {roles}: {error}") from error
-    return encode(text, tokenizer)
+        return conversation_tokens(plain, tokenizer)
+    except DataError as error:
+        raise ConfigError(f"The reward model cannot score the conversation: {error}.") from error

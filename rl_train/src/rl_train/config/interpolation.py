@@ -13,9 +13,9 @@ from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConf
 
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.introspection import NOTHING
-from rl_core.config.secrets import escaped
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_train.config import package_files as package_files  # registers `${package:...}`
+from rl_train.config.secrets import Secrets, escaped
 
 _MISSING = "???"
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*(?:\.\w+)+)\s*\}")
@@ -23,7 +23,12 @@ _MUST_BE_SET = "must be set (`???`): set it in a file that inherits from this on
 
 
 def resolve(
-    root: Node, *, default_at: Callable[[KeyPath], Any], known: Iterable[KeyPath], problems: Problems
+    root: Node,
+    *,
+    default_at: Callable[[KeyPath], Any],
+    known: Iterable[KeyPath],
+    problems: Problems,
+    secrets: Secrets,
 ) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """The plain values with every `${...}` replaced.
 
@@ -32,6 +37,7 @@ def resolve(
         default_at: Default of a key that is not written; `NOTHING` for a key without a default.
         known: Keys of the sections' models, for suggestions.
         problems: Receives what cannot be resolved; those values are marked as invalid and null in the result.
+        secrets: Receives the secrets that are read from the environment.
 
     Returns:
         The plain values, and the text of each interpolation by its path.
@@ -51,9 +57,10 @@ def resolve(
         return plain, through
     config = OmegaConf.create(_with_defaults(plain, through.values(), root=root, default_at=default_at))
     known = [*known, *(path for path, _ in root.leaves())]
-    resolved = {
-        path: _resolved(config, path, place=root.nearest(path).place, known=known, problems=problems) for path in through
-    }
+    resolved = {}
+    for path in through:
+        with secrets.watching(path):
+            resolved[path] = _resolved(config, path, place=root.nearest(path).place, known=known, problems=problems)
     for path, value in resolved.items():
         _assign(plain, path, value)
     return plain, through
@@ -89,12 +96,11 @@ def _is_well_formed(leaf: Node, *, path: KeyPath, problems: Problems) -> bool:
 
 def _resolved(config: Any, path: KeyPath, *, place: SourceLocation | None, known: Sequence[KeyPath], problems: Problems) -> Any:
     try:
-        with problems.secrets.watching(path):
-            value = config
-            for part in path:
-                value = value[part]
-            if isinstance(value, DictConfig | ListConfig):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        value = config
+        for part in path:
+            value = value[part]
+        if isinstance(value, DictConfig | ListConfig):
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except InterpolationKeyError as error:
         problems.mark_invalid(_unknown_target(error, known), place=place, path=path)
     except OmegaConfBaseException as error:

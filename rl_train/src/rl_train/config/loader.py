@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from rl_core.config.diagnostics import Problems
 from rl_core.config.schema import EnvironmentConfig, RunConfig
-from rl_core.config.secrets import Secrets
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.config.validation import Validator
 from rl_core.plugins.component import Component
@@ -30,6 +29,7 @@ from rl_train.config.overrides import Override, apply_overrides
 from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
+from rl_train.config.secrets import Secrets
 from rl_train.config.section_resolver import ConfigLayout, choose_parts
 from rl_train.config.sources import ConfigFiles, as_paths, read_sources
 from rl_train.config.usage_checks import unused_sections
@@ -103,12 +103,13 @@ def load_config(
         InvalidConfigError: A `ConfigError` that lists every mistake with its location.
     """
     registry = registry if registry is not None else Registry(discover())
-    problems = Problems()
+    secrets = Secrets()
+    problems = Problems(redact=secrets.redact)
     written = read_sources(path, problems=problems)
     if problems.is_partial:
         problems.raise_if_any()
     written, applied = apply_overrides(written, overrides, problems=problems)
-    values, written, through = _plain_values(written, registry=registry, problems=problems)
+    values, written, through = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
     layout = choose_parts(values, written=written, registry=registry, problems=problems)
     locate_paths(values, layout, written=written, problems=problems)
     _reject_new_keys(applied, layout, problems=problems)
@@ -128,18 +129,20 @@ def load_config(
         layout=layout,
         written=written,
         path=as_paths(path)[-1],
-        redacted=problems.secrets.redacted(resolved, through),
-        secrets=problems.secrets,
+        redacted=secrets.redacted(resolved, through),
+        secrets=secrets,
         overrides=tuple(overrides),
     )
 
 
-def _plain_values(written: Node, *, registry: Registry, problems: Problems) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
+def _plain_values(
+    written: Node, *, registry: Registry, problems: Problems, secrets: Secrets
+) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
     # Interpolations may refer to defaults, which depend on the components. Component names are known before `${...}` is
     # resolved, unless they are interpolated themselves.
     expected = choose_parts(written.plain(), written=written, registry=registry, problems=Problems())
     known = [field.path for field in expected.fields()]
-    values, through = resolve(written, default_at=expected.default, known=known, problems=problems)
+    values, through = resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
     return expand_aliases(values, written=written, through=through)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.data.formatting import format_value
-from rl_core.data.tool_calls import read_calls
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import text_of
+from rl_train.data.tool_calls import read_calls
 
 Messages = list[dict[str, Any]]
 

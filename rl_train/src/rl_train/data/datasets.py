@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from rl_core.data.formatting import format_value
-from rl_core.data.tool_calls import check_tool_use, read_tools, tools_of
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record
 from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt, without_answer
@@ -20,6 +19,7 @@ from rl_train.data.prompts import PromptTemplate, load_prompt
 from rl_train.data.record_functions import load_record_function
 from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
+from rl_train.data.tool_calls import check_tool_use, read_tools, tools_of
 
 
 class RecordDataset(Records[Record]):

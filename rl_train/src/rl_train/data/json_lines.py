@@ -7,8 +7,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.strict_json import read_json
 from rl_core.errors import DataError
+from rl_train.data.strict_json import read_json
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"

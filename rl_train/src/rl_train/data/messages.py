@@ -13,12 +13,12 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.chat_template import check_names, form_for, render, with_calls_read
-from rl_core.data.conversation_tokens import encode, plain_pieces, refuse_tools
+from rl_core.data.conversation_tokens import encode, plain_pieces
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 from rl_train.data.answer_spans import LocatedText, Render, locate_trained
+from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, with_calls_read
 from rl_train.data.split_encoding import encode_pieces
 
 Message = dict[str, Any]

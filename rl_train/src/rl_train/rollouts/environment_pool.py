@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from rl_core.cluster.pool import ActorKey, Pool
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_core.interfaces.environment_checks import checked_metrics, checked_return
+from rl_train.pools.pool import ActorKey, Pool
+from rl_train.rollouts.environment_checks import checked_metrics, checked_return
 
 
 class EnvironmentPool(EnvironmentInterface):

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.cluster.pool import ActorKey
 from rl_core.errors import DataError, WorkerDiedError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, keeps_sessions
-from rl_core.interfaces.environment_checks import checked_observation, step_checked
 from rl_core.interfaces.messages import Message, Observation
+from rl_train.pools.pool import ActorKey
+from rl_train.rollouts.environment_checks import checked_observation, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import StepFailedError, may_be_retried
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from rl_core.data.chat_template import form_for, render
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message, Observation, messages_of
+from rl_train.data.chat_template import form_for, render
 from rl_train.tools.decoding import special_tokens
 
 _USER: Mapping[str, Any] = {"role": "user", "content": "A"}

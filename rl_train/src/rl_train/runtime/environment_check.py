@@ -13,7 +13,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.environment_checks import metrics_checked, step_checked
+from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 from rl_train.rollouts.records import expected_answer
 from rl_train.runtime.environment_sessions import LocalSession
 from rl_train.runtime.environment_trial import EnvironmentTrial

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.interfaces.environment_checks import step_checked
 from rl_core.interfaces.messages import messages_of
+from rl_train.rollouts.environment_checks import step_checked
 from rl_train.runtime.environment_sessions import LocalSession
 from rl_train.runtime.environment_trial import TrialRow
 

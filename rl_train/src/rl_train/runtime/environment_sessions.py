@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
-from rl_core.interfaces.environment_checks import checked_observation
 from rl_core.interfaces.messages import messages_of
+from rl_train.rollouts.environment_checks import checked_observation
 from rl_train.rollouts.sessions import SESSION_KEY
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.cluster.actor_pool import ActorPool
-from rl_core.cluster.pool import InProcessPool
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
@@ -31,6 +29,8 @@ from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
 from rl_train.config.lr_schedule_checks import with_schedule_lengths
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
+from rl_train.pools.actor_pool import ActorPool
+from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.weight_sync.canary import Canary, CanaryCalibration, Retempering, make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer

@@ -11,12 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 
-from rl_core.data.tool_calls import read_calls
+from rl_core.data.conversation_tokens import encode, plain_pieces
 from rl_core.errors import DataError
+from rl_train.data.tool_calls import read_calls
 
 Message = Mapping[str, Any]
 
@@ -127,6 +129,44 @@ def render(
         roles = [message["role"] for message in messages]
         raise DataError(f"the chat template cannot render messages of the roles {roles}: {error}") from error
     return text
+
+
+def conversation_tokens(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    *,
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """The token ids of a conversation, which may have tools if the tokenizer has a chat template.
+
+    Args:
+        messages: `role` and `content`, and `tool_calls` in OpenAI's form.
+        tokenizer: A Transformers tokenizer.
+        add_generation_prompt: Whether to append the header of an assistant turn (only with a chat template).
+        tools: Offered functions, for the template.
+
+    Raises:
+        DataError: The template cannot render the conversation, or omits tools; or there are tools and no template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        refuse_tools(messages, tools)
+        return list(chain.from_iterable(plain_pieces(messages, tokenizer)))
+    read = with_calls_read(messages)
+    form = form_for(read, tokenizer, tools=tools)
+    text = render(read, tokenizer, form=form, add_generation_prompt=add_generation_prompt, tools=tools)
+    check_names(read, text, {}, tools=tools)
+    return encode(text, tokenizer)
+
+
+def refuse_tools(messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> None:
+    """Refuse tools, which only a chat template can render.
+
+    Raises:
+        DataError: Functions are offered or called.
+    """
+    if tools or any(message.get("tool_calls") for message in messages):
+        raise DataError("the conversation has tools, which require a chat template: set one (policy.tokenizer.chat_template)")
 
 
 def check_names(

@@ -13,17 +13,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.pool import ActorKey, Pool, class_path
-from rl_core.cluster.pool_slots import Slot, SubmittedCall, gave_up
 from rl_core.cluster.ray_calls import collect
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.cluster.remote_actor import (
@@ -37,8 +32,10 @@ from rl_core.cluster.remote_actor import (
     wait_gone,
 )
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.errors import DeadlineExceededError, RLCoreError, UserError, WorkerDiedError, WorkerError
+from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
+from rl_train.pools.pool import ActorKey, Pool, class_path
+from rl_train.pools.slots import Slot, SubmittedCall, gave_up
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -180,7 +177,7 @@ class ActorPool(Pool):
 
     def _end(self) -> None:
         slots, self._slots = self._slots, []
-        if ray.is_initialized():
+        if self._lease.is_connected:
             for slot in slots:
                 slot.actor.kill()
             wait_gone([slot.actor for slot in slots])
@@ -258,7 +255,7 @@ class ActorPool(Pool):
     def _dispatch(self) -> None:
         if self._waiting and all(slot.failed for slot in self._slots):
             for index in range(len(self._slots)):
-                self._refill(index, tries=1)
+                self._refill(index)
         with self._changed:
             self._arrived = False
             calls = deque(self._waiting)
@@ -278,7 +275,7 @@ class ActorPool(Pool):
         if call.on is not None and call.on not in self.actors:
             call.settle(error=WorkerDiedError(f"pool '{self._name}': the actor that {call.label} must run on has died"))
             return True
-        free = [slot for slot in self._slots if self._has_room(slot) and call.on in (None, slot.key)]
+        free = [slot for slot in self._slots if slot.has_room(self._max_concurrency) and call.on in (None, slot.key)]
         if free and call.starts():
             slot = min(free, key=lambda slot: len(slot.running))
             self._start(call, slot)
@@ -287,19 +284,10 @@ class ActorPool(Pool):
     def _start(self, call: SubmittedCall, slot: Slot) -> None:
         try:
             pending = slot.actor.call(call.method, ((), {}), *call.args)
-        except (RLCoreError, ray.exceptions.RayError):
-            raise
-        except Exception as error:  # pickling runs the arguments' own code, which may raise anything
-            text = f"pool '{self._name}': the arguments of {call.label} cannot be sent to its process: {error}"
-            failed = UserError(text)
-            failed.__cause__ = error
-            call.settle(error=failed)
-            return
+        except UserError as error:  # its arguments cannot be pickled
+            return call.settle(error=error)
         slot.running[pending.ref] = call, pending, time.monotonic() + call.deadline_s
         self._announce(pending.ref)
-
-    def _has_room(self, slot: Slot) -> bool:
-        return slot.building is None and not slot.failed and len(slot.running) < self._max_concurrency
 
     def _announce(self, ref: Any) -> None:
         """Wake the pool's thread when `ref` is ready."""
@@ -381,11 +369,10 @@ class ActorPool(Pool):
 
     def _replace(self, index: int, error: WorkerDiedError | DeadlineExceededError, *, tries: int = 1) -> None:
         _log.warning("pool '%s': replacing an actor that failed: %s", self._name, error)
-        self._refill(index, tries=tries)
+        self._refill(index, tries)
 
-    def _refill(self, index: int, *, tries: int) -> None:
-        with suppress(ray.exceptions.RayError):  # in most cases it is already dead
-            self._slots[index].actor.kill()
+    def _refill(self, index: int, tries: int = 1) -> None:
+        self._slots[index].actor.kill()
         slot = self._slots[index] = self._fill(index, tries)
         assert slot.building is not None
         self._announce(slot.building.ref)

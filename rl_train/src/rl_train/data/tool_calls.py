@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.data.formatting import format_value
-from rl_core.data.strict_json import read_json
 from rl_core.errors import DataError
+from rl_train.data.strict_json import read_json
 
 Tool = dict[str, Any]
 Call = dict[str, Any]

@@ -10,8 +10,11 @@ import pytest
 import ray
 from cluster_workers import Scorer, lives, wait_until
 
-from rl_core.cluster import ActorPool, Deadlines, InProcessPool, RayVirtualCluster, actor_pool, daemons
+from rl_core.cluster import Deadlines, RayVirtualCluster, daemons
 from rl_core.errors import DeadlineExceededError, RayDiedError, UserError, WorkerDiedError, WorkerError
+from rl_train.pools import actor_pool
+from rl_train.pools.actor_pool import ActorPool
+from rl_train.pools.pool import InProcessPool
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -126,7 +129,7 @@ def test_a_pool_continues_without_an_actor_whose_replacement_cannot_be_built(loc
 
 def test_an_argument_that_cannot_be_pickled_fails_only_its_own_call(pool):
     good, bad = pool.submit("square", 3), pool.submit("square", threading.Lock())
-    with pytest.raises(UserError, match=r"(?s)pool 'scorers': the arguments of square\(\) cannot be sent .*lock"):
+    with pytest.raises(UserError, match=r"(?s)arguments of square\(\) cannot be sent to actor \d of pool 'scorers'.*lock"):
         bad.result(60)
     assert good.result(60) == 9
     assert pool.run_one("square", 4) == 16

@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.cluster.pool import ActorKey
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor
 from rl_core.errors import DeadlineExceededError, WorkerDiedError
+from rl_train.pools.pool import ActorKey
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,6 +56,10 @@ class Slot:
     """Whether the start failed; another actor is started only once all slots have failed."""
     running: dict[Any, tuple[SubmittedCall, ActorCall, float]] = field(default_factory=dict)
     """By reference: the submitted call, its attempt on this actor, its deadline."""
+
+    def has_room(self, max_concurrency: int) -> bool:
+        """Whether the actor can take another call."""
+        return self.building is None and not self.failed and len(self.running) < max_concurrency
 
 
 def gave_up(
