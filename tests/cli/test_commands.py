@@ -135,8 +135,5 @@ def test_the_lists_name_the_components_of_this_repository():
 def test_the_table_has_one_line_for_each_backend():
     lines = rlcore("list-backends").stdout.splitlines()
     assert any(re.match(r"policy +hf +rl-backends-hf 0\.1\.0 +ready +\S", line) for line in lines)
-    assert any(
-        re.match(r"generation +openai +rl-backends-openai +not installed +rl-backends-openai does not exist yet", line)
-        for line in lines
-    )
+    assert any(re.match(r"generation +openai +rl-backends-openai 0\.1\.0 +ready +\S", line) for line in lines)
     assert any(re.match(r"generation +vllm +rl-backends-vllm 0\.1\.0 +ready +\S", line) for line in lines)

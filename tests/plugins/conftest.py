@@ -30,7 +30,7 @@ HEALTHY = """
 """
 
 
-HIDDEN = ("rl-backends-megatron", "rl-backends-vllm", "rl-sandbox", "rl-serve")
+HIDDEN = ("rl-backends-megatron", "rl-backends-vllm", "rl-backends-openai", "rl-sandbox", "rl-serve")
 """Of our own distributions, those that an interpreter started here does not see: so that some are known and not installed."""
 HIDES = f"""
 import importlib.metadata

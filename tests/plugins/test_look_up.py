@@ -47,8 +47,8 @@ def test_a_misspelt_name_may_resemble_one_that_is_not_installed(site):
         (
             "generation",
             "openai",
-            "Generation backend 'openai' is not installed: rl-backends-openai does not exist yet. Use another backend, such as "
-            "hf or vllm.",
+            "Generation backend 'openai' is not installed: rl-backends-openai is not published; in a checkout of the "
+            "repository, pip install ./rl_backends_openai.",
         ),
     ],
 )

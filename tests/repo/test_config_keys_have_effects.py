@@ -18,7 +18,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.schema_index import schema_index
 
 ROOT = Path(__file__).parents[2]
-OURS = ("core", "train", "hf", "megatron", "vllm", "sandbox", "envs")
+OURS = ("core", "train", "hf", "megatron", "vllm", "openai", "sandbox", "envs")
 
 LOSSES = ("rl_train/algorithms/losses",)
 ROWS = ("rl_train/data",)
@@ -113,6 +113,8 @@ READERS: dict[str, tuple[str, ...]] = {
     "ToolEnvironmentConfig": ("rl_core/interfaces/tool_environment.py",),
     "ToolsEnvironmentConfig": ("rl_envs/tools",),
     "VllmConfig": ("rl_backends_vllm", *CHOICE),
+    "OpenAIConfig": ("rl_backends_openai", *CHOICE),
+    "OpenAIServerConfig": ("rl_backends_openai",),
     "VllmEngineConfig": ("rl_backends_vllm",),
     "WandbConfig": ("rl_train/metrics",),
 }
@@ -129,7 +131,7 @@ BY_EACH = {
         "precision",
         "train_micro_batch_size",
     },
-    ("rl_backends_hf", "rl_backends_vllm"): {
+    ("rl_backends_hf", "rl_backends_vllm", "rl_backends_openai"): {
         "max_new_tokens",
         "stop_strings",
         "stop_token_ids",

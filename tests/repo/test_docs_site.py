@@ -23,6 +23,7 @@ PUBLIC = (
     "rl_backends_hf/src/rl_backends_hf",
     "rl_backends_megatron/src/rl_backends_megatron",
     "rl_backends_vllm/src/rl_backends_vllm",
+    "rl_backends_openai/src/rl_backends_openai",
     "rl_sandbox/src/rl_sandbox",
     "rl_envs/src/rl_envs",
 )

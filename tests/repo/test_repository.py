@@ -14,6 +14,7 @@ PACKAGES = (
     "rl_backends_hf",
     "rl_backends_megatron",
     "rl_backends_vllm",
+    "rl_backends_openai",
     "rl_sandbox",
     "rl_envs",
     "rl_serve",

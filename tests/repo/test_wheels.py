@@ -130,6 +130,7 @@ def test_extras_of_the_command_install_backends_and_environments(metadata):
     assert {"hf", "vllm", "megatron", "envs", "all"} <= set(extras)
     assert extras["hf"] == {"rl-backends-hf"}
     assert extras["vllm"] == {"rl-backends-vllm"}
+    assert extras["openai"] == {"rl-backends-openai"}
     assert extras["megatron"] == {"rl-backends-megatron"}
     assert extras["envs"] == {"rl-envs"}
     assert extras["serve"] == {"rl-serve"}

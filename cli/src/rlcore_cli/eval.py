@@ -42,6 +42,9 @@ def evaluate(
         float | None,
         typer.Option(help="Count samples with a reward above this as correct, instead of the environment's accuracy."),
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Generation backend, instead of the config's: another policy.generation.backend.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Results file; by default in the run folder of the checkpoint.")
     ] = None,
@@ -54,11 +57,14 @@ def evaluate(
     Example:
         rlcore eval config.yaml
         rlcore eval config.yaml --checkpoint runs/config --samples 8 --k 1,4,8 --greedy
+        rlcore eval config.yaml --engine openai ++policy.generation.openai_cfg='{base_url: http://host:8000/v1, model: m}'
         rlcore eval config.yaml grpo.max_val_samples=100 --checkpoint runs/config/checkpoints/step_000010 --json scores.json
     """
     files, changes = config_files(config, bases, overrides)
     prepare_process()
     ks = _numbers(k)
+    if engine is not None:
+        changes = [f"policy.generation.backend={engine}", *changes]
     if json_file is not None:
         _reject_unwritable(json_file)
     from rl_train.runtime.evaluate import plan_evaluation

@@ -17,7 +17,6 @@ _COMPONENTS = {
     ),
     "rl-serve": ((Kind.COMMAND, "serve"),),
 }
-_PLANNED = ("rl-backends-openai",)
 
 
 @hookimpl
@@ -32,6 +31,4 @@ def rlcore_known_components() -> list[KnownComponent]:
 
 def _how_to_install(distribution: str) -> str:
     # None of the distributions is published on a package index.
-    if distribution in _PLANNED:
-        return f"{distribution} does not exist yet. Use another backend, such as hf or vllm"
     return f"{distribution} is not published; in a checkout of the repository, pip install ./{distribution.replace('-', '_')}"

@@ -140,11 +140,18 @@ class HttpClient:
         Raises:
             HttpError: all attempts failed, the deadline passed, or the service refused the request.
         """
+        return await self._request("POST", path, body)
+
+    async def get_json(self, path: str) -> JsonResponse:
+        """Like `post_json`, with the method GET and no body."""
+        return await self._request("GET", path, None)
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> JsonResponse:
         async with self._turn:
             started = time.monotonic()
             for attempt in range(1, self.limits.max_retries + 2):
                 left = self.limits.deadline_s - (time.monotonic() - started)
-                found = await self._attempt(path, body, timeout_s=min(left, self.limits.timeout_s))
+                found = await self._attempt(method, path, body, timeout_s=min(left, self.limits.timeout_s))
                 seconds = time.monotonic() - started
                 if isinstance(found, tuple):
                     self.counts.requests += 1
@@ -159,7 +166,7 @@ class HttpClient:
         self.counts.failures += 1
         tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
         raise HttpError(
-            f"POST {self.base_url.rstrip('/')}/{path} failed after {tries} in {seconds:.1f} s: {failure.reason}",
+            f"{method} {self.base_url.rstrip('/')}/{path} failed after {tries} in {seconds:.1f} s: {failure.reason}",
             status=failure.status,
             is_temporary=failure.is_temporary,
         )
@@ -168,13 +175,15 @@ class HttpClient:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _attempt(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> _Failure | tuple[int, Any]:
+    async def _attempt(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> _Failure | tuple[int, Any]:
         import httpx
 
         try:
             # A limit on the whole attempt: httpx limits each read, so a server that sends byte after byte would never time out.
             async with asyncio.timeout(timeout_s):
-                response = await self._client.post(f"{self.base_url.rstrip('/')}/{path}", json=dict(body))
+                response = await self._client.request(method, f"{self.base_url.rstrip('/')}/{path}", json=body)
         except (TimeoutError, httpx.TimeoutException):
             return _Failure(f"no response within {timeout_s:.1f} s", None, True)
         except httpx.TransportError as error:

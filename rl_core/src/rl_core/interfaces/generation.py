@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import torch
 
 from rl_core.errors import NotSupportedError
+from rl_core.interfaces.messages import Message
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
@@ -35,6 +36,8 @@ class GenerationDatumSpec(TypedDict):
     may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
     prompt_id: NotRequired[torch.Tensor]
     """[B] int64; rows with equal ids are samples of one prompt and run on one replica. If absent, rows with equal tokens do."""
+    messages: NotRequired[list[list[Message]]]
+    """The conversation of each row. Only for engines with `reads_messages`; all others read `input_ids`."""
 
 
 class GenerationOutputSpec(TypedDict):
@@ -53,6 +56,9 @@ class GenerationOutputSpec(TypedDict):
     """[B] bool; ended by a length limit, not by a stop."""
     weight_version: torch.Tensor
     """[B] int64, weight version (number of optimizer steps) that sampled the row."""
+    failures: NotRequired[list[str | None]]
+    """Why a row could not be sampled, such as a server that did not respond; None for the others. A failed row has no
+    completion. Absent if no row failed."""
 
 
 class GenerationInterface(ABC):
@@ -112,6 +118,11 @@ class GenerationInterface(ABC):
     def streams_rows(self) -> bool:
         """Whether `generate_async` is available; an engine without it samples complete batches only."""
         return type(self).generate_async is not GenerationInterface.generate_async
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether the engine reads `messages` instead of `input_ids`, so that its server renders the prompt."""
+        return False
 
     @property
     def restarts(self) -> int:

@@ -100,7 +100,10 @@ class Collector:
         self, row: Trajectory, driver: RolloutDriver, engine: RolloutEngine, queues: Mapping[str, StepQueue]
     ) -> None:
         if not queues:
-            await driver.run(row, engine, None)
+            try:
+                await driver.run(row, engine, None)
+            except StepFailedError as error:
+                row.fail(error.headline, str(error))
             return
         queue, start = queues[row.task_name], engine.name
         # A session cannot be continued after a failure: the rollout starts again, in another session.

@@ -64,7 +64,9 @@ class EnvironmentDriver(RolloutDriver):
             rollout.metadata, observation = await session.open(rollout.metadata)
             self._add_to_prompt(rollout, observation)
         while not rollout.done:
-            sampled = await engine.sample(rollout.token_ids(), stop_strings=rollout.stop_strings)
+            sampled = await engine.sample(
+                rollout.token_ids(), stop_strings=rollout.stop_strings, messages=rollout.conversation()
+            )
             [text] = decode_answers(self._tokenizer, [sampled.token_ids])
             rollout.add_answer(
                 text,

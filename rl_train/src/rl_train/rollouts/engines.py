@@ -14,6 +14,8 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WorkerDiedError
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.messages import Message
+from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
 
 
@@ -29,6 +31,8 @@ class TurnRequest:
     """Shared by the rollouts of one prompt."""
     position: int
     """The rollout's index among those that run together."""
+    messages: list[Message]
+    """The conversation so far, for engines that read messages instead of token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +90,15 @@ class RowSampler(TurnSampler):
                     raise
 
     async def _sample_once(self, request: TurnRequest) -> SampledTurn:
-        batch = _prompts([request], self._pad_token_id)
+        batch = _prompts([request], self._pad_token_id, with_messages=self._generation.reads_messages)
         batch["session_ids"] = [self._session(request.position)]
         rows: Any = self._generation.generate_async(batch, greedy=self._greedy)
         try:
             async for _, output in rows:
-                return _turn(output, 0, len(request.token_ids))
+                turn = _outcome(output, 0, len(request.token_ids))
+                if isinstance(turn, StepFailedError):
+                    raise turn
+                return turn
         finally:
             await rows.aclose()
         raise RuntimeError(f"{type(self._generation).__name__}.generate_async ended without the output of its row")
@@ -141,15 +148,20 @@ class BatchSampler(TurnSampler):
         waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].position), []
         requests = [request for request, _ in waiting]
         try:
-            output = self._generation.generate(_prompts(requests, self._pad_token_id), greedy=self._greedy)
-            turns = [_turn(output, row, len(request.token_ids)) for row, request in enumerate(requests)]
+            batch = _prompts(requests, self._pad_token_id, with_messages=self._generation.reads_messages)
+            output = self._generation.generate(batch, greedy=self._greedy)
+            turns = [_outcome(output, row, len(request.token_ids)) for row, request in enumerate(requests)]
         except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
             for _, future in waiting:
                 if not future.done():
                     future.set_exception(error)
             return
         for (_, future), turn in zip(waiting, turns, strict=True):
-            if not future.done():
+            if future.done():
+                continue
+            if isinstance(turn, StepFailedError):
+                future.set_exception(turn)
+            else:
                 future.set_result(turn)
 
 
@@ -188,12 +200,18 @@ class RolloutEngine:
             position=self._position,
         )
 
-    async def sample(self, token_ids: torch.Tensor, *, stop_strings: list[str] | None = None) -> SampledTurn:
+    async def sample(
+        self, token_ids: torch.Tensor, *, stop_strings: list[str] | None = None, messages: Sequence[Message] = ()
+    ) -> SampledTurn:
         """Sample the next turn.
 
         Args:
             token_ids: [T] all tokens so far.
             stop_strings: strings that end the turn.
+            messages: the conversation so far, for engines that read messages.
+
+        Raises:
+            StepFailedError: the engine could not sample this turn, but may sample others.
         """
         seed = rollout_seed(self._run_seed, self._stream, ordinal=self._ordinal, sample=self._sample, turn=self._turn)
         self._turn += 1
@@ -204,13 +222,14 @@ class RolloutEngine:
                 seed=seed,
                 prompt_id=self._ordinal,
                 position=self._position,
+                messages=list(messages),
             )
         )
 
 
-def _prompts(requests: Sequence[TurnRequest], pad_token_id: int) -> BatchedDataDict[Any]:
+def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool) -> BatchedDataDict[Any]:
     prompts = [request.token_ids for request in requests]
-    return BatchedDataDict(
+    batch: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=pad_token_id),
             "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
@@ -219,6 +238,16 @@ def _prompts(requests: Sequence[TurnRequest], pad_token_id: int) -> BatchedDataD
             "prompt_id": torch.tensor([request.prompt_id for request in requests], dtype=torch.int64),
         }
     )
+    if with_messages:
+        batch["messages"] = [request.messages for request in requests]
+    return batch
+
+
+def _outcome(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn | StepFailedError:
+    failures = output.get("failures")
+    if failures is not None and failures[row] is not None:
+        return StepFailedError(RowNotSampledError(failures[row]))
+    return _turn(output, row, start)
 
 
 def _turn(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn:

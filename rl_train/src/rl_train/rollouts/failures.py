@@ -15,11 +15,15 @@ WINDOW = 20
 _log = logging.getLogger("rlcore")
 
 
+class RowNotSampledError(RLCoreError):
+    """The engine could not sample a row, for example because its server did not respond."""
+
+
 class StepFailedError(Exception):
-    """An environment could not respond to one row; the call may succeed if it is repeated.
+    """An environment could not respond to one row, or the engine could not sample it; the call may succeed if it is repeated.
 
     Args:
-        cause: the exception of the environment, its worker's death, or its timeout.
+        cause: the exception of the environment, its worker's death, its timeout, or the engine's failure.
     """
 
     def __init__(self, cause: Exception) -> None:

@@ -1,0 +1,221 @@
+"""Requests to an OpenAI-compatible server: one row in, its tokens and log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_backends_openai.config import OpenAIConfig
+from rl_core.data.generation_io import Prompt
+from rl_core.errors import RLCoreError
+from rl_core.http import HttpClient, HttpError, RequestLimits
+
+_MAX_SEED = 2**63 - 1
+_LABEL = "rlcore-"
+_INFERENCE = "inference/v1/generate"
+_FINISHED = ("stop", "length", "tool_calls", "eos", "eos_token", "content_filter", None)
+"""Reasons that end a completion; others, such as `abort`, mean that the server gave up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a server returned for one row.
+
+    Attributes:
+        token_ids: sampled tokens; None if the server returns only text.
+        logprobs: of each token, in nats; None if the server returns none.
+        text: the completion, without the stop string; None for `inference`.
+        truncated: whether a length limit ended it.
+        weight_version: the server's version of the weights; None if it does not report one.
+    """
+
+    token_ids: list[int] | None
+    logprobs: list[float] | None
+    text: str | None
+    truncated: bool
+    weight_version: int | None = None
+
+
+class OpenAIServer:
+    """Samples rows with one of the endpoints of a server. Belongs to one event loop.
+
+    Args:
+        config: the section `policy.generation`.
+    """
+
+    def __init__(self, config: OpenAIConfig) -> None:
+        own = config.openai_cfg
+        self._config, self._own = config, own
+        self.name = own.base_url
+        limits = RequestLimits(
+            concurrency=own.max_concurrent_requests,
+            timeout_s=own.timeout_s,
+            deadline_s=own.deadline_s,
+            max_retries=own.max_retries,
+        )
+        url = own.root_url if own.api == "inference" else own.base_url
+        self._client = HttpClient(base_url=url, api_key=own.api_key, limits=limits)
+        self._models = HttpClient(base_url=own.base_url, api_key=own.api_key, limits=limits)
+
+    async def models(self) -> list[Mapping[str, Any]] | None:
+        """The entries of `/v1/models`; None if the server does not have this endpoint.
+
+        Raises:
+            HttpError: the server is not reachable, or refused the key.
+        """
+        try:
+            response = await self._models.get_json("models")
+        except HttpError as error:
+            if error.status in (403, 404, 405, 501):
+                return None
+            raise
+        data = response.body.get("data") if isinstance(response.body, Mapping) else None
+        return [entry for entry in data if isinstance(entry, Mapping)] if isinstance(data, list) else None
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        messages: Sequence[Mapping[str, Any]] | None,
+        *,
+        greedy: bool,
+        top_k: int | None = None,
+    ) -> Reply:
+        """Sample one row.
+
+        Args:
+            prompt: tokens, limit, seed and stop strings.
+            messages: the conversation, for `api: chat`.
+            greedy: take the most likely tokens.
+            top_k: replaces the config's.
+
+        Raises:
+            HttpError: all attempts failed, or the server refused the request.
+            RLCoreError: the response does not have the form of the endpoint.
+        """
+        sampling = self._sampling(prompt, greedy=greedy, top_k=top_k)
+        if self._own.api == "inference":
+            return await self._inference(prompt, sampling)
+        if self._own.api == "chat":
+            body = {"messages": [dict(message) for message in messages or ()], **sampling}
+            choice = await self._choice("chat/completions", body)
+            return _chat_reply(choice)
+        body = {"prompt": prompt.tokens, "logprobs": 0, "return_token_ids": True, **sampling}
+        return _completion_reply(await self._choice("completions", body))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+        await self._models.close()
+
+    def _sampling(self, prompt: Prompt, *, greedy: bool, top_k: int | None) -> dict[str, Any]:
+        config = self._config
+        found: dict[str, Any] = {
+            "temperature": 0.0 if greedy else config.temperature,
+            "seed": prompt.seed & _MAX_SEED,
+            "max_tokens": prompt.limit,
+        }
+        if not greedy and config.top_p != 1.0:
+            found["top_p"] = config.top_p
+        if not greedy and (top_k or config.top_k) is not None:
+            found["top_k"] = top_k or config.top_k
+        if prompt.stop_strings:
+            found["stop"] = list(prompt.stop_strings)
+        if config.stop_token_ids:
+            found["stop_token_ids"] = config.stop_token_ids
+        return found
+
+    async def _inference(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Reply:
+        body = {"token_ids": prompt.tokens, "sampling_params": {**sampling, "logprobs": 0}}
+        return _inference_reply(await self._choice(_INFERENCE, body))
+
+    async def _choice(self, path: str, body: Mapping[str, Any]) -> _Choice:
+        fields = {"model": self._own.model, **body, **self._own.extra_body}
+        response = await self._client.post_json(path, {key: value for key, value in fields.items() if value is not None})
+        try:
+            choice = _Choice(path, dict(response.body["choices"][0]))
+            reason = choice.fields.get("finish_reason")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise _malformed(path, error) from error
+        if reason not in _FINISHED:
+            raise HttpError(
+                f"POST {path}: the server ended the completion with {reason!r}", status=response.status, is_temporary=True
+            )
+        return choice
+
+
+@dataclass(frozen=True)
+class _Choice:
+    path: str
+    fields: Mapping[str, Any]
+
+    @property
+    def truncated(self) -> bool:
+        return self.fields.get("finish_reason") == "length"
+
+
+def _completion_reply(choice: _Choice) -> Reply:
+    fields = choice.fields
+    try:
+        tokens = fields.get("token_ids")
+        logprobs = (fields.get("logprobs") or {}).get("token_logprobs")
+        return Reply(
+            token_ids=None if tokens is None else [int(token) for token in tokens],
+            logprobs=None if logprobs is None else [float(value) for value in logprobs],
+            text=str(fields["text"]),
+            truncated=choice.truncated,
+            weight_version=_version(fields),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _malformed(choice.path, error) from error
+
+
+def _inference_reply(choice: _Choice) -> Reply:
+    fields = choice.fields
+    try:
+        tokens = fields.get("token_ids")
+        content = (fields.get("logprobs") or {}).get("content")
+        return Reply(
+            token_ids=None if tokens is None else [int(token) for token in tokens],
+            logprobs=None if content is None else [float(entry["logprob"]) for entry in content],
+            text=None,
+            truncated=choice.truncated,
+            weight_version=_version(fields),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _malformed(choice.path, error) from error
+
+
+def _chat_reply(choice: _Choice) -> Reply:
+    try:
+        text = choice.fields["message"].get("content")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _malformed(choice.path, error) from error
+    return Reply(token_ids=None, logprobs=None, text=str(text or ""), truncated=choice.truncated)
+
+
+def _version(fields: Mapping[str, Any]) -> int | None:
+    """The oldest weight version of a choice: ours is a number, vLLM reports the label of each span of tokens."""
+    spans = fields.get("weight_versions")
+    if spans:
+        return min(version_of_label(str(span["version"])) for span in spans)
+    version = fields.get("weight_version")
+    return None if version is None else int(version)
+
+
+def version_label(version: int) -> str:
+    """Label of a weight version in vLLM."""
+    return f"{_LABEL}{version}"
+
+
+def version_of_label(label: str) -> int:
+    """The weight version; -1 for a label that is not ours, such as that of a server that was restarted."""
+    number = label.removeprefix(_LABEL)
+    return int(number) if label.startswith(_LABEL) and number.isdigit() else -1
+
+
+def _malformed(path: str, error: Exception) -> RLCoreError:
+    return RLCoreError(
+        f"The response of the server to {path} does not have the form of this endpoint ({type(error).__name__}: {error}). "
+        "Check policy.generation.openai_cfg.base_url and api."
+    )

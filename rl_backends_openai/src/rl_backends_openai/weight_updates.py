@@ -1,0 +1,186 @@
+"""Sends the policy's weights to a server: names of files in a folder that both sides can access, never the tensors.
+
+`RlcoreUpdates` calls `rlcore serve`, `VllmUpdates` vLLM's server with our worker extension. The server loads each file and
+digests its weights; `WeightSynchronizer` compares the digests with the policy's.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from rl_backends_openai.config import OpenAIConfig
+from rl_backends_openai.server import version_label
+from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.http import HttpClient, HttpError, RequestLimits
+
+ADMIN_HEADER = "X-Rlcore-Admin-Key"
+_CHUNK_BYTES = 2**22
+
+
+class WeightUpdates(ABC):
+    """The weight updates of one server. Belongs to one event loop.
+
+    Args:
+        config: the section `policy.generation`.
+        deadline_s: timeout of one request, in seconds.
+    """
+
+    def __init__(self, config: OpenAIConfig, *, deadline_s: float) -> None:
+        own = config.openai_cfg
+        assert config.refit_folder is not None
+        self._folder = Path(config.refit_folder).expanduser().resolve()
+        self.url = own.root_url
+        # Never repeated: a server that has loaded a file refuses it a second time.
+        self._client = HttpClient(
+            base_url=own.root_url,
+            api_key=own.api_key,
+            headers={ADMIN_HEADER: own.admin_key} if own.admin_key is not None else {},
+            limits=RequestLimits(concurrency=4, timeout_s=deadline_s, deadline_s=deadline_s, max_retries=0),
+        )
+
+    @abstractmethod
+    async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+        """Stop sampling and begin an update; returns the dtype in which the server stores each weight."""
+
+    @abstractmethod
+    async def update(self, handles: Mapping[str, Any]) -> None:
+        """Load one file."""
+
+    @abstractmethod
+    async def version(self) -> int:
+        """Weight version of the server; -1 before the first update and during an update."""
+
+    @abstractmethod
+    async def digests(self) -> tuple[str, dict[str, str]]:
+        """The fingerprint, and the digest of each weight."""
+
+    @abstractmethod
+    async def resume(self) -> bool:
+        """Drop cached prefixes and sample again; False if the cache could not be emptied."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    def _relative(self, file: str) -> str:
+        try:
+            return Path(file).resolve().relative_to(self._folder).as_posix()
+        except ValueError as error:
+            raise WeightSyncError(f"{file} is not in policy.generation.refit_folder ({self._folder}).") from error
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            response = await self._client.post_json(path, body)
+        except HttpError as error:
+            raise self._explained(error) from error
+        if not isinstance(response.body, dict):
+            raise WeightSyncError(f"{self.url}/{path} returned {type(response.body).__name__} instead of an object.")
+        return response.body
+
+    def _explained(self, error: HttpError) -> Exception:
+        if error.status in (401, 403):
+            return ConfigError(f"The server refused a weight update: check policy.generation.openai_cfg.admin_key. {error}")
+        if error.status in (404, 405):
+            return ConfigError(f"The server does not accept weight updates: {self._how_to_start()} {error}")
+        return WeightSyncError(f"The server could not update its weights. {error}")
+
+    @abstractmethod
+    def _how_to_start(self) -> str: ...
+
+
+class RlcoreUpdates(WeightUpdates):
+    """Weight updates of `rlcore serve --allow-weight-updates DIR`."""
+
+    async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+        await self._post("pause", {})
+        body = {"weights": {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}}
+        found = await self._post("weights/prepare", body)
+        return cast("dict[str, str]", found["dtypes"])
+
+    async def update(self, handles: Mapping[str, Any]) -> None:
+        await self._post(
+            "weights/update",
+            {
+                "file": self._relative(handles["file"]),
+                "refit": handles["refit"],
+                "weight_version": handles["weight_version"],
+            },
+        )
+
+    async def version(self) -> int:
+        return int((await self._post("weights/version", {}))["weight_version"])
+
+    async def digests(self) -> tuple[str, dict[str, str]]:
+        found = await self._post("weights/fingerprint", {})
+        return found["fingerprint"], found["digests"]
+
+    async def resume(self) -> bool:
+        return bool((await self._post("resume", {}))["cache_is_empty"])
+
+    def _how_to_start(self) -> str:
+        return f"start it with `rlcore serve MODEL --allow-weight-updates {self._folder}`."
+
+
+class VllmUpdates(WeightUpdates):
+    """Weight updates of vLLM's server with `rl_backends_vllm.server_extension`."""
+
+    async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+        await self._post("pause?mode=wait", {})
+        weights = {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}
+        found = await self._call("rlcore_prepare", json.dumps(weights))
+        return cast("dict[str, str]", found["dtypes"])
+
+    async def update(self, handles: Mapping[str, Any]) -> None:
+        version = str(handles["weight_version"])
+        digest = file_digest(Path(handles["file"]))
+        await self._call("rlcore_update", self._relative(handles["file"]), handles["refit"], version, digest)
+
+    async def version(self) -> int:
+        return int((await self._call("rlcore_version"))["weight_version"])
+
+    async def digests(self) -> tuple[str, dict[str, str]]:
+        found = await self._call("rlcore_fingerprint")
+        return found["fingerprint"], found["digests"]
+
+    async def resume(self) -> bool:
+        done = await self._post("reset_prefix_cache", {})
+        await self._post("update_weight_version", {"new_version": version_label(await self.version())})
+        await self._post("resume", {})
+        return bool(done.get("success"))
+
+    async def _call(self, method: str, *arguments: str) -> dict[str, Any]:
+        """The response of the extension in all processes of the server, which must agree."""
+        answers = (await self._post("collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+        found = [json.loads(answer) if isinstance(answer, str) else answer for answer in answers]
+        for one in found:
+            if "error" in one:
+                raise WeightSyncError(f"{self.url}: {one['error']}")
+        if any(one != found[0] for one in found):
+            raise WeightSyncError(f"The processes of the server {self.url} have different weights ({method} differs).")
+        first: dict[str, Any] = found[0]
+        return first
+
+    def _how_to_start(self) -> str:
+        return "start it with the command that `rlcore serve MODEL --print-vllm-command` prints."
+
+
+def updates_of(config: OpenAIConfig, *, deadline_s: float) -> WeightUpdates | None:
+    """The weight updates of a config's server; None if it keeps its own weights."""
+    kinds: dict[str | None, type[WeightUpdates]] = {"rlcore": RlcoreUpdates, "vllm": VllmUpdates}
+    kind = kinds.get(config.openai_cfg.weight_updates)
+    return None if kind is None else kind(config, deadline_s=deadline_s)
+
+
+def file_digest(path: Path) -> str:
+    """XXH3-128 of a file's bytes, as the worker extension computes it."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return str(digest.hexdigest())

@@ -1,0 +1,93 @@
+"""Servers on the loopback interface, and engines that are connected to them."""
+
+import socket
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from rl_backends_openai.config import OpenAIConfig
+from rl_backends_openai.generation import OpenAIGeneration
+
+MODEL = Path(__file__).parents[2] / "examples/addition/model"
+KEY = "sk-a-very-secret-key"
+
+
+@contextmanager
+def listening(app):
+    """Serves an ASGI application in a thread; yields the URL without the version."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        listener.listen()
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class Script:
+    """A server whose completions are answered by a function.
+
+    Attributes:
+        requests: path and body of each sampling request.
+    """
+
+    def __init__(self, answer, models=({"id": "m", "max_model_len": 64},)):
+        self._answer, self._models, self.requests = answer, models, []
+        endpoints = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+        self.app = Starlette(
+            routes=[
+                Route("/v1/models", self._list),
+                *(Route(path, self._complete, methods=["POST"]) for path in endpoints),
+            ]
+        )
+
+    async def _list(self, request):
+        return JSONResponse({"data": list(self._models)}) if self._models is not None else JSONResponse({}, 404)
+
+    async def _complete(self, request):
+        body = await request.json()
+        self.requests.append((request.url.path, body))
+        found = self._answer(body)
+        return found if isinstance(found, JSONResponse) else JSONResponse({"choices": [found]})
+
+
+def complete(body):
+    """A choice of `/v1/completions` with token ids and log-probabilities."""
+    return {
+        "text": "4",
+        "token_ids": [4, 1],
+        "logprobs": {"token_logprobs": [0.0, 0.0]},
+        "finish_reason": "stop",
+    }
+
+
+SECTION = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_strings", "stop_token_ids", "refit_folder")
+
+
+def section(url, **keys):
+    """`policy.generation` with a fast back-off of at most one retry."""
+    own = {key: value for key, value in keys.items() if key not in SECTION}
+    return OpenAIConfig(
+        model_name=str(MODEL),
+        openai_cfg={"base_url": f"{url}/v1", "api_key": KEY, "max_retries": 0, "max_model_len": 32, **own},
+        **{"max_new_tokens": 8, **{key: value for key, value in keys.items() if key in SECTION}},
+    )
+
+
+@contextmanager
+def engine_of(url, **keys):
+    """A connected engine."""
+    engine = OpenAIGeneration(section(url, **keys))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
