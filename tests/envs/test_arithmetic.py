@@ -132,7 +132,7 @@ def test_the_format_reward_is_added_for_any_whole_number():
 def test_metrics_distinguish_correct_from_well_formed_answers():
     environment = ArithmeticEnvironment({"format_reward": 2.0})
     scored = score(environment, "46", "47", "hm", "")
-    batch = BatchedDataDict({"rewards": scored.rewards, "answers": scored.answers})
+    batch = BatchedDataDict({"rewards": scored.rewards, "answers": scored.answers, "extra_env_info": scored.metadata})
     assert environment.global_post_process_and_metrics(batch)[1] == {"accuracy": 0.25, "number_frac": 0.5}
 
 

@@ -22,7 +22,7 @@ def test_the_last_prediction_of_the_completion_must_be_the_expected_condition():
     made = environment.step(logs, [{"expected_answer": "Light rain"}] * len(logs))
     assert made.rewards.tolist() == list(answers.values())
     assert made.answers[0] == "light rain"
-    batch = BatchedDataDict({"rewards": made.rewards, "answers": made.answers})
+    batch = BatchedDataDict({"rewards": made.rewards, "answers": made.answers, "extra_env_info": made.metadata})
     assert environment.global_post_process_and_metrics(batch)[1] == {
         "accuracy": pytest.approx(3 / 7),
         "predicted_frac": pytest.approx(4 / 7),

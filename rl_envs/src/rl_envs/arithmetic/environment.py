@@ -62,9 +62,8 @@ class ArithmeticEnvironment(EnvironmentInterface):
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
         """`accuracy`, and `number_frac` if the batch has the `answers` of `step`."""
-        # A correct row has at least 1 more than any wrong one, whatever `format_reward` is.
-        right = batch["rewards"] > self.config.format_reward + 0.5
-        metrics: dict[str, float | int] = {"accuracy": float(right.float().mean())}
+        states = batch["extra_env_info"]
+        metrics: dict[str, float | int] = {"accuracy": sum(state["right"] for state in states) / len(states)}
         if "answers" in batch:
             metrics["number_frac"] = sum(answer is not None for answer in batch["answers"]) / len(batch["answers"])
         return batch, metrics

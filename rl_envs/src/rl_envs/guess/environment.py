@@ -19,7 +19,8 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 class GuessNumberEnvironment(EnvironmentInterface):
     """The model guesses a number and the environment replies `higher` or `lower`, until a hit or the last guess.
 
-    The reward is 1.0 for a hit and 0.0 for every other turn. A row's metadata contains `secret` and the number of `guesses`.
+    The reward is 1.0 for a hit and 0.0 for every other turn. A row's metadata contains `secret`, the number of
+    `guesses`, and whether the game is `won`.
 
     Args:
         config: `GuessNumberEnvironmentConfig`, a dict of its keys, or None for its defaults.
@@ -47,7 +48,7 @@ class GuessNumberEnvironment(EnvironmentInterface):
                 {"role": "environment", "content": self._reply(guess, secret)}
                 for guess, secret in zip(guesses, secrets, strict=True)
             ],
-            metadata=[{**info, "guesses": count} for info, count in zip(metadata, made, strict=True)],
+            metadata=[{**info, "guesses": count, "won": hit} for info, count, hit in zip(metadata, made, hits, strict=True)],
             next_stop_strings=[None] * len(guesses),
             rewards=torch.tensor(hits, dtype=torch.float32),
             terminateds=torch.tensor(ends, dtype=torch.float32),
@@ -57,12 +58,12 @@ class GuessNumberEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`: fraction of games won; `mean_guesses` if the batch has the `extra_env_info` of `step`."""
-        metrics: dict[str, float | int] = {"accuracy": float(batch["rewards"].mean())}
-        if "extra_env_info" in batch:
-            made = [info["guesses"] for info in batch["extra_env_info"]]
-            metrics["mean_guesses"] = sum(made) / len(made)
-        return batch, metrics
+        """`accuracy`: fraction of games won; `mean_guesses`."""
+        states = batch["extra_env_info"]
+        return batch, {
+            "accuracy": sum(state["won"] for state in states) / len(states),
+            "mean_guesses": sum(state["guesses"] for state in states) / len(states),
+        }
 
     def _reply(self, guess: int | None, secret: int) -> str:
         if guess is None:

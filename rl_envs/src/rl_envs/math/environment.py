@@ -77,20 +77,21 @@ class MathEnvironment(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`, and the fractions of the other outcomes if the batch has the `extra_env_info` of `step`.
+        """`accuracy`, and the fractions of the other outcomes.
 
         `boxed_frac` is the fraction of rows with a box. `accuracy`, `wrong_frac`, `unevaluated_frac`, `unreadable_frac`, the
         rows without an answer (1 - `answered_frac`), `timeouts` and `failures` sum to 1; the last two are reported as counts.
         """
-        metrics: dict[str, float | int] = {"accuracy": float(batch["rewards"].mean())}
-        if "extra_env_info" in batch:
-            outcomes = [info["grading"] for info in batch["extra_env_info"]]
-            metrics["boxed_frac"] = sum(info["boxed"] for info in batch["extra_env_info"]) / len(outcomes)
-            metrics["answered_frac"] = 1.0 - outcomes.count(Outcome.NO_ANSWER) / len(outcomes)
-            for outcome in (Outcome.WRONG, Outcome.UNEVALUATED, Outcome.UNREADABLE):
-                metrics[f"{outcome.value}_frac"] = outcomes.count(outcome) / len(outcomes)
-            metrics["timeouts"] = outcomes.count(Outcome.TIMEOUT)
-            metrics["failures"] = outcomes.count(Outcome.FAILED)
+        outcomes = [info["grading"] for info in batch["extra_env_info"]]
+        metrics: dict[str, float | int] = {
+            "accuracy": outcomes.count(Outcome.RIGHT) / len(outcomes),
+            "boxed_frac": sum(info["boxed"] for info in batch["extra_env_info"]) / len(outcomes),
+            "answered_frac": 1.0 - outcomes.count(Outcome.NO_ANSWER) / len(outcomes),
+        }
+        for outcome in (Outcome.WRONG, Outcome.UNEVALUATED, Outcome.UNREADABLE):
+            metrics[f"{outcome.value}_frac"] = outcomes.count(outcome) / len(outcomes)
+        metrics["timeouts"] = outcomes.count(Outcome.TIMEOUT)
+        metrics["failures"] = outcomes.count(Outcome.FAILED)
         return batch, metrics
 
     def _report_missing_boxes(self, conversations: list[list[Message]], results: Sequence[GradingResult]) -> None:

@@ -36,17 +36,16 @@ class WeatherEnvironment(EnvironmentInterface):
             DataError: a row has no `expected_answer`.
         """
         predicted = [_read_prediction(str(log[-1]["content"])) for log in message_log_batch]
-        expected = [_expected(info) for info in metadata]
-        right = [_normalized(a or "") == _normalized(b) for a, b in zip(predicted, expected, strict=True)]
+        right = [_is_right(answer, info) for answer, info in zip(predicted, metadata, strict=True)]
         return ended([float(each) for each in right], metadata, answers=predicted)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
         """`accuracy`, and `predicted_frac`: the fraction of completions with a prediction."""
-        answers = batch["answers"]
+        answers, states = batch["answers"], batch["extra_env_info"]
         return batch, {
-            "accuracy": float((batch["rewards"] > 0).float().mean()),
+            "accuracy": sum(map(_is_right, answers, states)) / len(answers),
             "predicted_frac": sum(answer is not None for answer in answers) / len(answers),
         }
 
@@ -54,6 +53,10 @@ class WeatherEnvironment(EnvironmentInterface):
 def _read_prediction(text: str) -> str | None:
     found = _PREDICTION.findall(text)
     return found[-1].strip(" \t*_.") if found and found[-1].strip(" \t*_.") else None
+
+
+def _is_right(answer: str | None, info: Any) -> bool:
+    return _normalized(answer or "") == _normalized(_expected(info))
 
 
 def _expected(info: Any) -> str:
