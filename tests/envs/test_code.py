@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from rl_core.errors import DataError
-from rl_envs.code.assertions import Observation, holds, split_tests
+from rl_envs.code.assertions import split_tests
 from rl_envs.code.environment import CodeEnvironment
+from rl_envs.code.evaluation import Observation, holds
 from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import same_output
 from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SandboxUnavailableError, SessionInterface
@@ -208,6 +209,15 @@ def test_objects_that_equal_everything_are_read_as_their_base_type(run):
         ("assert f(2) * 2 == 4", ["f(2)"], ["x"], False),
         ("assert f(2) % 0 == 4", ["f(2)"], [1], False),
         ("assert [f(x) for x in data] == [1]", ["[f(x) for x in data]"], [[1]], True),
+        ("assert f(3) == [0] * 3 + [1]", ["f(3)"], [[0, 0, 0, 1]], True),
+        ("assert f(3) == 'a' * 3 + 'b'", ["f(3)"], ["aaab"], True),
+        ("assert f(3) == 2 ** 10", ["f(3)"], [1024], True),
+        ("assert f(3) == ('%03d' % 7)", ["f(3)", "'%03d' % 7"], ["007", "007"], True),
+        ("assert set(f(3)) - {1} == {2}", ["f(3)"], [[1, 2]], True),
+        ("assert sorted(f(3), key=len) == ['a', 'bb']", ["f(3)"], [["bb", "a"]], True),
+        ("assert sorted(f(3), key=order) == [1]", ["sorted(f(3), key=order)"], [[1]], True),
+        ("assert isinstance(f(3), Decimal)", ["isinstance(f(3), Decimal)"], [True], True),
+        ("assert math.isclose(a=f(3), b=1.0)", ["f(3)"], [1.0], True),
     ],
 )
 def test_an_assertion_is_split_into_calls_inside_and_a_comparison_outside(line, inside, values, expected):
@@ -216,6 +226,84 @@ def test_an_assertion_is_split_into_calls_inside_and_a_comparison_outside(line, 
     assert [ast.unparse(part.body) for part in lambdas] == inside
     assert holds(split.conditions[0], [Observation(False, value) for value in values]) is expected
     assert not holds(split.conditions[0], [Observation(True)] * len(values))
+
+
+@pytest.mark.parametrize(
+    ("tests", "inside"),
+    [
+        (["assert sum(10, 15) == 6"], ["sum(10, 15)"]),
+        (["assert 6 == sum(10, 15)"], ["sum(10, 15)"]),
+        (["assert set(max([1, 2], 3)) == set([3])"], ["max([1, 2], 3)"]),
+        (["assert abs(round(2.5, 'up') - 3) < 1e-6"], ["round(2.5, 'up')"]),
+        (["assert len(f(3)) == 1", "assert f(2) == max(1, 4)"], ["f(3)"]),
+        (["assert len([]) == 0", "assert len(f(3)) == 1"], ["len([])"]),
+        (["def sorted(items): return items", "assert sorted(f(3)) == [1]"], ["sorted(f(3))"]),
+    ],
+)
+def test_a_tested_function_with_the_name_of_a_built_in_one_is_called_inside(tests, inside):
+    statements = split_tests("\n".join(tests), None).statements
+    first = next(each for each in statements if each.startswith("__observe__"))
+    assert [ast.unparse(part.body) for part in ast.parse(first).body[0].value.args[1:]] == inside
+
+
+def test_a_program_may_define_functions_with_names_of_built_in_ones(run):
+    digit_sums = "def sum(a, b):\n    return (a + b) % 19"
+    assert (
+        run(
+            (digit_sums, {"tests": ["assert sum(10, 15) == 6", "assert abs(sum(1, 2) - 3) < 1"]}),
+            (digit_sums, {"tests": "def check(candidate):\n    assert candidate(10, 15) == sum(0, 6)", "entry_point": "sum"}),
+        )
+        == [(1.0, "passed")] * 2
+    )
+
+
+def test_generators_are_transferred_as_their_items(run):
+    program = """
+def evens(n):
+    for i in range(n):
+        yield 2 * i
+def endless():
+    while True:
+        yield 1
+"""
+    tests = [
+        "assert list(evens(3)) == [0, 2, 4]",
+        "assert sorted(evens(3), key=abs) == [0, 2, 4]",
+        "assert sum(evens(4)) == 12 and 4 in evens(3)",
+        "values = evens(2)",
+        "assert list(values) == [0, 2]",
+        "assert any(endless()) == 1",
+    ]
+    assert run((program, {"tests": tests})) == [(pytest.approx(4 / 5), "failed")]
+
+
+def test_the_program_is_the_module_solution(run):
+    program = """
+from __future__ import annotations
+import dataclasses, pickle
+@dataclasses.dataclass
+class Point:
+    x: int
+def roundtrip(x):
+    return pickle.loads(pickle.dumps(Point(x))).x
+"""
+    tests = ["import solution", "from solution import roundtrip as r", "assert solution.roundtrip(3) == 3", "assert r(4) == 4"]
+    assert run((program, {"tests": tests})) == [(1.0, "passed")]
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("assert f(1) * 10**9 == 1", [[0]]),
+        ("assert 'x' * f(1) == 1", [10**12]),
+        ("assert [[f(1)] * 1000] * 1000 == f(2)", ["aa", 1]),
+        ("assert f(1) + f(1) == 1", ["a" * 600_000, "a" * 600_000]),
+        ("assert 2 ** f(1) == 1", [10**9]),
+        ("assert round(f(1), f(2)) == 0", [1, -(10**9)]),
+    ],
+)
+def test_values_that_would_fill_the_memory_are_not_computed(line, values):
+    assert not holds(split_tests(line, None).conditions[0], [Observation(False, value) for value in values])
 
 
 def test_the_second_operand_of_or_may_raise_if_the_first_is_true():
@@ -231,7 +319,16 @@ def test_the_second_operand_of_or_may_raise_if_the_first_is_true():
         ({"tests": "assert f(1) =="}, "not valid Python"),
         ({"tests": "def check(candidate):\n    assert candidate(1)"}, "needs `entry_point`"),
         ({"tests": 3}, "`tests` must be Python source"),
+        ({"tests": "assert f(1) =="}, "^Row 0: "),
+        ({"tests": "assert f(1) == 1", "entry_point": "f(1)"}, "`entry_point` must be the name of a function"),
         ({"stdin_stdout": [{"input": "1"}]}, "must be {input: text, output: text}"),
+        ({"stdin_stdout": {"inputs": ["1"], "outputs": ["1"]}}, "`stdin_stdout` must be a list"),
+        ({"stdin_stdout": '[["1", "1"]]'}, "`stdin_stdout` must be a list"),
+        ({"stdin_stdout": ["ab"]}, "must be {input: text, output: text}"),
+        ({"stdin_stdout": [3]}, "must be {input: text, output: text}"),
+        ({"stdin_stdout": [["", "x" * 65_537]]}, "Row 0: an expected output .* 65537 bytes, but only the first 65536 "),
+        ({"tests": ["assert f(1) == 'x' * 40_000"] * 2}, "Row 0: the expected values of `tests` together have 80004 bytes"),
+        ({"tests": "assert f(1) == [0] * 10**9"}, "Row 0: an expected value of `tests` has more than a million elements"),
     ],
 )
 def test_rows_with_unusable_tests_are_data_errors(environment, info, message):
@@ -245,7 +342,7 @@ def test_a_row_whose_sandbox_does_not_start_is_not_scored(environment, monkeypat
 
     monkeypatch.setattr(environment._sandbox, "open_session", fails)
     result = environment.step([answered("```\n1\n```")], [MBPP])
-    assert result.scored.tolist() == [0.0]
+    assert result.scored.tolist() == [False]
 
 
 @pytest.mark.parametrize(

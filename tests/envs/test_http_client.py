@@ -42,6 +42,15 @@ def test_a_request_is_sent_as_json_with_the_key_and_further_headers():
     assert SECRET not in repr(client)
 
 
+@pytest.mark.parametrize("character", ["\n", "\r\nX-Other: 1", "\u2026", "\x00", " "])
+def test_a_key_or_header_that_cannot_be_sent_is_refused_without_showing_it(character):
+    with pytest.raises(ConfigError, match="The API key has a control character") as error:
+        HttpClient(base_url="http://localhost/v1", api_key=SECRET + character)
+    with pytest.raises(ConfigError, match="The value of the header 'X-Token'") as other:
+        HttpClient(base_url="http://localhost/v1", headers={"X-Token": SECRET + character})
+    assert not any(SECRET in repr(each.value) or each.value.__cause__ for each in (error, other))
+
+
 def test_temporary_failures_are_retried_with_growing_pauses():
     with serving(lambda body, number: (503, {}, "busy") if number < 4 else (200, {}, {})) as (url, script):
         [found], client, pauses = post(url, backoff_s=1.0, max_backoff_s=2.0)

@@ -202,7 +202,11 @@ def test_a_row_with_an_instruction_that_cannot_be_checked_is_not_scored():
     [
         (None, "needs `instruction_id_list`"),
         ({"instruction_id_list": []}, "needs `instruction_id_list`"),
-        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "one entry for each"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "needs one entry for each"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": "[{]"}, "Row 0: .*invalid JSON"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": ["{"]}, "Row 0: .*invalid JSON"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [[1]]}, "Row 0: .*expected an object"),
+        ({"instruction_id_list": [["punctuation:no_comma"]]}, "Row 0: .*needs `instruction_id_list`"),
         ({"instruction_id_list": ["punctuation:commas"]}, "There is no constraint 'punctuation:commas'"),
         ({"instruction_id_list": ["startend:quotation"], "kwargs": [{"x": 1}]}, r"the row has \['x'\]"),
         ({"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": 3}]}, "is 3, not a text"),

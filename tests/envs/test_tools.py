@@ -61,6 +61,7 @@ def test_whole_numbers_of_the_calculator_are_exact_at_any_allowed_size():
         ("(-8) ** 0.5", "not a real number"),
         ("sqrt(-1)", ""),
         ("round(1, 2, 3)", "argument"),
+        ("round(1, 0.5)", ""),
         ("1e999", "not a finite number"),
         ("1 @ 2", "is not arithmetic"),
     ],
@@ -68,6 +69,12 @@ def test_whole_numbers_of_the_calculator_are_exact_at_any_allowed_size():
 def test_the_calculator_refuses_everything_else(expression, says):
     with pytest.raises(ValueError, match="(?i)" + says):
         evaluate(expression)
+
+
+def test_rounding_to_very_many_digits_takes_no_time():
+    assert calculator("round(1, -10**9)") == "0"
+    assert calculator("round(2.5, 10**9) + round(7, 10**9) + round(-10**5000, -10**9)") == "9.5"
+    assert evaluate("round(2.6)") == 3
 
 
 def test_division_by_zero_is_an_error():

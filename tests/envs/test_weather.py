@@ -32,3 +32,10 @@ def test_the_last_prediction_of_the_completion_must_be_the_expected_condition():
 def test_a_row_without_an_expected_answer_is_refused():
     with pytest.raises(DataError, match="needs the text `expected_answer`"):
         WeatherEnvironment().step([[{"role": "assistant", "content": "x"}]], [{}])
+
+
+@pytest.mark.parametrize("empty", ["", " ", "?!"])
+def test_an_expected_answer_without_words_is_refused_because_a_missing_prediction_would_equal_it(empty):
+    logs = [[{"role": "assistant", "content": "no prediction"}]] * 2
+    with pytest.raises(DataError, match="Row 1: "):
+        WeatherEnvironment().step(logs, [{"expected_answer": "sun"}, {"expected_answer": empty}])

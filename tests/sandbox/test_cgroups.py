@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rl_sandbox.cgroups import PREFIX, Cgroups
+from rl_sandbox.cgroups import PREFIX, Cgroups, _processes
 
 LIMITS = {"memory": 1000, "pids": 10}
 
@@ -70,3 +70,9 @@ def test_cgroups_of_launchers_that_ended_are_removed(hierarchies):
         folder.mkdir()
     cgroups.remove_abandoned()
     assert (abandoned.exists(), running.exists()) == (False, True)
+
+
+def test_processes_of_other_namespaces_are_not_listed(tmp_path):
+    """The kernel lists them as 0, and a signal to 0 would reach the process group of the launcher."""
+    (tmp_path / "cgroup.procs").write_text("0\n41\n0\n")
+    assert _processes(tmp_path) == [41]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rl_sandbox import wire
-from rl_sandbox.interface import Outcome
+from rl_sandbox.interface import Outcome, SandboxError
 from rl_sandbox.session import LocalSession
 
 FORGED = wire.REPLY.pack(wire.OK, 0, 0, 6, 0) + b"forged"
@@ -104,3 +104,28 @@ def test_undecodable_output_is_replaced_and_code_in_it_never_runs():
     session, _ = answering(wire.REPLY.pack(wire.OK, 0, 0, 3, 0) + b"\xff\x80.", keep_open=True)
     with session:
         assert session.run("1").stdout == "��."
+
+
+@pytest.mark.parametrize(
+    ("sent", "written", "says"),
+    [
+        (None, b"bwrap: No permissions", "did not start: bwrap: No permissions"),
+        (None, b"", "did not start: it ended without an error message"),
+        (b"?", b"", "did not start: its first message is not the agent's"),
+        (b"", b"", "did not start: no answer within 0.1 seconds"),
+    ],
+    ids=["error", "silent_end", "another_message", "silence"],
+)
+def test_a_session_that_does_not_start_is_an_error_of_the_sandbox_and_not_of_the_program(sent, written, says):
+    ours, theirs = socket.socketpair()
+    errors, ended = os.memfd_create("errors"), threading.Event()
+    os.write(errors, written)
+    theirs.sendall(sent or b"")
+    if sent is None:
+        theirs.close()
+    with LocalSession(ours, errors, ended.set, timeout_s=0.1, output=1024, start_s=0.1) as session:
+        for _ in range(2):
+            with pytest.raises(SandboxError, match=says):
+                session.run_program("1")
+        assert ended.is_set()
+    theirs.close()

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rl_core.errors import ConfigError
+from rl_sandbox import agent
 from rl_sandbox.agent_source import agent_source
 from rl_sandbox.cgroups import PREFIX
 from rl_sandbox.config import SandboxConfig
@@ -251,3 +253,33 @@ def test_sessions_can_be_opened_again_after_the_launcher_was_killed():
         with sandbox.open_session() as session:
             assert session.run("1 + 1").stdout == "2\n"
         assert leftovers(launcher) == []
+
+
+def test_a_launcher_that_does_not_answer_is_killed_and_replaced():
+    with LocalSandbox({"require": "rlimits"}, level=Level.RLIMITS) as sandbox:
+        hanging = sandbox.process_id
+        os.kill(hanging, signal.SIGSTOP)
+        sandbox._launcher._control.settimeout(0.2)
+        with pytest.raises(SandboxError, match=r"did not answer within 0\.2 seconds and was killed"):
+            sandbox.open_session()
+        with sandbox.open_session() as session:
+            assert session.run_program("print(1)").stdout == "1\n"
+        assert sandbox.process_id != hanging
+
+
+def test_a_program_that_cannot_be_prepared_reports_why():
+    with LocalSandbox({"require": "rlimits"}, level=Level.RLIMITS) as sandbox, sandbox.open_session() as session:
+        session.run_program("import os, shutil; shutil.rmtree(os.getcwd())")
+        result = session.run_program("print(1)")
+    assert result.outcome is Outcome.ERROR
+    assert result.stderr.startswith("The sandbox could not run the program: FileNotFoundError")
+
+
+def test_killing_processes_that_have_already_ended_does_not_raise(monkeypatch):
+    def no_process(*_):
+        raise ProcessLookupError
+
+    made = agent.Agent(SimpleNamespace(contained=True))
+    monkeypatch.setattr(agent, "_others", lambda known: ["12345"])
+    monkeypatch.setattr(os, "kill", no_process)
+    assert made._kill(SimpleNamespace(pid=12345), everything=False) is False

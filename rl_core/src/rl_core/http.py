@@ -9,6 +9,7 @@ import asyncio
 import email.utils
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _EXCERPT = 300
 _REMOVED = "[secret]"
+_HEADER_VALUE = re.compile(r"([!-~]([ -~\t]*[!-~])?)?")
 
 
 class HttpError(RLCoreError):
@@ -99,7 +101,8 @@ class HttpClient:
         sleep: the pause between attempts.
 
     Raises:
-        ConfigError: httpx is not installed, or the URL is not such a URL; it is not shown, because it may have a secret.
+        ConfigError: httpx is not installed, the URL is not such a URL, or the API key or a header cannot be sent. The values
+            are not shown, because they may have a secret.
     """
 
     base_url: str
@@ -125,6 +128,13 @@ class HttpClient:
                 "http://host:port/v1, and pass secrets as `api_key` or as headers."
             )
         given = dict(self.headers) | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+        for name, value in given.items():
+            if not _HEADER_VALUE.fullmatch(value):
+                what = "The API key" if name == "Authorization" and self.api_key else f"The value of the header {name!r}"
+                raise ConfigError(
+                    f"{what} has a control character, a character that is not ASCII, or a space at an end. It is not shown, "
+                    "because it may be secret. Remove the character; a key read from a file often ends with a line break."
+                )
         limits = httpx.Limits(max_connections=self.limits.concurrency)
         client = httpx.AsyncClient(headers=given, timeout=self.limits.timeout_s, limits=limits)
         object.__setattr__(self, "_client", client)

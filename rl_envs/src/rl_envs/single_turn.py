@@ -11,9 +11,10 @@ from rl_core.interfaces.environment import EnvironmentReturn
 
 
 def ended(
-    rewards: Sequence[float] | Mapping[str, Sequence[float]],
+    rewards: Sequence[float] | torch.Tensor | Mapping[str, Sequence[float]],
     metadata: Sequence[Any],
     *,
+    replies: Sequence[str] | None = None,
     answers: Sequence[str | None] | None = None,
     scored: Sequence[bool] | None = None,
 ) -> EnvironmentReturn:
@@ -22,20 +23,26 @@ def ended(
     Args:
         rewards: B numbers, or B numbers by name.
         metadata: B objects.
+        replies: B texts for logs and for `rlcore env play`; empty if None. No model reads them, because every row ends.
         answers: B parsed answers, if there are any.
         scored: B entries, False for rows that could not be scored; None if all were.
     """
-    if isinstance(rewards, Mapping):
-        numbers: Any = {name: torch.tensor(list(values), dtype=torch.float32) for name, values in rewards.items()}
-    else:
-        numbers = torch.tensor(list(rewards), dtype=torch.float32)
     rows = len(metadata)
     return EnvironmentReturn(
-        observations=[{"role": "environment", "content": ""} for _ in range(rows)],
+        observations=[{"role": "environment", "content": text} for text in replies or [""] * rows],
         metadata=list(metadata),
         next_stop_strings=[None] * rows,
-        rewards=numbers,
+        rewards={name: _float32(each) for name, each in rewards.items()} if isinstance(rewards, Mapping) else _float32(rewards),
         terminateds=torch.ones(rows),
         answers=None if answers is None else list(answers),
         scored=None if scored is None else torch.tensor(list(scored), dtype=torch.bool),
     )
+
+
+def correctness_replies(is_correct: Sequence[bool]) -> list[str]:
+    """`correct` or `incorrect` for each row."""
+    return ["correct" if each else "incorrect" for each in is_correct]
+
+
+def _float32(numbers: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(numbers, dtype=torch.float32)

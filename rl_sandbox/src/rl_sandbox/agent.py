@@ -86,6 +86,8 @@ class Child:
             try:
                 become_program(settings, cpu_s, (stdin, out_child, err_child, done_child))
                 status = body(3)
+            except BaseException as error:
+                _report(error, err_child)
             finally:
                 os._exit(status & 0xFF)
         for descriptor in (stdin, out_child, err_child, done_child):
@@ -213,8 +215,11 @@ class Agent:
         interpreter = self.interpreter.pid if self.interpreter else None
         if not everything and not _others(interpreter):
             return False
-        # One call for all processes: a fork bomb cannot outrun it. It spares this process and process 1.
-        os.kill(-1, SIGKILL)
+        try:
+            # One call for all processes: a fork bomb cannot outrun it. It spares this process and process 1.
+            os.kill(-1, SIGKILL)
+        except ProcessLookupError:
+            return False  # the processes that were listed have ended, and there is no interpreter
         ended, self.interpreter = self.interpreter, None
         lost = ended is not None and ended is not child
         if ended is not None and ended is not child:
@@ -224,6 +229,17 @@ class Agent:
         while time.monotonic() < end and _others(child.pid if everything else None):
             time.sleep(0.001)
         return lost
+
+
+def _report(error: BaseException, errors: int) -> None:
+    """Write why a fork could not run its program to its stderr, which is `errors` until the pipes are in place."""
+    text = f"The sandbox could not run the program: {type(error).__name__}: {error}\n".encode("utf-8", "replace")
+    for descriptor in (errors, 2):
+        try:
+            os.write(descriptor, text)
+            return
+        except OSError:
+            pass
 
 
 def _others(known: int | None) -> list[str]:

@@ -22,7 +22,7 @@ _REMOVAL_S = 5.0
 
 
 class Cgroups:
-    """Creates cgroups next to the one of this process.
+    """Creates cgroups: with version 1 below the cgroup of this process, with version 2 below the root of the hierarchy.
 
     Args:
         root: Where the cgroup file systems are mounted.
@@ -98,7 +98,8 @@ class Cgroups:
 
 def _processes(cgroup: Path) -> list[int]:
     file = cgroup / "cgroup.procs"
-    return [int(line) for line in file.read_text().split()] if file.exists() else []
+    # Processes of other process namespaces are listed as 0, which `kill` takes for the process group of this process.
+    return [int(line) for line in file.read_text().split() if line != "0"] if file.exists() else []
 
 
 def _runs(process: int) -> bool:

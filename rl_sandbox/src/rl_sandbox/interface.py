@@ -72,7 +72,7 @@ class SessionInterface(ABC):
             timeout_s: Wall-clock limit in seconds; defaults to the config's.
 
         Raises:
-            SandboxError: The session is closed.
+            SandboxError: The session did not start, or is closed.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class SessionInterface(ABC):
             timeout_s: Wall-clock limit in seconds; defaults to the config's.
 
         Raises:
-            SandboxError: The session is closed.
+            SandboxError: The session did not start, or is closed.
         """
 
     @abstractmethod

@@ -99,6 +99,13 @@ class LauncherClient:
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
             packet = self._control.recv(_PACKET)
+        except TimeoutError as error:
+            # A late reply would be taken for the reply to the next request. The sessions end with the launcher.
+            self._process.kill()
+            self._process.wait()
+            raise SandboxError(
+                f"The launcher of the sandbox did not answer within {self._control.gettimeout():g} seconds and was killed."
+            ) from error
         except OSError as error:
             raise SandboxError(f"The launcher of the sandbox does not answer ({error}).") from error
         if not packet:

@@ -179,8 +179,10 @@ class LocalSandbox(SandboxInterface):
 
 def _check_start(session: LocalSession) -> None:
     """Raise what bubblewrap or the interpreter wrote if the session does not answer."""
-    result = session.run_program("", timeout_s=30.0)
-    if result.exit_code != 0:
-        text = session.start_errors() or result.stderr
+    try:
+        result = session.run_program("", timeout_s=30.0)
+        if result.exit_code != 0:
+            raise SandboxError(session.start_errors() or result.stderr)
+    except SandboxError:
         session.close()
-        raise SandboxError(text)
+        raise

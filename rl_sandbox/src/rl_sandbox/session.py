@@ -32,6 +32,7 @@ class LocalSession(SessionInterface):
         timeout_s: Default time limit of a call in seconds.
         output: Maximum number of bytes of stdout, and of stderr.
         grace_s: Seconds after the time limit in which the agent must answer. Then the session is killed.
+        start_s: Seconds in which the agent must have started.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class LocalSession(SessionInterface):
         timeout_s: float,
         output: int,
         grace_s: float = _GRACE_S,
+        start_s: float = _START_S,
     ) -> None:
         self._channel, self._errors, self._end = channel, errors, end
-        self._timeout_s, self._output, self._grace_s = timeout_s, output, grace_s
+        self._timeout_s, self._output, self._grace_s, self._start_s = timeout_s, output, grace_s, start_s
         self._calls = threading.Lock()
         self._ending = threading.Lock()
         self._started = False
+        self._start_failure: str | None = None
         self._lost = False
         self._closed = False
 
@@ -68,8 +71,9 @@ class LocalSession(SessionInterface):
             started = time.monotonic()
             if self._lost:
                 return self._lost_result(started)
+            if not self._await_start():
+                return self._lost_result(started)
             try:
-                self._await_start()
                 started = time.monotonic()
                 end = started + seconds + self._grace_s
                 self._send(wire.REQUEST.pack(operation, seconds, len(source), len(entered)) + source + entered, end)
@@ -81,12 +85,29 @@ class LocalSession(SessionInterface):
                 self._give_up()
                 return self._lost_result(started)
 
-    def _await_start(self) -> None:
-        """Wait until the agent runs, so that the start does not count as time of the first call."""
-        if not self._started:
-            if self._read(len(wire.READY), time.monotonic() + _START_S) != wire.READY:
-                raise ValueError("the message is not one of the agent's")
-            self._started = True
+    def _await_start(self) -> bool:
+        """Wait until the agent runs, so that the start does not count as time of the first call.
+
+        Returns:
+            Whether it runs; False if the session was closed meanwhile.
+
+        Raises:
+            SandboxError: It did not start. No program has run, so no program is responsible.
+        """
+        if not self._started and self._start_failure is None:
+            try:
+                self._started = self._read(len(wire.READY), time.monotonic() + self._start_s) == wire.READY
+                self._start_failure = None if self._started else "its first message is not the agent's"
+            except TimeoutError:
+                self._start_failure = f"no answer within {self._start_s:g} seconds"
+            except (OSError, EOFError):
+                self._start_failure = "it ended without an error message"
+            if not self._started:
+                self._start_failure = self.start_errors().strip() or self._start_failure
+                self._kill()
+        if self._start_failure is not None and not self._closed:
+            raise SandboxError(f"The session did not start: {self._start_failure}")
+        return self._started
 
     def _receive(self, started: float, end: float) -> Result:
         outcome, code, flags, out, err = wire.REPLY.unpack(self._read(wire.REPLY.size, end))

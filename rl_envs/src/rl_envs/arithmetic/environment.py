@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import ArithmeticEnvironmentConfig, read_section
 from rl_envs.math.boxes import last_box
+from rl_envs.single_turn import correctness_replies, ended
 
 _NUMBER = re.compile(r"-?[0-9]+")
 
@@ -49,13 +48,11 @@ class ArithmeticEnvironment(EnvironmentInterface):
             float(is_right) + self.config.format_reward * (answer is not None)
             for is_right, answer in zip(right, answers, strict=True)
         ]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": "correct" if is_right else "incorrect"} for is_right in right],
-            metadata=[{**info, "right": is_right} for info, is_right in zip(metadata, right, strict=True)],
-            next_stop_strings=[None] * len(answers),
-            rewards=torch.tensor(rewards, dtype=torch.float32),
-            terminateds=torch.ones(len(answers)),
-            answers=list(answers),
+        return ended(
+            rewards,
+            [{**info, "right": is_right} for info, is_right in zip(metadata, right, strict=True)],
+            replies=correctness_replies(right),
+            answers=answers,
         )
 
     def global_post_process_and_metrics(

@@ -8,53 +8,18 @@ changed builtins, not by ending the process early.
 from __future__ import annotations
 
 import ast
-import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
+from rl_envs.code.evaluation import ARITHMETIC, FUNCTIONS, TYPES, UNARY, VALUE
 
-_VALUE = "__value_"
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: function for name, function in vars(math).items() if name in ("ceil", "fabs", "floor", "isclose", "isinf", "sqrt")
-} | {
-    function.__name__: function
-    for function in (abs, all, any, float, int, isinstance, len, list, max, min, round, set, sorted, str, sum, tuple)
-}
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda item, items: item in items,
-    ast.NotIn: lambda item, items: item not in items,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-_LARGEST_BITS = 20_000
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What a part of an assertion evaluated to inside the sandbox: a plain value, or nothing because it raised."""
-
-    raised: bool
-    value: Any = None
+_ITERATING = frozenset({"all", "any", "list", "max", "min", "set", "sorted", "sum", "tuple"})
+"""Functions that only iterate over their first argument, which can therefore be a generator."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +27,8 @@ class SplitTests:
     """Tests, split into what runs inside the sandbox and what is evaluated outside.
 
     Attributes:
-        statements: Source of each top-level statement. An assertion became a call of `__observe__(number, *lambdas)`.
+        statements: Source of each top-level statement. An assertion became a call of `__observe__(number, *lambdas, items)`,
+            where `items` has the numbers of the lambdas whose values are iterated over.
         conditions: The rest of each assertion, by its number; names that begin with `__value_` are its observations.
     """
 
@@ -83,12 +49,12 @@ def split_tests(source: str, entry_point: str | None) -> SplitTests:
     """
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise DataError(f"The tests are not valid Python ({error}): {source[:200]!r}") from error
-    splitter = _Splitter()
-    statements = [ast.unparse(ast.fix_missing_locations(splitter.visit(node))) for node in tree.body]
+        splitter = _Splitter(_names_inside(tree, entry_point))
+        statements = [ast.unparse(ast.fix_missing_locations(splitter.visit(node))) for node in tree.body]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"The tests are not valid Python ({error}): {format_value(source)}") from error
     if not splitter.conditions:
-        raise DataError(f"The tests have no assert statement, so every program would pass: {source[:200]!r}")
+        raise DataError(f"The tests have no assert statement, so every program would pass: {format_value(source)}")
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "check":
             if entry_point is None:
@@ -101,27 +67,129 @@ def split_tests(source: str, entry_point: str | None) -> SplitTests:
     return SplitTests(tuple(statements), tuple(splitter.conditions))
 
 
+def _names_inside(tree: ast.Module, entry_point: str | None) -> frozenset[str]:
+    """Names that mean a function of the program or of the tests, also if a built-in function has the same name.
+
+    An assertion whose calls are all of built-in functions, such as `assert sum(10, 15) == 6`, must test a function of the
+    program: the one of its first call whose arguments call nothing.
+    """
+    names = set(_bound_names(tree)) | {entry_point or ""}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            part = _Part(frozenset(names))
+            part.split(copy.deepcopy(node.test))
+            tested = None if part.observed else next(_innermost_calls(node.test), None)
+            names |= {tested} if tested else set()
+    return frozenset(names)
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.ImportFrom(module=module, names=names) if module not in ("math", "builtins"):
+                yield from (alias.asname or alias.name for alias in names)
+
+
+def _innermost_calls(node: ast.AST) -> Iterator[str]:
+    """Names of the built-in functions whose calls have no call among their arguments, from left to right."""
+    for child in ast.iter_child_nodes(node):
+        yield from _innermost_calls(child)
+    match node:
+        case ast.Call(func=ast.Name(id=name)) if name in FUNCTIONS:
+            if not any(isinstance(each, ast.Call) for each in ast.walk(node) if each is not node):
+                yield name
+
+
 class _Splitter(ast.NodeTransformer):
-    def __init__(self) -> None:
+    def __init__(self, inside: frozenset[str]) -> None:
         self.conditions: list[ast.expr] = []
+        self._inside = inside
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        observed: list[ast.expr] = []
-        self.conditions.append(_split(node.test, observed))
-        lambdas = ", ".join(f"lambda: ({ast.unparse(expression)})" for expression in observed)
-        call = f"__observe__({len(self.conditions) - 1}, {lambdas})"
+        part = _Part(self._inside)
+        self.conditions.append(part.split(node.test))
+        arguments = [f"lambda: ({ast.unparse(expression)})" for expression in part.observed]
+        arguments += [f"items={tuple(part.iterated)!r}"] if part.iterated else []
+        call = f"__observe__({', '.join([str(len(self.conditions) - 1), *arguments])})"
         return ast.copy_location(ast.parse(call).body[0], node)
 
 
-def _split(node: ast.expr, observed: list[ast.expr]) -> ast.expr:
-    """The expression with every part that cannot be evaluated outside replaced by a name; the parts are appended."""
-    children = _children(node)
-    if children is None:
-        observed.append(node)
-        return ast.Name(f"{_VALUE}{len(observed) - 1}", ast.Load())
-    replaced = {id(child): _split(child, observed) for child in children}
-    _Replacer(replaced).generic_visit(node)
-    return node
+class _Part:
+    """Splits one assertion.
+
+    Args:
+        inside: Names whose calls belong inside the sandbox.
+
+    Attributes:
+        observed: The expressions that are evaluated inside.
+        iterated: Numbers of those whose values are only iterated over.
+    """
+
+    def __init__(self, inside: frozenset[str]) -> None:
+        self._inside = inside
+        self.observed: list[ast.expr] = []
+        self.iterated: list[int] = []
+
+    def split(self, node: ast.expr, *, is_iterated: bool = False) -> ast.expr:
+        """The expression with every part that cannot be evaluated outside replaced by a name."""
+        children = self._children(node)
+        if children is None:
+            self.observed.append(node)
+            number = len(self.observed) - 1
+            self.iterated += [number] if is_iterated else []
+            return ast.Name(f"{VALUE}{number}", ast.Load())
+        iterated = [id(child) for child in _iterated(node)]
+        replaced = {id(child): self.split(child, is_iterated=id(child) in iterated) for child in children}
+        _Replacer(replaced).generic_visit(node)
+        return node
+
+    def _children(self, node: ast.expr) -> list[ast.expr] | None:
+        """The operands of a node that can be evaluated outside; None for all other nodes."""
+        match node:
+            case ast.Constant():
+                return []
+            case ast.Name(id=name) if name in TYPES and name not in self._inside:
+                return []
+            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items) | ast.BoolOp(values=items):
+                return _without_stars(items)
+            case ast.Dict(keys=keys, values=values):
+                return None if None in keys else [*(key for key in keys if key is not None), *values]
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
+                return [operand]
+            case ast.BinOp(left=ast.Constant(value=str() | bytes()), op=ast.Mod()):
+                return None  # text formatting, which can make a text of any length
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+                return [left, right]
+            case ast.Compare(left=left, comparators=others):
+                return [left, *others]
+            case ast.Call():
+                return self._arguments(node)
+        return None
+
+    def _arguments(self, call: ast.Call) -> list[ast.expr] | None:
+        """The arguments of a call that can be made outside."""
+        name = _function(call.func)
+        if name not in FUNCTIONS or (name in self._inside and isinstance(call.func, ast.Name)):
+            return None
+        if name == "isinstance" and not all(self._is_type(kind) for kind in call.args[1:]):
+            return None
+        values = []
+        for keyword in call.keywords:
+            if keyword.arg is None or (keyword.arg == "key" and not self._is_function(keyword.value)):
+                return None
+            values += [] if keyword.arg == "key" else [keyword.value]
+        return _without_stars([*call.args, *values])
+
+    def _is_type(self, node: ast.expr) -> bool:
+        kinds = node.elts if isinstance(node, ast.Tuple) else [node]
+        return all(isinstance(kind, ast.Name) and kind.id in TYPES and kind.id not in self._inside for kind in kinds)
+
+    def _is_function(self, node: ast.expr) -> bool:
+        """Whether a value of `key` is a function that can be called outside."""
+        is_none = isinstance(node, ast.Constant) and node.value is None
+        return is_none or (isinstance(node, ast.Name) and node.id in FUNCTIONS and node.id not in self._inside)
 
 
 class _Replacer(ast.NodeTransformer):
@@ -131,113 +199,29 @@ class _Replacer(ast.NodeTransformer):
         self._replaced = replaced
 
     def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.keyword):
+            node.value = self._replaced.get(id(node.value), node.value)
         return self._replaced.get(id(node), node)
 
 
-def _children(node: ast.expr) -> list[ast.expr] | None:
-    """The operands of a node that can be evaluated outside; None for all other nodes."""
+def _function(node: ast.expr) -> str | None:
     match node:
-        case ast.Constant():
-            return []
-        case ast.Name(id=name) if name in _TYPES:
-            return []
-        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items) | ast.BoolOp(values=items):
-            return _without_stars(items)
-        case ast.Dict(keys=keys, values=values):
-            return None if None in keys else [*(key for key in keys if key is not None), *values]
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return [operand]
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return [left, right]
-        case ast.Compare(left=left, comparators=others):
-            return [left, *others]
-        case ast.Call(func=function, args=args, keywords=keywords) if _function(function) is not None:
-            return None if any(k.arg is None for k in keywords) else _without_stars([*args, *(k.value for k in keywords)])
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=ast.Name(id="math"), attr=name):
+            return name
     return None
+
+
+def _iterated(node: ast.expr) -> list[ast.expr]:
+    """The operands that an operation only iterates over."""
+    match node:
+        case ast.Call(func=function, args=[first, *others]) if _function(function) in _ITERATING:
+            return [] if others and _function(function) in ("max", "min") else [first]
+        case ast.Compare(ops=ops, comparators=others):
+            return [other for op, other in zip(ops, others, strict=True) if isinstance(op, ast.In | ast.NotIn)]
+    return []
 
 
 def _without_stars(items: list[ast.expr]) -> list[ast.expr] | None:
     return None if any(isinstance(item, ast.Starred | ast.GeneratorExp | ast.Lambda) for item in items) else items
-
-
-def _function(node: ast.expr) -> Callable[..., Any] | None:
-    match node:
-        case ast.Name(id=name):
-            return _FUNCTIONS.get(name)
-        case ast.Attribute(value=ast.Name(id="math"), attr=name):
-            return _FUNCTIONS.get(name)
-    return None
-
-
-class _FailedError(Exception):
-    """A part of an assertion raised inside the sandbox, or its value cannot be used."""
-
-
-def holds(condition: ast.expr, observations: Sequence[Observation]) -> bool:
-    """Whether an assertion holds.
-
-    Args:
-        condition: From `split_tests`.
-        observations: The values that its parts had. They come from the sandbox, so they can be anything.
-    """
-    try:
-        return bool(_evaluate(condition, observations))
-    except (_FailedError, ArithmeticError, TypeError, ValueError, IndexError, RecursionError, MemoryError):
-        return False
-
-
-def _evaluate(node: ast.expr, observations: Sequence[Observation]) -> Any:
-    def value(child: ast.expr) -> Any:
-        return _evaluate(child, observations)
-
-    match node:
-        case ast.Constant(value=constant):
-            return constant
-        case ast.Name(id=name):
-            return _TYPES[name] if name in _TYPES else _observation(name, observations)
-        case ast.List(elts=items):
-            return [value(item) for item in items]
-        case ast.Tuple(elts=items):
-            return tuple(value(item) for item in items)
-        case ast.Set(elts=items):
-            return {value(item) for item in items}
-        case ast.Dict(keys=keys, values=values):
-            return {value(key): value(item) for key, item in zip(keys, values, strict=True) if key is not None}
-        case ast.BoolOp(op=ast.And(), values=items):
-            return all(value(item) for item in items)
-        case ast.BoolOp(values=items):
-            return any(value(item) for item in items)
-        case _:
-            return _operation(node, value)
-
-
-def _operation(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
-    match node:
-        case ast.UnaryOp(op=op, operand=operand):
-            return _UNARY[type(op)](value(operand))
-        case ast.BinOp(left=left, op=op, right=right):
-            return _ARITHMETIC[type(op)](_number(value(left)), _number(value(right)))
-        case ast.Compare(left=left, ops=ops, comparators=others):
-            values = [value(item) for item in (left, *others)]
-            return all(_COMPARISONS[type(op)](values[i], values[i + 1]) for i, op in enumerate(ops))
-        case ast.Call(func=function, args=args, keywords=keywords):
-            called = _function(function)
-            assert called is not None
-            return called(*(value(arg) for arg in args), **{str(k.arg): value(k.value) for k in keywords})
-    raise _FailedError
-
-
-def _observation(name: str, observations: Sequence[Observation]) -> Any:
-    number = int(name.removeprefix(_VALUE))
-    if number >= len(observations) or observations[number].raised:
-        raise _FailedError
-    return observations[number].value
-
-
-def _number(value: Any) -> Any:
-    """Arithmetic outside of the sandbox takes numbers of moderate size only: a string times 10**9 would fill the memory."""
-    if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
-        raise _FailedError
-    if not isinstance(value, int | float | complex):
-        raise _FailedError
-    return value

@@ -8,19 +8,15 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_core.plugins import Kind
-from rl_core.plugins.manager import discover
-from rl_core.plugins.registry import Registry
 from rl_envs.code.config import CodeEnvironmentConfig
 from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import CodeOutcome, CodeScore, CodeTests, read_tests, score
 from rl_envs.config import read_section
-from rl_sandbox.config import SandboxConfig
-from rl_sandbox.interface import SandboxError, SandboxInterface
+from rl_envs.sandboxes import open_sandbox
+from rl_envs.single_turn import ended
+from rl_sandbox.interface import SandboxError
 
 _log = logging.getLogger("rlcore.code")
 
@@ -41,7 +37,7 @@ class CodeEnvironment(EnvironmentInterface):
 
     def __init__(self, config: CodeEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
         self.config = read_section(CodeEnvironmentConfig, config)
-        self._sandbox = _open(self.config.sandbox)
+        self._sandbox = open_sandbox(self.config.sandbox)
         self._threads = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="code")
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
@@ -51,19 +47,19 @@ class CodeEnvironment(EnvironmentInterface):
             Rewards [B] float32, named `all_passed` (1.0 or 0.0) or `passed_share` (0.0 to 1.0); `answers` has the programs.
 
         Raises:
-            DataError: A row has no tests, or they do not have the documented form.
+            DataError: A row has no tests, they do not have the documented form, or their expected output is longer than
+                `sandbox.output_kb`.
         """
-        tests = [read_tests(row, info) for row, info in enumerate(metadata)]
+        output_kb = self.config.sandbox.output_kb
+        tests = [read_tests(row, info, output_kb=output_kb) for row, info in enumerate(metadata)]
         codes = [last_code_block(str(log[-1].get("content") or "")) for log in message_log_batch]
         scores = list(self._threads.map(self._score, codes, tests))
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": _summary(result)} for result in scores],
-            metadata=[{**info, **_facts(result)} for info, result in zip(metadata, scores, strict=True)],
-            next_stop_strings=[None] * len(scores),
-            rewards={self.config.reward: torch.tensor([self._reward(result) for result in scores], dtype=torch.float32)},
-            terminateds=torch.ones(len(scores)),
+        return ended(
+            {self.config.reward: [self._reward(result) for result in scores]},
+            [{**info, **_facts(result)} for info, result in zip(metadata, scores, strict=True)],
+            replies=[_summary(result) for result in scores],
             answers=codes,
-            scored=torch.tensor([result is not None for result in scores], dtype=torch.float32),
+            scored=[result is not None for result in scores],
         )
 
     def _score(self, code: str | None, tests: CodeTests) -> CodeScore | None:
@@ -98,12 +94,6 @@ class CodeEnvironment(EnvironmentInterface):
     def shutdown(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._sandbox.close()
-
-
-def _open(config: SandboxConfig) -> SandboxInterface:
-    component = Registry(discover()).find(Kind.SANDBOX, config.backend)
-    sandbox: SandboxInterface = component.load(expect=SandboxInterface)(config)
-    return sandbox
 
 
 def _summary(result: CodeScore | None) -> str:

@@ -6,11 +6,12 @@ import ast
 import re
 import secrets
 
-from rl_envs.code.assertions import Observation, SplitTests
+from rl_envs.code.assertions import SplitTests
+from rl_envs.code.evaluation import Observation
 
 # Values are written as Python literals by functions of the base types, so that a subclass cannot choose its text.
 _HARNESS = """
-import os, sys
+import itertools, os, sys, types
 
 def __text(value):
     kind = type(value)
@@ -37,17 +38,27 @@ def __text(value):
         return __text(value.tolist())
     raise TypeError("not a plain value: " + kind.__name__)
 
-def __observe__(number, *parts):
+def __items(value):
+    if isinstance(value, (str, bytes, list, tuple, set, frozenset, dict)) or hasattr(value, "tolist"):
+        return value
+    items = list(itertools.islice(value, @most@ + 1))
+    if len(items) > @most@:
+        raise TypeError("too many items")
+    return items
+
+def __observe__(number, *parts, items=()):
     texts = []
-    for part in parts:
+    for index, part in enumerate(parts):
         try:
-            texts.append("(False, " + __text(part()) + ")")
+            value = part()
+            texts.append("(False, " + __text(__items(value) if index in items else value) + ")")
         except Exception:
             texts.append("(True, None)")
     sys.stdout.flush()
     os.write(1, ("\\n" + @nonce@ + " " + str(number) + " [" + ", ".join(texts) + "]\\n").encode())
 
-namespace = {"__name__": "solution"}
+solution = sys.modules["solution"] = types.ModuleType("solution")
+namespace = solution.__dict__
 exec(compile(@code@, "solution.py", "exec"), namespace)
 namespace["__observe__"] = __observe__
 failure = None
@@ -59,7 +70,9 @@ for number, statement in enumerate(@statements@):
 if failure is not None:
     raise failure
 """
-_LONGEST_LINE = 1 << 20
+_MOST_ITEMS = 100_000
+LONGEST_LINE = 1 << 20
+"""Longest line with observations that is read, in characters."""
 
 
 def harness(code: str, tests: SplitTests) -> tuple[str, str]:
@@ -69,15 +82,15 @@ def harness(code: str, tests: SplitTests) -> tuple[str, str]:
     would have to know the expected ones.
     """
     nonce = f"observed-{secrets.token_hex(8)}"
-    values = {"nonce": nonce, "code": code, "statements": tests.statements}
-    return re.sub("@(nonce|code|statements)@", lambda found: repr(values[found[1]]), _HARNESS), nonce
+    values = {"nonce": nonce, "code": code, "statements": tests.statements, "most": _MOST_ITEMS}
+    return re.sub("@(nonce|code|statements|most)@", lambda found: repr(values[found[1]]), _HARNESS), nonce
 
 
 def read_observations(stdout: str, nonce: str) -> dict[int, list[list[Observation]]]:
     """The observations that a program printed, by number of the assertion, in order. Lines that are not valid are ignored."""
     found: dict[int, list[list[Observation]]] = {}
     for line in stdout.splitlines():
-        if not line.startswith(nonce + " ") or len(line) > _LONGEST_LINE:
+        if not line.startswith(nonce + " ") or len(line) > LONGEST_LINE:
             continue
         number, _, text = line.removeprefix(nonce + " ").partition(" ")
         try:

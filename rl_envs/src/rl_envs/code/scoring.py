@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
-from rl_envs.code.assertions import SplitTests, holds, split_tests
-from rl_envs.code.harness import harness, read_observations
+from rl_envs.code.assertions import SplitTests, split_tests
+from rl_envs.code.evaluation import TooLargeError, expected_size, holds
+from rl_envs.code.harness import LONGEST_LINE, harness, read_observations
 from rl_sandbox.interface import Outcome, SandboxInterface, SessionInterface
 
 TEST_KEYS = ("tests", "stdin_stdout")
@@ -68,11 +70,16 @@ class CodeScore:
     total: int
 
 
-def read_tests(row: int, info: Any) -> CodeTests:
+def read_tests(row: int, info: Any, *, output_kb: int) -> CodeTests:
     """The tests in the metadata of a row.
 
+    Args:
+        row: Index of the row, for errors.
+        info: Its metadata.
+        output_kb: Maximum size of a program's output in KiB (`sandbox.output_kb`).
+
     Raises:
-        DataError: There are none, or they do not have the documented form.
+        DataError: There are none, they do not have the documented form, or a correct program's output would be cut.
     """
     if not isinstance(info, Mapping) or not any(info.get(key) for key in TEST_KEYS):
         found = sorted(info) if isinstance(info, Mapping) else type(info).__name__
@@ -82,22 +89,61 @@ def read_tests(row: int, info: Any) -> CodeTests:
     tests, entry_point = info.get("tests"), info.get("entry_point")
     if isinstance(tests, list | tuple) and all(isinstance(line, str) for line in tests):
         tests = "\n".join(tests)
-    if not isinstance(tests, str | None) or not isinstance(entry_point, str | None):
-        raise DataError(
-            f"Row {row}: `tests` must be Python source or a list of assert lines, and `entry_point` a function's name."
-        )
+    if not isinstance(tests, str | None):
+        raise DataError(f"Row {row}: `tests` must be Python source or a list of assert lines, not {format_value(tests)}.")
+    if entry_point is not None and not _is_name(entry_point):
+        raise DataError(f"Row {row}: `entry_point` must be the name of a function, not {format_value(entry_point)}.")
+    limit = output_kb * 1024
     return CodeTests(
-        assertions=split_tests(tests, entry_point) if tests else None,
-        pairs=tuple(_pair(row, pair) for pair in info.get("stdin_stdout") or ()),
+        assertions=_split(row, tests, entry_point, limit) if tests else None,
+        pairs=_pairs(row, info.get("stdin_stdout"), limit),
     )
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+
+
+def _split(row: int, tests: str, entry_point: str | None, limit: int) -> SplitTests:
+    try:
+        split = split_tests(tests, entry_point)
+        size = sum(map(expected_size, split.conditions))
+    except DataError as error:
+        raise DataError(f"Row {row}: {error}") from error
+    except TooLargeError as error:
+        raise DataError(
+            f"Row {row}: an expected value of `tests` has more than a million elements: shorten the test."
+        ) from error
+    _check_size(row, "the expected values of `tests` together have", size, min(limit, LONGEST_LINE))
+    return split
+
+
+def _pairs(row: int, pairs: Any, limit: int) -> tuple[tuple[str, str], ...]:
+    if pairs is None:
+        return ()
+    if not isinstance(pairs, list | tuple):
+        raise DataError(
+            f"Row {row}: `stdin_stdout` must be a list of {{input: text, output: text}}, not {format_value(pairs)}."
+        )
+    read = tuple(_pair(row, pair) for pair in pairs)
+    for _, expected in read:
+        _check_size(row, "an expected output of `stdin_stdout` has", len(expected.rstrip().encode("utf-8", "replace")), limit)
+    return read
+
+
+def _check_size(row: int, what: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise DataError(
+            f"Row {row}: {what} {size} bytes, but only the first {limit} of a program's output are read, so a correct program "
+            "would fail. Raise `sandbox.output_kb` (up to 1 MiB is read for `tests`), or remove the row."
+        )
+
+
 def _pair(row: int, pair: Any) -> tuple[str, str]:
-    values = (pair.get("input"), pair.get("output")) if isinstance(pair, Mapping) else tuple(pair)
-    match values:
+    match (pair.get("input"), pair.get("output")) if isinstance(pair, Mapping) else pair:
         case (str(stdin), str(stdout)):
             return stdin, stdout
-    raise DataError(f"Row {row}: an entry of `stdin_stdout` must be {{input: text, output: text}}, not {pair!r}.")
+    raise DataError(f"Row {row}: an entry of `stdin_stdout` must be {{input: text, output: text}}, not {format_value(pair)}.")
 
 
 def score(sandbox: SandboxInterface, code: str | None, tests: CodeTests) -> CodeScore:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import read_section
@@ -37,7 +38,7 @@ class InstructionFollowingEnvironment(EnvironmentInterface):
         Raises:
             DataError: a row has no instructions, or an unknown one, or its parameters are wrong.
         """
-        instructions = [read_instructions(info) for info in metadata]
+        instructions = [read_instructions(row, info) for row, info in enumerate(metadata)]
         checked = [
             [follows(str(log[-1]["content"]), name, parameters) for name, parameters in row]
             for log, row in zip(message_log_batch, instructions, strict=True)
@@ -61,32 +62,49 @@ class InstructionFollowingEnvironment(EnvironmentInterface):
         }
 
 
-def read_instructions(info: Any) -> list[tuple[str, dict[str, Any]]]:
+def read_instructions(row: int, info: Any) -> list[tuple[str, dict[str, Any]]]:
     """The identifiers and parameters of a row's instructions that can be checked.
+
+    Args:
+        row: Index of the row, for errors.
+        info: Its metadata.
 
     Raises:
         DataError: see `InstructionFollowingEnvironment.step`.
     """
-    if (
-        not isinstance(info, Mapping)
-        or not isinstance(info.get("instruction_id_list"), list)
-        or not info["instruction_id_list"]
-    ):
+    names = info.get("instruction_id_list") if isinstance(info, Mapping) else None
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise DataError(
-            "The metadata of a row of `instruction_following` needs `instruction_id_list`, a list of identifiers, and "
-            f"`kwargs`, a list of their parameters; found {_shown(info)}. Add both to `env_keys` of the dataset."
+            f"Row {row}: the metadata of `instruction_following` needs `instruction_id_list`, a list of identifiers, and "
+            f"`kwargs`, a list of their parameters; found {format_value(info)}. Add both to `env_keys` of the dataset."
         )
-    names = info["instruction_id_list"]
-    given = info.get("kwargs") or [{}] * len(names)
-    given = json.loads(given) if isinstance(given, str) else given
+    given = _decoded(row, info.get("kwargs") or [{}] * len(names))
     if not isinstance(given, list) or len(given) != len(names):
         raise DataError(
-            f"A row has {len(names)} instructions, but its `kwargs` are {_shown(given)}: one entry for each is needed."
+            f"Row {row} has {len(names)} instructions, but its `kwargs` are {format_value(given)}: it needs one entry for each."
         )
-    each = [json.loads(parameters) if isinstance(parameters, str) else parameters for parameters in given]
-    return [(name, parameters_of(name, own)) for name, own in zip(names, each, strict=True) if name not in UNSUPPORTED]
+    read = []
+    for name, own in zip(names, given, strict=True):
+        parameters = _decoded(row, own)
+        if not isinstance(parameters, Mapping | None):
+            raise DataError(f"Row {row}: the entry of `kwargs` for {name} is {format_value(own)}: expected an object.")
+        if name not in UNSUPPORTED:
+            read.append((name, _parameters(row, name, parameters)))
+    return read
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _parameters(row: int, name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        return parameters_of(name, given)
+    except DataError as error:
+        raise DataError(f"Row {row}: {error}") from error
+
+
+def _decoded(row: int, value: Any) -> Any:
+    """A value that may be JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"Row {row}: `kwargs` has the text {format_value(value)}, which is invalid JSON: {error}.") from error

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import MathEnvironmentConfig, read_section
 from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
+from rl_envs.single_turn import correctness_replies, ended
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
 """Metadata keys of the expected answer; the first one found is used."""
@@ -62,15 +61,13 @@ class MathEnvironment(EnvironmentInterface):
         results = self._pool.grade(questions)
         self._report_missing_boxes(message_log_batch, results)
         right = [result.outcome is Outcome.RIGHT for result in results]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": "correct" if is_right else "incorrect"} for is_right in right],
-            metadata=[
+        return ended(
+            right,
+            [
                 {**info, "grading": result.outcome.value, "boxed": result.boxed}
                 for info, result in zip(metadata, results, strict=True)
             ],
-            next_stop_strings=[None] * len(results),
-            rewards=torch.tensor(right, dtype=torch.float32),
-            terminateds=torch.ones(len(results)),
+            replies=correctness_replies(right),
             answers=[result.answer for result in results],
         )
 

@@ -13,6 +13,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import RewardModelEnvironmentConfig, read_section
 from rl_envs.reward_model.scorer import RewardModelScorer, reward_tokens
+from rl_envs.single_turn import ended
 
 SCORE_KEY = "reward_model"
 """Metadata key of the score."""
@@ -66,13 +67,8 @@ class RewardModelEnvironment(EnvironmentInterface):
             {**(info or {}), SCORE_KEY: {"score": score, "is_cut": len(row) > longest}}
             for info, score, row in zip(metadata, scores.tolist(), rows, strict=True)
         ]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"{score:.3f}"} for score in scores.tolist()],
-            metadata=found,
-            next_stop_strings=[None] * len(rows),
-            rewards=self.config.scale * (scores - self.config.shift),
-            terminateds=torch.ones(len(rows)),
-        )
+        replies = [f"{score:.3f}" for score in scores.tolist()]
+        return ended(self.config.scale * (scores - self.config.shift), found, replies=replies)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig
 
@@ -40,3 +40,11 @@ class SlidingPuzzleDatasetConfig(DatasetConfig):
     """Which boards to draw. One board in eight is reserved for validation, by a hash of the board. Null: all boards."""
     seed: int = 0
     """Random seed. Record i depends only on the seed, the size, the split, the range of shuffles and i."""
+
+    @model_validator(mode="after")
+    def _shuffles_in_order(self) -> SlidingPuzzleDatasetConfig:
+        if self.min_shuffles > self.max_shuffles:
+            raise ValueError(
+                f"min_shuffles ({self.min_shuffles}) is above max_shuffles ({self.max_shuffles}): the range is empty"
+            )
+        return self

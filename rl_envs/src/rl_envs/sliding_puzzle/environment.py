@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import read_section
@@ -38,7 +39,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         Raises:
             DataError: the metadata of a row has no `board`.
         """
-        boards = [_board(info) for info in metadata]
+        boards = [_board(row, info) for row, info in enumerate(metadata)]
         moves = [_read_move(str(log[-1]["content"]), board) for log, board in zip(message_log_batch, boards, strict=True)]
         after = [board if move is None else moved(board, move) for board, move in zip(boards, moves, strict=True)]
         done = [board == solved(len(board)) for board in after]
@@ -96,7 +97,7 @@ def _reply(move: str | None, before: Board, after: Board) -> str:
     return shown(after)
 
 
-def _board(info: Any) -> Board:
+def _board(row: int, info: Any) -> Board:
     board = info.get("board") if isinstance(info, Mapping) else None
     try:
         numbers = sorted(tile for row in board for tile in row)  # type: ignore[union-attr]
@@ -104,6 +105,7 @@ def _board(info: Any) -> Board:
         assert all(len(row) == len(board) for row in board)  # type: ignore[union-attr,arg-type]
     except (TypeError, AssertionError):
         raise DataError(
-            f"The metadata of a row of `sliding_puzzle` needs `board`, n rows of n numbers from 0 (the gap), found {info!r}."
+            f"Row {row}: the metadata of `sliding_puzzle` needs `board`, n rows of n numbers from 0 (the gap), found "
+            f"{format_value(info)}."
         ) from None
     return [list(row) for row in board]  # type: ignore[union-attr]

@@ -14,6 +14,15 @@ _MOST_BITS = 20_000
 """Size of the largest whole number, about 5,000 digits, so that no expression takes long."""
 Number = int | float
 
+
+_MOST_DIGITS = 10_000
+"""Largest number of digits of `round`; `round(1, -10**9)` would compute 10**10**9."""
+
+
+def _round(number: Number, digits: int | None = None, /) -> Number:
+    return round(number, digits if digits is None else max(-_MOST_DIGITS, min(digits, _MOST_DIGITS)))
+
+
 _BINARY: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -26,7 +35,7 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: oper
 _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     "sqrt": math.sqrt,
     "abs": abs,
-    "round": round,
+    "round": _round,
     "min": min,
     "max": max,
     "log": math.log,

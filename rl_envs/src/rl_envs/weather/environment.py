@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import read_section
@@ -33,10 +34,10 @@ class WeatherEnvironment(EnvironmentInterface):
         """Score B predictions; `answers` has each predicted condition, or None if there is no prediction.
 
         Raises:
-            DataError: a row has no `expected_answer`.
+            DataError: a row has no `expected_answer`, or one without letters and digits.
         """
         predicted = [_read_prediction(str(log[-1]["content"])) for log in message_log_batch]
-        right = [_is_right(answer, info) for answer, info in zip(predicted, metadata, strict=True)]
+        right = list(map(_is_right, range(len(predicted)), predicted, metadata))
         return ended([float(each) for each in right], metadata, answers=predicted)
 
     def global_post_process_and_metrics(
@@ -45,7 +46,7 @@ class WeatherEnvironment(EnvironmentInterface):
         """`accuracy`, and `predicted_frac`: the fraction of completions with a prediction."""
         answers, states = batch["answers"], batch["extra_env_info"]
         return batch, {
-            "accuracy": sum(map(_is_right, answers, states)) / len(answers),
+            "accuracy": sum(map(_is_right, range(len(answers)), answers, states)) / len(answers),
             "predicted_frac": sum(answer is not None for answer in answers) / len(answers),
         }
 
@@ -55,14 +56,15 @@ def _read_prediction(text: str) -> str | None:
     return found[-1].strip(" \t*_.") if found and found[-1].strip(" \t*_.") else None
 
 
-def _is_right(answer: str | None, info: Any) -> bool:
-    return _normalized(answer or "") == _normalized(_expected(info))
+def _is_right(row: int, answer: str | None, info: Any) -> bool:
+    return _normalized(answer or "") == _normalized(_expected(row, info))
 
 
-def _expected(info: Any) -> str:
-    if not isinstance(info, Mapping) or not isinstance(info.get("expected_answer"), str):
-        raise DataError(f"The metadata of a row of `weather` needs the text `expected_answer`, found {info!r}.")
-    return str(info["expected_answer"])
+def _expected(row: int, info: Any) -> str:
+    expected = info.get("expected_answer") if isinstance(info, Mapping) else None
+    if not isinstance(expected, str) or not _normalized(expected):
+        raise DataError(f"Row {row}: the metadata of `weather` needs the text `expected_answer`, found {format_value(info)}.")
+    return expected
 
 
 def _normalized(condition: str) -> str:
