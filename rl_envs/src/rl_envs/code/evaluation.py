@@ -104,7 +104,7 @@ def _total(left: Any, right: Any) -> Any:
         if isinstance(left, kind) and isinstance(right, kind):
             if _size(left) + _size(right) > LARGEST_SIZE:
                 raise TooLargeError
-            return left + right
+            return operator.add(left, right)
     return _number(left) + _number(right)
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces.dataset import Dataset, Record
 from rl_envs.config import read_section
 from rl_envs.sliding_puzzle.board import Board, shown, shuffled
