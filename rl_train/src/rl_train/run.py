@@ -23,6 +23,7 @@ from rl_train.metrics.recorder import Recorder
 from rl_train.profiling import profiled
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluate import Evaluation
+from rl_train.rollouts.segments import join_segments
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
@@ -75,6 +76,11 @@ class Run:
     time_limit: TimeLimit | None = None
     """`checkpointing.max_time`; None without a limit."""
     _logged_restarts: int = field(default=0, init=False)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks of the policy."""
+        return self.config.policy.data_ranks(self.config.cluster)
 
     def keep(self, name: str, part: Stateful) -> None:
         """Save additional state of the algorithm in every checkpoint, and restore it if the run is resumed.
@@ -171,6 +177,6 @@ class Run:
         self.metrics.add(result["metrics"])
         self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})
         self.metrics.add({"tokens/skipped": result.get("skipped_valid_toks", 0.0)})
-        dropped = int((batch["sample_mask"] == 0).sum())
+        dropped = int((join_segments(batch)["sample_mask"] == 0).sum())
         if dropped:
             self.metrics.add({"data/dropped_rows": dropped})

@@ -26,6 +26,9 @@ class RolloutNeeds:
     """Probability that a step samples its rows. In all other steps, the rows are answers from the training data."""
     rewarded: bool = True
     """Whether rollouts must be scored, so that the config must have a section `env`."""
+    accepts_segments: bool = False
+    """Whether a rollout may have several rows (`rollout_ids`), one for each segment. Otherwise, a config in which rollouts can
+    have several segments is refused."""
 
     def __post_init__(self) -> None:
         _at_least_one(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.samples_per_prompt)

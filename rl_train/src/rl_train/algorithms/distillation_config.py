@@ -41,6 +41,7 @@ class DistillationConfig(AlgorithmConfig):
                 samples_per_prompt=self.num_generations_per_prompt,
                 sampled_fraction=self.student_data_fraction,
                 rewarded=False,
+                accepts_segments=True,
             ),
             max_turns=self.max_rollout_turns,
             companions=("teacher",),

@@ -7,6 +7,7 @@ dropped as a whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig
+from rl_train.rollouts.segments import join_segments, spread
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 Batch = BatchedDataDict[Any]
@@ -41,7 +43,7 @@ def draw_rollouts(
         source: provides groups.
         step: the step of the rollouts.
         config: the algorithm's section.
-        shape: shapes the rewards of a draw, in place; returns metrics.
+        shape: shapes the rewards of a draw with one row per rollout, in place; returns metrics.
         is_informative: [B] bool, False for rows of groups with equal rewards. It must be True for the environment's
             rewards and for the shaped ones, which `reward_scaling` may clip to be equal.
 
@@ -98,7 +100,11 @@ def _draw(source: RolloutSource, step: int, *, config: PolicyGradientConfig) -> 
 
 
 def _shaped(draw: Rollouts, shape: Callable[[Batch], dict[str, float]]) -> Rollouts:
-    return Rollouts(batch=draw.batch, metrics=draw.metrics | shape(draw.batch), trajectories=draw.trajectories)
+    rollouts = join_segments(draw.batch)
+    metrics = draw.metrics | shape(rollouts)
+    for key in ("rewards", "reward_parts"):
+        draw.batch[key] = spread(rollouts[key], draw.batch)
+    return Rollouts(batch=draw.batch, metrics=metrics, trajectories=draw.trajectories)
 
 
 def _trained_groups(batch: Batch, informative: torch.Tensor) -> list[int]:
@@ -108,20 +114,24 @@ def _trained_groups(batch: Batch, informative: torch.Tensor) -> list[int]:
 
 
 def _select(draw: Rollouts, groups: Sequence[int], *, first_id: int) -> Rollouts:
-    """The rows of these groups with new ids, because other draws have the same ids."""
+    """The rollouts of these groups with new group ids, because other draws have the same ids."""
     new_id = {group: first_id + position for position, group in enumerate(groups)}
     rows = [row for row, group in enumerate(draw.batch["group_ids"].tolist()) if group in new_id]
     batch = draw.batch.select_indices(rows)
     batch["group_ids"] = torch.tensor([new_id[group] for group in batch["group_ids"].tolist()], dtype=torch.int64)
-    trajectories = [draw.trajectories[row] for row in rows]
-    for trajectory, group in zip(trajectories, batch["group_ids"].tolist(), strict=True):
-        trajectory.group_id = group
+    rollouts, batch["rollout_ids"] = batch["rollout_ids"].unique_consecutive(return_inverse=True)
+    trajectories = [draw.trajectories[rollout] for rollout in rollouts.tolist()]
+    for row, rollout in enumerate(batch["rollout_ids"].tolist()):
+        trajectories[rollout].group_id = int(batch["group_ids"][row])
     return Rollouts(batch=batch, metrics={}, trajectories=trajectories)
 
 
 def _concat(selected: Sequence[Rollouts], *, metrics: dict[str, float]) -> Rollouts:
-    batch: Batch = BatchedDataDict.from_batches([draw.batch for draw in selected])
     trajectories = [trajectory for draw in selected for trajectory in draw.trajectories]
+    firsts = itertools.accumulate((len(draw.trajectories) for draw in selected), initial=0)
+    for draw, first in zip(selected, firsts, strict=False):
+        draw.batch["rollout_ids"] = draw.batch["rollout_ids"] + first
+    batch: Batch = BatchedDataDict.from_batches([draw.batch for draw in selected])
     return Rollouts(batch=batch, metrics=metrics, trajectories=trajectories)
 
 

@@ -19,6 +19,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.plugins.component import Component
 from rl_train.algorithms.advantages import group_advantages, suffix_sums, whiten
 from rl_train.algorithms.grpo_config import AdvantageConfig
+from rl_train.rollouts.segments import join_segments, split_segments, spread
 
 _log = logging.getLogger("rlcore")
 
@@ -34,7 +35,11 @@ class Advantages:
 
 
 class AdvantageEstimator(ABC):
-    """Estimates advantages from `rewards`, `group_ids`, `token_mask`, `sample_mask` and further keys of a batch."""
+    """Estimates advantages from `rewards`, `group_ids`, `token_mask`, `sample_mask` and further keys of a batch.
+
+    A row is a rollout: if rollouts have several segments, their tokens follow one another in the row, see
+    `rl_train.rollouts.segments`.
+    """
 
     @abstractmethod
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
@@ -43,6 +48,24 @@ class AdvantageEstimator(ABC):
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         """[B] bool: False for rows of groups without a learning signal, which dynamic sampling replaces."""
         return ~group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored")).equal
+
+
+class PerRollout(AdvantageEstimator):
+    """Passes an estimator one row per rollout, so that its statistics count rollouts and not segments.
+
+    Args:
+        estimator: estimates the advantages of rollouts.
+    """
+
+    def __init__(self, estimator: AdvantageEstimator) -> None:
+        self.estimator = estimator
+
+    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
+        found = self.estimator(join_segments(batch))
+        return Advantages(values=split_segments(found.values, batch), metrics=found.metrics)
+
+    def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        return spread(self.estimator.is_informative(join_segments(batch)), batch)
 
 
 class GroupEstimator(AdvantageEstimator):
@@ -156,12 +179,16 @@ class DecoupledEstimator(AdvantageEstimator):
 
 
 def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
-    """The estimator of a section `grpo.adv_estimator`.
+    """The estimator of a section `grpo.adv_estimator`, for batches in which a rollout may have several rows.
 
     Raises:
         ComponentImportError: its dotted path cannot be imported.
         WrongKindError: the path is not an `AdvantageEstimator`.
     """
+    return PerRollout(_make_estimator(config))
+
+
+def _make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
     match config.name:
         case "grpo" | "rloo":
             return GroupEstimator(normalize=config.normalizes, leave_one_out=config.leaves_one_out)

@@ -10,7 +10,7 @@ Follows https://arxiv.org/abs/2402.03300 (outcome supervision) with these depart
 DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ and GDPO use this module with another loss, estimator or
 reward, see docs/algorithms/grpo.md.
 
-Notation: P prompts, G samples per prompt, B = P·G rows, T tokens.
+Notation: P prompts, G samples per prompt, B rows, T tokens; B = P·G, or more if rollouts have several segments.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rl_train.algorithms.dynamic_sampling import draw_rollouts
 from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.logprobs import ScoreRollouts
-from rl_train.algorithms.losses.reduce import row_means
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
 from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.segments import optimizer_batches, rollout_means
 from rl_train.run import Run
 
 
@@ -55,10 +55,11 @@ def train(config: GRPOConfig, run: Run) -> None:
         with run.timed("train"):
             policy.prepare_for_training()
             run.metrics.add(staleness_metrics(batch, policy.weight_version))
-            run.record_training(policy.train(batch, loss_fn), batch)
+            rows, gbs = optimizer_batches(batch, rows_per_update, multiple_of=run.data_ranks)
+            run.record_training(policy.train(rows, loss_fn, gbs=gbs), batch)
             policy.finish_training()
 
         run.metrics.add(rollouts.metrics | advantages.metrics | clipped)
-        advantage = row_means(batch["advantages"], batch["token_mask"])
+        advantage = rollout_means(batch["advantages"], batch)
         run.log_rollouts(rollout_records(rollouts.trajectories, advantage, batch.get("prev_logprobs")), step)
         validate(run, step)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.optimizer_steps import TrainingPlan
+from rl_core.config.runtime_needs import RuntimeNeeds
 from rl_core.config.schema import RunConfig, Section
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean, is_path
@@ -98,6 +100,12 @@ class GRPOConfig(PolicyGradientConfig):
     def prompts_per_draw(self) -> int:
         """Number of prompts per draw."""
         return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
+    def runtime_needs(self) -> RuntimeNeeds:
+        needs = super().runtime_needs
+        assert needs.rollouts is not None
+        return replace(needs, rollouts=replace(needs.rollouts, accepts_segments=True))
 
     @model_validator(mode="after")
     def _check_dynamic_sampling(self) -> GRPOConfig:

@@ -10,6 +10,7 @@ from rl_core.config.schema import LossConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.kl import reference_kl
 from rl_train.algorithms.losses.config import MAX_KL_ERROR, AdaptiveKLConfig, ClippedPGLossConfig
+from rl_train.rollouts.segments import rows_of_rollouts
 
 
 class AdaptiveKLController:
@@ -77,17 +78,20 @@ class KLInReward:
         weight = self._config.reference_policy_kl_penalty
         if self.controller is not None:
             weight = self.controller.weight
-            metrics |= {"kl/penalty_weight": weight} | self._follow(kl, mask)
+            metrics |= {"kl/penalty_weight": weight} | self._follow(kl, batch)
         batch["token_penalties"] = weight * kl
         return metrics
 
-    def _follow(self, kl: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    def _follow(self, kl: torch.Tensor, batch: BatchedDataDict[Any]) -> dict[str, float]:
         """Update the weight for the next step; the penalties of this step use the weight before the update."""
         assert self.controller is not None
-        answers = (mask > 0).any(dim=-1)
+        rollouts = rows_of_rollouts(batch)
+        is_answer = (batch["token_mask"] > 0).any(dim=-1)
+        answers = torch.tensor([bool(is_answer[rows].any()) for rows in rollouts])
         if not answers.any():
             return {}
-        per_answer = float(kl.double().sum(dim=-1)[answers].mean())
+        sums = kl.double().sum(dim=-1)
+        per_answer = float(torch.stack([sums[rows].sum() for rows in rollouts])[answers].mean())
         self.controller.update(per_answer, answers=int(answers.sum()))
         return {"kl/answer": per_answer}
 

@@ -19,6 +19,7 @@ from rl_train.config.lr_schedule_checks import schedule_conflicts
 from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
 from rl_train.config.resource_checks import in_process_conflicts, profiling_conflicts
 from rl_train.config.section_resolver import COMPANIONS, ConfigLayout
+from rl_train.config.segment_checks import segment_conflicts
 from rl_train.config.tool_checks import tool_parser_conflicts
 from rl_train.config.transport_checks import transport_conflicts
 from rl_train.config.turn_checks import turn_conflicts
@@ -56,6 +57,7 @@ def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
     yield from _sampling(run)
     yield from _lengths(run)
     yield from turn_conflicts(run)
+    yield from segment_conflicts(run)
     yield from _scored_rows(run)
     yield from tool_parser_conflicts(run)
     yield from _capabilities(run, registry)

@@ -35,10 +35,11 @@ class Collector:
         tokenizer: decodes what the environments read.
         seed: seed of the run.
         max_turns: maximum number of turns of a rollout, by task name.
-        max_total_length: maximum number of tokens of a rollout; a rollout that reaches it is truncated.
+        max_total_length: maximum number of tokens of a segment; a rollout that reaches it is truncated.
         reward_weights: weights of named rewards that are not 1, by task name.
         retries: how often a step that an environment fails to respond to is repeated.
         tool_parsers: parsers of tool calls, by task name; messages of other tasks are not parsed.
+        history: `rollout.history`.
     """
 
     generation: GenerationInterface
@@ -50,6 +51,7 @@ class Collector:
     reward_weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     retries: int = 0
     tool_parsers: Mapping[str, ToolCallParser] = field(default_factory=dict)
+    history: str = "as_sampled"
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Play `trajectories` to their end, in place.
@@ -82,6 +84,7 @@ class Collector:
             max_turns=self.max_turns,
             max_total_length=self.max_total_length,
             tool_parsers=self.tool_parsers,
+            history=self.history,
         )
         queues = {task: StepQueue(environment, task) for task, environment in self.environments.items()}
 

@@ -11,9 +11,9 @@ from rl_core.interfaces.messages import Observation, messages_of
 from rl_train.data.messages import get_formatted_message_log
 from rl_train.rollouts.engines import RolloutEngine
 from rl_train.rollouts.failures import StepFailedError
+from rl_train.rollouts.history import HISTORIES
 from rl_train.rollouts.sessions import Session, StepResult
 from rl_train.rollouts.trajectory import Trajectory
-from rl_train.rollouts.turns import TurnFormatter
 from rl_train.tools.decoding import decode_answers
 from rl_train.tools.parsers import ToolCallParser
 
@@ -41,8 +41,9 @@ class EnvironmentDriver(RolloutDriver):
     Args:
         tokenizer: decodes what the environment reads and tokenizes what it writes.
         max_turns: maximum number of turns, by task name.
-        max_total_length: maximum number of tokens; a rollout that reaches it is truncated.
+        max_total_length: maximum number of tokens of a segment; a rollout that reaches it is truncated.
         tool_parsers: parsers of tool calls, by task name.
+        history: `rollout.history`.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class EnvironmentDriver(RolloutDriver):
         max_turns: Mapping[str, int],
         max_total_length: int,
         tool_parsers: Mapping[str, ToolCallParser] | None = None,
+        history: str = "as_sampled",
     ) -> None:
         self._tool_parsers = tool_parsers or {}
         self._tokenizer, self._max_turns, self._max_total_length = tokenizer, max_turns, max_total_length
-        self._formatter = TurnFormatter(tokenizer) if max(max_turns.values(), default=1) > 1 else None
+        self._history = HISTORIES[history](tokenizer) if max(max_turns.values(), default=1) > 1 else None
 
     async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
         """See `RolloutDriver`. Without a session, a rollout is one answer without a reward."""
@@ -104,10 +106,13 @@ class EnvironmentDriver(RolloutDriver):
         if result.metadata is not None:
             rollout.metadata = result.metadata
         rollout.done = result.terminated or rollout.truncated or rollout.turns >= self._max_turns[rollout.task_name]
-        if rollout.done or self._formatter is None:
+        if rollout.done or self._history is None:
             return
-        ids = self._formatter.observation_ids(result.observation, rollout.message_log[-1]["token_ids"], tools=rollout.tools)
-        if rollout.num_tokens() + len(ids) >= self._max_total_length:
+        prompt = self._history.next_prompt(rollout, result.observation)
+        length = len(prompt.token_ids) + (rollout.num_tokens() if prompt.continues else 0)
+        if length >= self._max_total_length:
             rollout.done = rollout.truncated = True
-            return
-        rollout.add_observation(result.observation, ids)
+        elif prompt.continues:
+            rollout.add_observation(result.observation, prompt.token_ids)
+        else:
+            rollout.start_segment(result.observation, prompt.token_ids)

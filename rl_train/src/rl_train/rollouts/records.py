@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_train.rollouts.trajectory import Trajectory
+from rl_train.rollouts.trajectory import MessageLog, Trajectory, is_sampled, log_token_ids, sampled_mask
 
 EXPECTED_KEYS = ("expected_answer", "ground_truth")
 """Keys of the right answer in an environment's metadata, in this order."""
@@ -21,16 +21,20 @@ def rollout_records(
     """One JSON-ready record per rollout.
 
     Args:
-        trajectories: B finished rollouts.
-        advantages: [B], if they were trained on.
-        policy_logprobs: [B, T] in nats, of the policy before training on them, if it scored them.
+        trajectories: R finished rollouts.
+        advantages: [R], if they were trained on.
+        policy_logprobs: [B, T] in nats, of the policy before training on them, if it scored them: one row for each segment, in
+            the order of `to_batch`.
     """
     records = []
-    for row, trajectory in enumerate(trajectories):
-        sampled = [message for message in trajectory.message_log if "generation_logprobs" in message]
-        log = trajectory.message_log
+    next_row = 0
+    for number, trajectory in enumerate(trajectories):
+        segments, sampled = trajectory.segments, trajectory.sampled_messages
+        rows = slice(next_row, next_row + len(segments))
+        next_row = rows.stop
+        log = segments[0]
         # A rollout whose `reset` failed has no sampled message.
-        first = next((i for i, message in enumerate(log) if "generation_logprobs" in message), len(log))
+        first = next((i for i, message in enumerate(log) if is_sampled(message)), len(log))
         records.append(
             {
                 "task": trajectory.task_name,
@@ -45,13 +49,14 @@ def rollout_records(
                 "prompt_tokens": torch.cat([m["token_ids"] for m in log[:first]]).tolist(),
                 "tokens": [token for message in sampled for token in message["token_ids"].tolist()],
                 "logprobs": [round(x, 6) for m in sampled for x in m["generation_logprobs"].tolist()],
-                "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[row], trajectory),
+                "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[rows], segments),
+                "segments": [_segment_record(each) for each in segments] if len(segments) > 1 else None,
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,
                 "turn_rewards": trajectory.turn_rewards,
                 "scored": trajectory.scored,
                 "failure": trajectory.failure,
-                "advantage": float(advantages[row]) if advantages is not None else None,
+                "advantage": float(advantages[number]) if advantages is not None else None,
                 "truncated": trajectory.truncated,
                 "turns": trajectory.turns,
                 "weight_version": trajectory.weight_version,
@@ -72,9 +77,16 @@ def expected_answer(metadata: Any) -> str | int | float | None:
     return str(found).encode(errors="backslashreplace").decode()
 
 
-def _sampled_only(values: torch.Tensor, trajectory: Trajectory) -> list[float]:
-    """The values of sampled tokens from the values [T] of a row."""
-    lengths = torch.tensor([len(message["token_ids"]) for message in trajectory.message_log])
-    is_sampled = torch.tensor(["generation_logprobs" in message for message in trajectory.message_log])
-    mask = is_sampled.repeat_interleave(lengths)
-    return [round(value, 6) for value in values[: len(mask)][mask].tolist()]
+def _sampled_only(values: torch.Tensor, segments: Sequence[MessageLog]) -> list[float]:
+    """The values of sampled tokens from the values [S, T] of the segments of a rollout."""
+    found = []
+    for row, log in zip(values, segments, strict=True):
+        mask = sampled_mask(log)
+        found += row[: len(mask)][mask].tolist()
+    return [round(value, 6) for value in found]
+
+
+def _segment_record(log: MessageLog) -> dict[str, Any]:
+    """All tokens of a segment, with the turn of each; 0 for tokens that were not sampled."""
+    turns = [turn for message in log for turn in [message.get("turn", 0)] * len(message["token_ids"])]
+    return {"tokens": log_token_ids(log).tolist(), "turns": turns}

@@ -14,7 +14,7 @@ from rl_train.rollouts.trajectory import Trajectory
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Lengths, turns and truncation of finished rollouts, and the rewards of the scored ones, if there are any."""
+    """Lengths, turns, segments and truncation of finished rollouts, and the rewards of the scored ones, if there are any."""
     lengths = torch.tensor([row.num_sampled_tokens() for row in trajectories], dtype=torch.float64)
     metrics = {
         "length/mean": float(lengths.mean()),
@@ -23,6 +23,9 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/turns": sum(row.turns for row in trajectories) / len(trajectories),
         "rollout/rows": float(len(trajectories)),
     }
+    segments = sum(len(row.segments) for row in trajectories)
+    if segments > len(trajectories):
+        metrics["rollout/segments"] = segments / len(trajectories)
     scored = [row for row in trajectories if row.scored]
     if len(scored) < len(trajectories):
         metrics["rollout/unscored_frac"] = 1 - len(scored) / len(trajectories)

@@ -1,9 +1,13 @@
-"""A rollout that grows turn by turn, and finished rollouts as rows of a batch."""
+"""A rollout that grows turn by turn, and finished rollouts as rows of a batch.
+
+A rollout has one or more segments. A segment is a sequence of tokens that the model has read and sampled. A new one starts when
+the history is rewritten, because the tokens before the next turn are then no longer those of the earlier turns.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,14 +19,20 @@ from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation, Tool
 from rl_train.tools.parsers import SampledMessage, ToolCallParser
 from rl_train.tools.selection import parse_message
 
+MessageLog = list[dict[str, Any]]
+_OF_SAMPLED = ("generation_logprobs", "weight_version", "turn")
+"""Keys of a sampled message that it only has in the segment in which it was sampled."""
+
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """An unfinished or finished conversation; its tokens are the training sequence."""
+    """An unfinished or finished conversation; the tokens of its segments are the training sequences."""
 
-    message_log: list[dict[str, Any]]
-    """Messages with `role`, `content`, `token_ids` [T]; sampled ones also with `generation_logprobs` [T] and
-    `weight_version`."""
+    message_log: MessageLog
+    """The current segment: messages with `role`, `content`, `token_ids` [T]; those that were sampled in it also with
+    `generation_logprobs` [T], `weight_version` and `turn` (from 1)."""
+    earlier_segments: list[MessageLog] = field(default_factory=list)
+    """Message logs of the segments before the current one."""
     metadata: Any
     """The environment's state for this row."""
     task_name: str
@@ -66,9 +76,20 @@ class Trajectory:
     tools: list[dict[str, Any]] | None = None
     """The tools offered to the model."""
 
+    @property
+    def segments(self) -> list[MessageLog]:
+        """The message logs of the segments with a sampled message, in order; the current one if there is none."""
+        found = [log for log in (*self.earlier_segments, self.message_log) if any(map(is_sampled, log))]
+        return found or [self.message_log]
+
+    @property
+    def sampled_messages(self) -> MessageLog:
+        """The sampled messages of all segments, in the order of their turns."""
+        return [message for log in self.segments for message in log if is_sampled(message)]
+
     def token_ids(self) -> torch.Tensor:
-        """[T] int64, all tokens so far."""
-        return torch.cat([message["token_ids"] for message in self.message_log])
+        """[T] int64, the tokens of the current segment, which the model reads before its next turn."""
+        return log_token_ids(self.message_log)
 
     def num_tokens(self) -> int:
         """T."""
@@ -76,12 +97,18 @@ class Trajectory:
 
     def num_sampled_tokens(self) -> int:
         """Number of sampled tokens of all turns."""
-        return sum(len(message["token_ids"]) for message in self.message_log if "generation_logprobs" in message)
+        return sum(len(message["token_ids"]) for message in self.sampled_messages)
 
     @property
     def weight_version(self) -> int:
         """The oldest version of the weights that sampled a turn; -1 if none was sampled."""
-        return min((message["weight_version"] for message in self.message_log if "weight_version" in message), default=-1)
+        return min(map(_oldest_version, self.segments))
+
+    def weighted_turn_rewards(self) -> list[float]:
+        """The weighted reward of each turn; their sum is `reward`."""
+        return [
+            sum(self.reward_weights.get(name, 1.0) * value for name, value in rewards.items()) for rewards in self.turn_rewards
+        ]
 
     def add_answer(
         self,
@@ -104,8 +131,8 @@ class Trajectory:
             parsed = parse_message(parser, sampled, self.message_log)
             if parsed.calls:
                 message |= {"content": parsed.content, "tool_calls": parsed.calls, "sampled_text": text}
-        self.message_log.append({**message, "weight_version": weight_version})
         self.turns += 1
+        self.message_log.append({**message, "weight_version": weight_version, "turn": self.turns})
 
     def add_observation(self, observation: Observation, token_ids: torch.Tensor) -> None:
         """Append what the model reads next; the last message has all tokens, [T]."""
@@ -113,6 +140,21 @@ class Trajectory:
         for number, message in enumerate(messages, start=1):
             own = token_ids if number == len(messages) else token_ids[:0]
             self.message_log.append({**message, "token_ids": own})
+
+    def start_segment(self, observation: Observation, token_ids: torch.Tensor) -> None:
+        """Append what the model reads next and start a new segment.
+
+        Args:
+            observation: the new messages.
+            token_ids: [T] all tokens that the model reads before its next turn.
+        """
+        self.earlier_segments.append(self.message_log)
+        none = token_ids[:0]
+        self.message_log = [
+            {key: value for key, value in message.items() if key not in _OF_SAMPLED} | {"token_ids": none}
+            for message in self.message_log
+        ]
+        self.add_observation(observation, token_ids)
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
         """Add the rewards of one turn."""
@@ -145,37 +187,78 @@ class Trajectory:
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
-    """Rows [B, T] of finished rollouts with the keys for losses, logs and metrics, see `rl_core.data.schema`."""
+    """Rows [B, T] of finished rollouts with the keys for losses, logs and metrics, see `rl_core.data.schema`.
+
+    Each segment is a row; the rows of a rollout are adjacent and in the order of its segments.
+    """
+    rows = [(number, log) for number, rollout in enumerate(trajectories) for log in rollout.segments]
+    logs = [log for _, log in rows]
+    of_row = [trajectories[number] for number, _ in rows]
     return BatchedDataDict(
         {
-            "input_ids": _padded([row.token_ids() for row in trajectories], "input_ids"),
-            "input_lengths": torch.tensor([row.num_tokens() for row in trajectories], dtype=torch.int64),
-            "token_mask": _padded([_per_token(row, _is_sampled) for row in trajectories], "token_mask"),
-            "generation_logprobs": _padded([_per_token(row, _sampled_logprobs) for row in trajectories], "generation_logprobs"),
-            "sample_mask": torch.tensor([row.loss_multiplier * row.scored for row in trajectories], dtype=torch.float32),
-            "rewards": torch.tensor([row.reward for row in trajectories], dtype=torch.float32),
-            "reward_parts": [row.reward_parts for row in trajectories],
-            "reward_weights": [dict(row.reward_weights) for row in trajectories],
-            "scored": torch.tensor([row.scored for row in trajectories], dtype=torch.bool),
-            "prompt_id": torch.tensor([row.ordinal for row in trajectories], dtype=torch.int64),
-            "group_ids": torch.tensor([row.group_id for row in trajectories], dtype=torch.int64),
-            "token_versions": _padded([_per_token(row, _version) for row in trajectories], "token_versions"),
-            "weight_version": torch.tensor([row.weight_version for row in trajectories], dtype=torch.int64),
-            "truncated": torch.tensor([row.truncated for row in trajectories], dtype=torch.bool),
-            "idx": [row.index for row in trajectories],
-            "task_name": [row.task_name for row in trajectories],
-            "message_log": [row.message_log for row in trajectories],
-            "extra_env_info": [row.metadata for row in trajectories],
+            "input_ids": _padded([log_token_ids(log) for log in logs], "input_ids"),
+            "input_lengths": torch.tensor([len(log_token_ids(log)) for log in logs], dtype=torch.int64),
+            "token_mask": _padded([sampled_mask(log).float() for log in logs], "token_mask"),
+            "generation_logprobs": _padded([_per_token(log, _sampled_logprobs) for log in logs], "generation_logprobs"),
+            "sample_mask": torch.tensor([rollout.loss_multiplier * rollout.scored for rollout in of_row], dtype=torch.float32),
+            "rewards": torch.tensor([rollout.reward for rollout in of_row], dtype=torch.float32),
+            "reward_parts": [rollout.reward_parts for rollout in of_row],
+            "reward_weights": [dict(rollout.reward_weights) for rollout in of_row],
+            "turn_rewards": [rollout.weighted_turn_rewards() for rollout in of_row],
+            "scored": torch.tensor([rollout.scored for rollout in of_row], dtype=torch.bool),
+            "prompt_id": torch.tensor(_prompt_ids(trajectories), dtype=torch.int64),
+            "group_ids": torch.tensor([rollout.group_id for rollout in of_row], dtype=torch.int64),
+            "rollout_ids": torch.tensor([number for number, _ in rows], dtype=torch.int64),
+            "token_turns": _padded([_per_token(log, _turn) for log in logs], "token_turns"),
+            "token_versions": _padded([_per_token(log, _version) for log in logs], "token_versions"),
+            "weight_version": torch.tensor([_oldest_version(log) for log in logs], dtype=torch.int64),
+            "truncated": torch.tensor([rollout.truncated for rollout in of_row], dtype=torch.bool),
+            "idx": [rollout.index for rollout in of_row],
+            "task_name": [rollout.task_name for rollout in of_row],
+            "message_log": logs,
+            "extra_env_info": [rollout.metadata for rollout in of_row],
         }
     )
 
 
-def _per_token(row: Trajectory, of_message: Any) -> torch.Tensor:
-    return torch.cat([of_message(message) for message in row.message_log])
+def is_sampled(message: Mapping[str, Any]) -> bool:
+    """Whether the model sampled this message in this segment."""
+    return "generation_logprobs" in message
 
 
-def _is_sampled(message: Mapping[str, Any]) -> torch.Tensor:
-    return torch.full((len(message["token_ids"]),), float("generation_logprobs" in message))
+def log_token_ids(log: MessageLog) -> torch.Tensor:
+    """[T] int64, the tokens of a message log."""
+    return torch.cat([message["token_ids"] for message in log])
+
+
+def sampled_mask(log: MessageLog) -> torch.Tensor:
+    """[T] bool, True on sampled tokens."""
+    return _per_token(log, lambda message: torch.full((len(message["token_ids"]),), is_sampled(message)))
+
+
+_MAX_ROWS = 2**20
+"""Upper bound of the segments of a rollout, and of the samples of a prompt, in `prompt_id`."""
+
+
+def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
+    """The `prompt_id` of each row: the ordinal of its prompt if it begins with the prompt, else an id of its own, below -1.
+
+    A rewritten history may begin with other tokens. With the id of its prompt, the other rows could share fewer tokens.
+    """
+    found = []
+    for rollout in trajectories:
+        first, *later = rollout.segments
+        end = next((i for i, message in enumerate(first) if is_sampled(message)), len(first))
+        prompt = log_token_ids(first[:end]) if end else torch.zeros(0, dtype=torch.int64)
+        found.append(rollout.ordinal)
+        for number, log in enumerate(later):
+            own = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
+            found.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else own)
+    return found
+
+
+def _per_token(log: MessageLog, of_message: Callable[[Mapping[str, Any]], torch.Tensor]) -> torch.Tensor:
+    return torch.cat([of_message(message) for message in log])
 
 
 def _sampled_logprobs(message: Mapping[str, Any]) -> torch.Tensor:
@@ -185,6 +268,14 @@ def _sampled_logprobs(message: Mapping[str, Any]) -> torch.Tensor:
 
 def _version(message: Mapping[str, Any]) -> torch.Tensor:
     return torch.full((len(message["token_ids"]),), message.get("weight_version", -1), dtype=torch.int64)
+
+
+def _turn(message: Mapping[str, Any]) -> torch.Tensor:
+    return torch.full((len(message["token_ids"]),), message.get("turn", 0), dtype=torch.int64)
+
+
+def _oldest_version(log: MessageLog) -> int:
+    return min((message["weight_version"] for message in log if "weight_version" in message), default=-1)
 
 
 def _padded(rows: list[torch.Tensor], key: str) -> torch.Tensor:

@@ -371,6 +371,7 @@ def make_collector(
         reward_weights={task: section.reward_weights for task, section in config.env.items()},
         retries=config.rollout.retries,
         tool_parsers=tools.parsers,
+        history=config.rollout.history,
     )
 
 

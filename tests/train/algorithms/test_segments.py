@@ -1,0 +1,256 @@
+"""Segments of a rollout share its advantage: statistics count rollouts, and the loss counts trained tokens."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.algorithms import grpo
+from rl_train.algorithms.dynamic_sampling import draw_rollouts
+from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
+from rl_train.algorithms.grpo_config import AdvantageConfig, GRPOConfig
+from rl_train.algorithms.kl_penalty import KLInReward
+from rl_train.algorithms.losses.config import AdaptiveKLConfig, ClippedPGLossConfig
+from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
+from rl_train.algorithms.policy_gradient_config import RewardShapingConfig
+from rl_train.algorithms.rewards import RewardShaping
+from rl_train.rollouts.segments import join_segments, split_segments
+from rl_train.rollouts.source import Rollouts, RolloutSource
+from rl_train.rollouts.trajectory import Trajectory, to_batch
+
+VOCABULARY = 32
+TURNS = [[3], [1, 2], [2, 1, 1], [2], [1, 1], [4]]
+"""Sampled tokens of each turn of six rollouts."""
+REWARDS = [1.0, 0.0, 2.0, 0.5, 0.5, 3.0]
+
+
+def rollouts_of(*, rewritten, seed=0):
+    """Six rollouts in two groups; with `rewritten`, each turn starts a segment with another prompt."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(count):
+        return torch.randint(1, VOCABULARY, (count,), generator=draw)
+
+    found = []
+    for number, (turns, reward) in enumerate(zip(TURNS, REWARDS, strict=True)):
+        rollout = Trajectory(
+            message_log=[{"role": "user", "content": "q", "token_ids": tokens(2)}],
+            metadata=None,
+            task_name="t",
+            group_id=number // 3,
+            index=number // 3,
+            ordinal=number // 3,
+            sample=number % 3,
+        )
+        for turn, count in enumerate(turns):
+            if turn:
+                observation, prompt = {"role": "user", "content": "o"}, tokens(3)
+                (rollout.start_segment if rewritten else rollout.add_observation)(observation, prompt)
+            rollout.add_answer("a", tokens(count), -torch.rand(count, generator=draw))
+            rollout.add_rewards({"reward": reward if turn == len(turns) - 1 else 0.0})
+        found.append(rollout)
+    return found
+
+
+class Fixed(RolloutSource):
+    def __init__(self, rewritten):
+        self.rewritten = rewritten
+
+    def take(self, step, groups):
+        trajectories = rollouts_of(rewritten=self.rewritten)
+        return Rollouts(batch=to_batch(trajectories), metrics={}, trajectories=trajectories)
+
+    def put_back(self, rollouts): ...
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+ESTIMATORS = [
+    {"name": "grpo"},
+    {"name": "rloo"},
+    {"name": "reinforce_plus_plus"},
+    {"name": "reinforce_plus_plus", "minus_baseline": True},
+    {"name": "gdpo"},
+]
+
+
+@pytest.mark.parametrize("config", ESTIMATORS, ids=lambda config: "-".join(map(str, config.values())))
+@pytest.mark.parametrize("penalized", [False, True])
+def test_advantages_and_their_statistics_are_those_of_the_same_rollouts_without_segments(config, penalized):
+    whole, parts = (to_batch(rollouts_of(rewritten=rewritten)) for rewritten in (False, True))
+    assert (whole.size, parts.size) == (6, sum(map(len, TURNS)))
+    parts["scored"] = parts["scored"] & (parts["rollout_ids"] != 3)
+    whole["scored"] = whole["scored"] & (whole["rollout_ids"] != 3)
+    for batch in (whole, parts):
+        mask = join_segments(batch)["token_mask"] > 0
+        penalties = torch.zeros(mask.shape)
+        penalties[mask] = torch.linspace(0.0, 1.0, int(mask.sum()))
+        if penalized:
+            batch["token_penalties"] = split_segments(penalties, batch)
+    one, other = (make_estimator(AdvantageConfig(**config))(batch) for batch in (whole, parts))
+    torch.testing.assert_close(other.values[parts["token_mask"] > 0], one.values[whole["token_mask"] > 0])
+    assert other.values[parts["token_mask"] == 0].abs().sum() == 0
+    assert other.metrics == pytest.approx(one.metrics)
+    informative = make_estimator(AdvantageConfig(**config)).is_informative
+    assert informative(parts).tolist() == informative(whole)[parts["rollout_ids"]].tolist()
+
+
+class OwnEstimator(AdvantageEstimator):
+    def __call__(self, batch: BatchedDataDict) -> Advantages:
+        return Advantages(values=(batch["rewards"] - batch["rewards"].mean()).unsqueeze(-1) * batch["token_mask"], metrics={})
+
+
+def test_an_estimator_given_by_its_path_sees_one_row_per_rollout():
+    whole, parts = (to_batch(rollouts_of(rewritten=rewritten)) for rewritten in (False, True))
+    estimate = make_estimator(AdvantageConfig(name=f"{__name__}.OwnEstimator"))
+    one, other = estimate(whole).values, estimate(parts).values
+    assert other[parts["token_mask"] > 0].tolist() == one[whole["token_mask"] > 0].tolist()
+
+
+def test_the_length_penalty_counts_the_tokens_of_all_segments():
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=3, max_response_length=4)
+    config = GRPOConfig(reward_shaping=shaping, num_prompts_per_step=2, num_generations_per_prompt=3)
+    shape = RewardShaping(config, SimpleNamespace(policy=SimpleNamespace(generation=None)))
+    found = {}
+    for rewritten in (False, True):
+        draw = draw_rollouts(Fixed(rewritten), 1, config=config, shape=shape, is_informative=lambda batch: None)
+        rows = join_segments(draw.batch)
+        found[rewritten] = (rows["rewards"].tolist(), rows["reward_parts"], draw.metrics)
+    assert found[True] == found[False]
+
+
+def test_dynamic_sampling_drops_and_numbers_whole_rollouts():
+    class Draws(Fixed):
+        def take(self, step, groups):
+            draw = super().take(step, groups)
+            for row in draw.trajectories[:3]:
+                row.reward_parts, row.reward = {"reward": 1.0}, 1.0
+            return Rollouts(batch=to_batch(draw.trajectories), metrics={}, trajectories=draw.trajectories)
+
+    config = GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=3, use_dynamic_sampling=True)
+    informative = make_estimator(AdvantageConfig()).is_informative
+    draw = draw_rollouts(Draws(True), 1, config=config, shape=lambda batch: {}, is_informative=informative)
+    assert [row.group_id for row in draw.trajectories] == [0, 0, 0, 1, 1, 1]
+    assert draw.batch["rollout_ids"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
+    assert draw.batch["group_ids"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [row["content"] for row in draw.trajectories[4].message_log] == ["q", "a", "o", "a"]
+
+
+def test_an_adaptive_kl_penalty_counts_the_kl_of_whole_answers():
+    adaptive = AdaptiveKLConfig(target=1.0, horizon=1000)
+    config = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_kl_in_reward=True, adaptive_kl=adaptive)
+    weights, metrics = [], []
+    for rewritten in (False, True):
+        batch = to_batch(rollouts_of(rewritten=rewritten))
+        batch["prev_logprobs"] = -torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(1))
+        batch["reference_policy_logprobs"] = batch["prev_logprobs"] - 0.3
+        penalty = KLInReward(config)
+        metrics.append(penalty(batch))
+        weights.append(penalty.controller.weight)
+    assert weights[0] == pytest.approx(weights[1])
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def logprobs_of(model, batch):
+    """Log-probabilities [B, T] of each row by itself, by Transformers alone."""
+    found = torch.zeros(batch["input_ids"].shape)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        ids = batch["input_ids"][row, :length]
+        logits = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+        found[row, 1:length] = logits.gather(1, ids[1:, None])[:, 0]
+    return found
+
+
+LEARNING_RATE = 0.5
+
+
+def reference_step(folder, rollouts_per_update):
+    """A GRPO step written out: for each update, the mean of the clipped surrogate over the tokens of its rollouts."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = to_batch(rollouts_of(rewritten=True))
+    with torch.no_grad():
+        before = logprobs_of(model, batch)
+    rewards = torch.tensor(REWARDS).view(2, 3)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for start in range(0, 6, rollouts_per_update):
+        total, tokens = torch.zeros(()), 0
+        now = logprobs_of(model, batch)
+        for row, rollout in enumerate(batch["rollout_ids"].tolist()):
+            if not start <= rollout < start + rollouts_per_update:
+                continue
+            for position in batch["token_mask"][row].nonzero().flatten().tolist():
+                ratio = (now[row, position] - before[row, position]).exp()
+                advantage = advantages[rollout]
+                total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                tokens += 1
+        optimizer.zero_grad()
+        (total / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("rollouts_per_update", [None, 2])
+def test_a_grpo_step_on_segments_equals_one_written_out_by_hand(model_folder, tmp_path, rollouts_per_update):
+    section = HFPolicyConfig(
+        backend="hf",
+        model_name=model_folder,
+        max_total_sequence_length=32,
+        train_global_batch_size=rollouts_per_update,
+        train_micro_batch_size=3,
+        max_grad_norm=1.0,
+        optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": LEARNING_RATE}},
+    )
+    config = RunConfig(
+        algorithm_name="grpo",
+        algorithm=GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=3, max_num_steps=1, val_period=0),
+        loss_fn=ClippedPGLossConfig(),
+        policy=section,
+        data=DataConfig(train=DatasetConfig(dataset_name="arithmetic")),
+        cluster={"backend": "in_process"},
+        checkpointing={"enabled": False},
+    )
+    policy = HuggingFacePolicy(config=section)
+    records, metrics = [], {}
+    run = grpo.Run(
+        config=config,
+        folder=tmp_path,
+        policy=policy,
+        loss_fn=ClippedPGLossFn(config.loss_fn),
+        loggers=[],
+        checkpoints=None,
+        tokenizer=None,
+        weights=SimpleNamespace(sync=lambda only_if_stale: {}),
+        rollouts=Fixed(True),
+        on_rollouts=lambda rows, step: records.extend(rows),
+        on_step=lambda step, found: metrics.update(found),
+    )
+    grpo.train(config.algorithm, run)
+    assert policy.weight_version == 6 // (rollouts_per_update or 6)
+    expected = reference_step(model_folder, rollouts_per_update or 6)
+    for name, tensor in policy.group._worker.iter_weights():
+        # The step moves weights by about 0.1; this is five digits of it.
+        torch.testing.assert_close(tensor, expected.get_parameter(name).data, rtol=0, atol=1e-6)
+    assert metrics["tokens/trained"] == sum(map(sum, TURNS))
+    rewards = torch.tensor(REWARDS).view(2, 3)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)).flatten()
+    assert [record["advantage"] for record in records] == pytest.approx(advantages.tolist(), rel=1e-5)
