@@ -170,7 +170,7 @@ def test_records_and_metrics_count_rollouts(rewriting, played):
     assert metrics["reward/mean"] == 1.0
 
 
-def test_a_rewritten_beginning_gets_a_prompt_id_of_its_own(tokenizer, played):
+def test_a_rewritten_beginning_gets_a_separate_prompt_id(tokenizer, played):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ messages|length }}" + REWRITING
     rows, _ = played(tokenizer, ["r|a[EOS]"], (3, 1), 2)

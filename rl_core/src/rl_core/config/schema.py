@@ -193,8 +193,8 @@ class RolloutConfig(Section):
 
     history: Literal["as_sampled", "template"] = "as_sampled"
     """What the model reads before its next turn. `as_sampled`: all earlier tokens as they were sampled, followed by the new
-    messages. `template`: the conversation, rendered anew by the chat template, which may change earlier turns, for example by
-    dropping their reasoning. If it does, a new segment of the rollout starts, which is a training row of its own."""
+    messages. `template`: the conversation, rendered again by the chat template, which may change earlier turns, for example by
+    dropping their reasoning. If it does, a new segment of the rollout starts, which is a separate training row."""
     retries: int = Field(default=2, ge=0)
     """How often an environment step is repeated after an exception, a timeout or the death of its worker. A row whose step
     fails in every attempt counts neither in the statistics of its group nor in the loss."""

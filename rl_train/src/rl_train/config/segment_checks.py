@@ -19,7 +19,7 @@ def segment_conflicts(run: RunConfig) -> Iterator[Finding]:
         return
     key, setting = source
     if key == _HISTORY and max(run.max_turns.values(), default=1) == 1:
-        yield key, "rollouts have one turn, so no history is rendered anew and the key has no effect: remove it."
+        yield key, "rollouts have one turn, so no history is rendered again and the key has no effect: remove it."
     if not rollouts.accepts_segments:
         yield (
             key,

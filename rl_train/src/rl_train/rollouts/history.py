@@ -92,7 +92,7 @@ class Rendered(History):
 
 
 def prompt_after(token_ids: torch.Tensor, text: str, tokenizer: Any) -> NextPrompt | None:
-    """The tokens of a rendered conversation after those of a segment; None if the text does not begin with theirs.
+    """The tokens of a rendered conversation after those of a segment; None if the text does not begin with their text.
 
     Args:
         token_ids: [T] all tokens of the segment.

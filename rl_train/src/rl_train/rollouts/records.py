@@ -42,7 +42,7 @@ def rollout_records(
                 "group": trajectory.group_id,
                 "sample": trajectory.sample,
                 "prompt": "".join(message["content"] for message in log[:first]),
-                "completion": "".join(message.get("sampled_text", message["content"]) for message in sampled),
+                "completion": "".join(str(message.get("sampled_text", message["content"])) for message in sampled),
                 "messages": trajectory.conversation(),
                 "answer": trajectory.answer,
                 "expected_answer": expected_answer(trajectory.metadata),

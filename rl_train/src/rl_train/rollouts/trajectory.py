@@ -241,7 +241,7 @@ _MAX_ROWS = 2**20
 
 
 def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
-    """The `prompt_id` of each row: the ordinal of its prompt if it begins with the prompt, else an id of its own, below -1.
+    """The `prompt_id` of each row: the ordinal of its prompt if it begins with the prompt, else a separate id, below -1.
 
     A rewritten history may begin with other tokens. With the id of its prompt, the other rows could share fewer tokens.
     """

@@ -91,7 +91,7 @@ class TurnFormatter:
         if not own.count(_ANSWER) or not rest.startswith(end_of_own):
             raise DataError(
                 "The chat template renders an assistant's message differently if another message follows it, so the tokens "
-                "of several turns cannot be joined. Set rollout.history to `template`, which renders each prompt anew, or use "
+                "of several turns cannot be joined. Set rollout.history to `template`, which renders each prompt again, or use "
                 "a template that does not change earlier turns (policy.tokenizer.chat_template)."
             )
         return self._closing_after(end_of_own) + rest[len(end_of_own) :]
