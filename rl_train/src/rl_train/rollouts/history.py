@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from rl_core.data.chat_template import form_for, render
 from rl_core.data.conversation_tokens import encode
 from rl_core.errors import ConfigError
 from rl_core.interfaces.messages import Observation, messages_of
+from rl_train.data.chat_template import form_for, render
 from rl_train.rollouts.trajectory import Trajectory
 from rl_train.rollouts.turns import TurnFormatter
 
