@@ -19,11 +19,11 @@ def test_a_rendered_history_of_one_turn_has_no_effect_and_is_refused(files, good
     ("loss", "where"),
     [
         ("{name: gspo}", "loss_fn.token_level_loss: rollout.history: template can divide a rollout into several segments"),
-        ("{token_level_loss: false}", "a mean over sequences would count each segment as a rollout"),
+        ("{token_level_loss: false}", "loss_fn.token_level_loss: rollout.history: template"),
         (
             "{use_importance_sampling_correction: true, truncated_importance_sampling_type: seq-mask-tis, "
             "truncated_importance_sampling_ratio_min: 0.5}",
-            "seq-mask-tis would drop single segments",
+            "loss_fn.truncated_importance_sampling_type: rollout.history: template",
         ),
     ],
 )

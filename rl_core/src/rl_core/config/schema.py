@@ -59,6 +59,14 @@ class LossConfig(ComponentSection):
         """
         return 0
 
+    @property
+    def sequence_level_key(self) -> str | None:
+        """The key that makes the loss count rows instead of tokens; None if there is none.
+
+        With such a loss, rollouts must not have several segments, because each would count as a rollout.
+        """
+        return None
+
 
 class EnvironmentConfig(ComponentSection):
     """Base section of every environment (`env.<task>`)."""

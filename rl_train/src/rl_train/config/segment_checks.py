@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import KeyPath
-from rl_train.algorithms.losses.config import ClippedPGLossConfig
-from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_train.config.component_checks import Finding
 
 
@@ -26,7 +24,13 @@ def segment_conflicts(run: RunConfig) -> Iterator[Finding]:
             f"{setting} can divide a rollout into several segments, which {run.algorithm_name} does not support: it computes "
             "advantages from the sequence of a rollout's tokens. Use grpo, or remove the key.",
         )
-    yield from _loss_conflicts(run, setting)
+    sequence_level = run.loss_fn.sequence_level_key
+    if sequence_level is not None:
+        yield (
+            ("loss_fn", sequence_level),
+            f"{setting} can divide a rollout into several segments, and this loss would count each of them as a rollout. Use a "
+            "mean over tokens, as in clipped_pg, dapo and cispo with their defaults.",
+        )
 
 
 _HISTORY: KeyPath = ("rollout", "history")
@@ -34,19 +38,3 @@ _HISTORY: KeyPath = ("rollout", "history")
 
 def _source_of_segments(run: RunConfig) -> tuple[KeyPath, str] | None:
     return (_HISTORY, "rollout.history: template") if run.rollout.history == "template" else None
-
-
-def _loss_conflicts(run: RunConfig, setting: str) -> Iterator[Finding]:
-    loss = run.loss_fn
-    if isinstance(loss, ClippedPGLossConfig | DistillationLossConfig) and not loss.token_level_loss:
-        yield (
-            ("loss_fn", "token_level_loss"),
-            f"{setting} can divide a rollout into several segments, and a mean over sequences would count each segment as a "
-            "rollout. Set token_level_loss to true, with a loss that supports it, such as clipped_pg, dapo or cispo.",
-        )
-    if isinstance(loss, ClippedPGLossConfig) and loss.truncated_importance_sampling_type == "seq-mask-tis":
-        yield (
-            ("loss_fn", "truncated_importance_sampling_type"),
-            f"{setting} can divide a rollout into several segments, and seq-mask-tis would drop single segments of it. Use tis "
-            "or icepop.",
-        )

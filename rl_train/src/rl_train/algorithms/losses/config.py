@@ -74,6 +74,12 @@ class ClippedPGLossConfig(LossConfig):
         """The estimator in use: `reference_policy_kl_type`, or its default."""
         return self.reference_policy_kl_type or ("k1" if self.use_kl_in_reward else "k3")
 
+    @property
+    def sequence_level_key(self) -> str | None:
+        if not self.token_level_loss:
+            return "token_level_loss"
+        return "truncated_importance_sampling_type" if self.truncated_importance_sampling_type == "seq-mask-tis" else None
+
     @field_validator("reference_policy_kl_type")
     @classmethod
     def _kl_gradient_is_correct(cls, kl_type: str | None, info: ValidationInfo) -> str | None:

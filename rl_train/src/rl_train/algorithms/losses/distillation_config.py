@@ -34,6 +34,10 @@ class DistillationLossConfig(LossConfig):
     def num_candidates(self) -> int:
         return self.topk or 0
 
+    @property
+    def sequence_level_key(self) -> str | None:
+        return None if self.token_level_loss else "token_level_loss"
+
     @model_validator(mode="after")
     def _only_its_own_keys(self) -> DistillationLossConfig:
         if self.topk is None and self.divergence != "reverse_kl":
