@@ -8,7 +8,7 @@ import torch
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnvironmentReturn, Tool, ToolEnvironment
-from rl_core.interfaces.tool_runner import CallProblem, CallRunner
+from rl_core.interfaces.tool_runner import CallProblem, CallRunner, ToolUnavailableError, current_session
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 
 
@@ -197,3 +197,34 @@ def test_two_tools_with_one_name_are_refused():
 def test_an_unknown_key_of_a_tool_environment_is_refused():
     with pytest.raises(ConfigError, match="call_timeout"):
         Answers({"call_timeout": 3})
+
+
+def whose() -> str:
+    return str(current_session())
+
+
+async def whose_async() -> str:
+    await asyncio.sleep(0)
+    return str(current_session())
+
+
+def unavailable() -> str:
+    raise ToolUnavailableError("the service is down")
+
+
+class Services(Answers):
+    functions = (whose, whose_async, unavailable)
+
+
+def test_a_tool_can_read_the_session_of_its_rollout():
+    calls = asks(call("whose"), call("whose_async", 1))
+    made = step_checked(Services(), "t", [calls, calls, calls], [{"session_id": "a"}, {"session_id": "b"}, {}])
+    assert [[message["content"] for message in each] for each in made.observations] == [["a"] * 2, ["b"] * 2, ["None"] * 2]
+
+
+def test_a_row_whose_tool_is_unavailable_ends_and_is_not_scored(caplog):
+    rows = [asks(call("unavailable"), call("whose", 1)), asks(call("whose"))]
+    made = step_checked(Services({"invalid_call_penalty": 1.0}), "t", rows, [{}, {}])
+    assert (made.scored.tolist(), made.terminateds.tolist()) == ([False, True], [1.0, 0.0])
+    assert made.metadata[0]["tool_use"]["problems"] == {}
+    assert "Services: a row is not scored, because a tool is unavailable: Error: the service is down" in caplog.text

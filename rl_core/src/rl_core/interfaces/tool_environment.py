@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from rl_core.interfaces.messages import Message, ToolCall, ToolSpec
 from rl_core.interfaces.tool_runner import CallProblem, CallResult, CallRunner
 from rl_core.interfaces.tool_specs import Tool
 
+_log = logging.getLogger("rlcore.tools")
 _STATE = "tool_use"
 PENALTY = "invalid_calls"
 """Name of the reward that contains the penalties of invalid calls."""
@@ -76,7 +78,8 @@ class ToolEnvironment(EnvironmentInterface):
         states = [_state(info) for info in metadata]
         calls = [_calls(log) for log in message_log_batch]
         calling = [row for row, own in enumerate(calls) if own and states[row]["turns"] < self.config.max_tool_turns]
-        results = iter(self._runner.run([call for row in calling for call in calls[row]]))
+        sessions = [_session(metadata[row]) for row in calling for _ in calls[row]]
+        results = iter(self._runner.run([call for row in calling for call in calls[row]], sessions))
         rows = {
             row: self._called(calls[row], [next(results) for _ in calls[row]], metadata[row], states[row]) for row in calling
         }
@@ -117,7 +120,11 @@ class ToolEnvironment(EnvironmentInterface):
         messages: list[Message] = [result.message(call) for call, result in zip(calls, results, strict=True)]
         penalty = self.config.invalid_call_penalty
         rewards = {PENALTY: -penalty * len(problems)} if penalty and problems else {}
-        return _Row(messages, {**(info or {}), _STATE: after}, None, rewards, ended=False, answer=None)
+        broken = next((result.content for result in results if result.is_unavailable), None)
+        if broken is not None:
+            _log.warning("%s: a row is not scored, because a tool is unavailable: %s", type(self).__name__, broken)
+        ended, is_scored = broken is not None, broken is None
+        return _Row(messages, {**(info or {}), _STATE: after}, None, rewards, ended, answer=None, is_scored=is_scored)
 
 
 class _Row(NamedTuple):
@@ -148,6 +155,10 @@ def _calls(log: Conversation) -> list[ToolCall]:
 def _state(info: Any) -> Mapping[str, Any]:
     found = info.get(_STATE) if isinstance(info, Mapping) else None
     return found or {"turns": 0, "calls": 0, "problems": {}}
+
+
+def _session(info: Any) -> str | None:
+    return info.get("session_id") if isinstance(info, Mapping) else None
 
 
 def _without_state(info: Any) -> Any:

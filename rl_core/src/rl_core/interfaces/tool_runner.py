@@ -7,14 +7,27 @@ import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from pydantic_core import to_json
 
+from rl_core.errors import RLCoreError
 from rl_core.interfaces.messages import Message, ToolCall
 from rl_core.interfaces.tool_specs import Tool, ToolArgumentError
+
+_SESSION: ContextVar[str | None] = ContextVar("tool_session", default=None)
+
+
+def current_session() -> str | None:
+    """`session_id` of the rollout whose call this tool runs; None if the environment keeps no sessions."""
+    return _SESSION.get()
+
+
+class ToolUnavailableError(RLCoreError):
+    """Raised by a tool that cannot run for a reason that is not the model's, such as a dead service: the row is not scored."""
 
 
 class CallProblem(StrEnum):
@@ -35,10 +48,12 @@ class CallResult:
     Attributes:
         content: The value as text, or the error.
         problem: Why the call is invalid; None for a valid one.
+        is_unavailable: Whether the tool raised `ToolUnavailableError`.
     """
 
     content: str
     problem: CallProblem | None = None
+    is_unavailable: bool = False
 
     def message(self, call: ToolCall) -> Message:
         """The result as a message."""
@@ -69,21 +84,27 @@ class CallRunner:
     max_concurrent: int
     max_chars: int
 
-    def run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
-        """Run the calls and return their results in the same order; no call raises."""
+    def run(self, calls: Sequence[ToolCall], sessions: Sequence[str | None] | None = None) -> list[CallResult]:
+        """Run the calls and return their results in the same order; no call raises.
+
+        Args:
+            calls: Calls of one or more rollouts.
+            sessions: The `session_id` of each call's rollout, for `current_session`.
+        """
         if not calls:
             return []
         with ThreadPoolExecutor(1) as own:  # the caller's thread may already run an event loop
-            return own.submit(asyncio.run, self._run(calls)).result()
+            return own.submit(asyncio.run, self._run(calls, sessions or [None] * len(calls))).result()
 
-    async def _run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
+    async def _run(self, calls: Sequence[ToolCall], sessions: Sequence[str | None]) -> list[CallResult]:
         free = asyncio.Semaphore(self.max_concurrent)
 
-        async def one(call: ToolCall) -> CallResult:
+        async def one(call: ToolCall, session: str | None) -> CallResult:
             async with free:
+                _SESSION.set(session)  # of this task only: each has its own context
                 return await self._result(call)
 
-        return list(await asyncio.gather(*(one(call) for call in calls)))
+        return list(await asyncio.gather(*map(one, calls, sessions)))
 
     async def _result(self, call: ToolCall) -> CallResult:
         name = call["function"]["name"]
@@ -103,6 +124,8 @@ class CallRunner:
         except TimeoutError:
             text = f"Error: {name} did not finish within {self.timeout_s:g} seconds"
             return CallResult(content=text, problem=CallProblem.TIMEOUT)
+        if isinstance(raised, ToolUnavailableError):
+            return CallResult(content=self._cut(_readable(f"Error: {raised}")), is_unavailable=True)
         if raised is not None:
             text = f"Error: {type(raised).__name__}: {raised}"
             return CallResult(content=self._cut(_readable(text)), problem=CallProblem.EXCEPTION)
@@ -146,7 +169,7 @@ async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
         except RuntimeError:  # the timeout has expired and the loop is closed
             return
 
-    threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(work,), name=f"tool {tool.name}", daemon=True).start()
     return await finished
 
 

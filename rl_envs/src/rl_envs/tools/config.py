@@ -19,10 +19,16 @@ class ToolsEnvironmentConfig(ToolEnvironmentConfig):
     grading_timeout_s: float = Field(default=5.0, gt=0.0)
     """CPU time limit of comparing one answer, in seconds. When it expires, the answer counts as wrong."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
-    """Where the programs of the tool `python` run, and their limits. `timeout_s` applies to each call."""
+    """Where the code of the tool `python` runs, and its limits. `timeout_s` applies to each call, and must be below
+    `call_timeout_s`."""
 
     @model_validator(mode="after")
     def _sandbox_is_used(self) -> ToolsEnvironmentConfig:
         if "python" not in self.tools and self.sandbox != SandboxConfig():
             raise ValueError("sandbox applies to the tool `python`, which is not in `tools`: add it, or remove sandbox")
+        if "python" in self.tools and self.sandbox.timeout_s >= self.call_timeout_s:
+            raise ValueError(
+                f"sandbox.timeout_s ({self.sandbox.timeout_s:g}) must be below call_timeout_s ({self.call_timeout_s:g}), so "
+                "that the sandbox stops the code before the call is given up"
+            )
         return self

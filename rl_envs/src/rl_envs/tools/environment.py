@@ -55,12 +55,17 @@ class ToolsEnvironment(ToolEnvironment):
 
     def finish(self, message_log_batch: list[Conversation], metadata: list[Any]) -> EnvironmentReturn:
         """Grade B answers; every row ends."""
-        # A message that still calls tools is no answer, even with a box: it is graded as an empty one.
+        # A message that still calls tools is not an answer, even with a box: it is graded as an empty one.
         answers: list[Conversation] = [
             [*log[:-1], {**log[-1], "content": ""}] if log[-1].get("tool_calls") else log for log in message_log_batch
         ]
         with self._grading:
             return self._math.step(answers, metadata)
+
+    def close(self, session: str) -> None:
+        """End what the tools keep for a rollout."""
+        for sandbox in self._sandboxes:
+            sandbox.end(session)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
