@@ -1,0 +1,210 @@
+"""Learning of one environment: held-out success before and after GRPO, over several seeds.
+
+    OMP_NUM_THREADS=1 python benchmarks/learning/run.py sliding_puzzle
+    python benchmarks/learning/run.py tools --seeds 0 --work /tmp/trial --no-results grpo.max_num_steps=5
+
+A model with random weights is warmed up with SFT on demonstrations, and then trained from each seed. Success is decided by
+`tasks.py` from the text of the rollouts, not by the reward. Results: benchmarks/results/learning_<task>.json, a curve in
+docs/curves, and the rollouts to review in the work folder. Finished commands are not repeated: delete the work folder to start
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from intervals import difference, wilson
+from tasks import TASKS, Task, is_held_out
+from tiny_model import make_tokenizer, write_untrained_model
+
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.metrics.jsonl import read_jsonl
+from rl_train.runtime.build import read_sources
+from rlcore_cli.main import app
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CONVERSATIONS = 32
+"""Conversations per SFT step, as in warm_up.yaml."""
+
+
+def rlcore(*arguments: str) -> None:
+    """Run an `rlcore` command in this process, which saves the imports of a new one."""
+    app([*arguments], standalone_mode=False)
+
+
+def write_data(task: Task, work: Path) -> list[str]:
+    """Write the problems of a task by split, and return the overrides of the config that name the files."""
+    if task.problems is None:
+        return []
+    problems = list(task.problems())
+    random.Random(0).shuffle(problems)
+    files = {}
+    for split in ("train", "validation"):
+        files[split] = work / f"{split}.jsonl"
+        write_jsonl(files[split], [record for record in problems if is_held_out(record) == (split == "validation")])
+    return [f"data.{split}.path={path}" for split, path in files.items()]
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
+    """The folder of the model that training starts from."""
+    made = work / "warm"
+    if (made / "config.json").exists():
+        return made
+    untrained, conversations = work / "untrained", work / "demonstrations.jsonl"
+    records = training_records(HERE / f"{name}.yaml", data)
+    draw = random.Random(0)
+    tools = {"tools": list(task.tools)} if task.tools else {}
+    rows = [
+        {"messages": task.demonstrate(records[index % len(records)], draw), **tools}
+        for index in range(CONVERSATIONS * task.warm_up)
+    ]
+    write_jsonl(conversations, rows)
+    texts = [json.dumps(row) for row in rows[:200] if task.tools]
+    texts += [message["content"] or "" for row in rows[:2000] for message in row["messages"]]
+    tokenizer = make_tokenizer(texts, vocabulary=task.vocabulary, spelled=task.spelled, whole=task.whole)
+    size = write_untrained_model(untrained, tokenizer, hidden=task.hidden, layers=task.layers)
+    print(f"{name}: {size:,} parameters, {len(tokenizer)} tokens", flush=True)
+    rlcore(
+        "train", str(HERE / "warm_up.yaml"), f"sft.max_num_steps={task.warm_up}", f"policy.model_name={untrained}",
+        f"data.train.path={conversations}", f"logger.log_dir={work}", "logger.run_name=warm_up",
+    )  # fmt: skip
+    shutil.copytree(next((work / "warm_up").glob("checkpoints/step_*/policy/weights")), made)
+    return made
+
+
+def training_records(config: Path, data: Sequence[str]) -> Any:
+    """The records of the training data of a config."""
+    registry = Registry(discover())
+    train, _ = read_sources(load_config(config, list(data), registry=registry).run, registry)
+    assert train is not None
+    return train.records
+
+
+def evaluate(config: Path, output: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Answers to up to 512 held-out problems, each sampled once and greedy once."""
+    if not output.exists():
+        modes = ("--samples", "1", "--greedy", "--json", str(output))
+        rlcore("eval", str(config), *arguments, "grpo.max_val_samples=512", *modes)
+    return read_jsonl(output.with_name(f"{output.stem}.prompts.jsonl"))
+
+
+def successes(rows: Sequence[Mapping[str, Any]], mode: str, task: Task) -> tuple[list[str], list[bool]]:
+    """The problems of an evaluation, and whether each answer succeeded."""
+    chosen = [row for row in rows if row["asked"] == mode]
+    return [row["prompt"] for row in chosen], [task.succeeded(row["prompt"], row["completions"][0]) for row in chosen]
+
+
+def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
+    """Rates with intervals, sampled and greedy, and how often the reward disagrees with the success."""
+    found: dict[str, Any] = {}
+    for mode in ("sampled", "greedy"):
+        problems, old = successes(before, mode, task)
+        same, new = successes(after, mode, task)
+        assert problems == same
+        rewarded = [row["rewards"][0] for row in after if row["asked"] == mode]
+        found[mode] = {
+            "before": rate(old),
+            "after": rate(new),
+            "difference": round(sum(new) / len(new) - sum(old) / len(old), 4),
+            "difference_interval": [round(x, 4) for x in difference(problems, old, new)],
+            "problems": len(set(problems)),
+            "mean_reward_after": round(sum(rewarded) / len(rewarded), 4),
+            "full_reward_without_success": sum(r >= 1.0 and not right for r, right in zip(rewarded, new, strict=True)),
+            "success_without_full_reward": sum(r < 1.0 and right for r, right in zip(rewarded, new, strict=True)),
+        }
+    return found
+
+
+def rate(trials: Sequence[bool]) -> dict[str, Any]:
+    """A proportion with its Wilson interval."""
+    return {
+        "success": round(sum(trials) / len(trials), 4),
+        "interval": [round(x, 4) for x in wilson(sum(trials), len(trials))],
+        "trials": len(trials),
+    }
+
+
+def write_review(path: Path, runs: Sequence[Path]) -> None:
+    """Rollouts to read: of the last step of each run the best paid, the worst paid, and some at random."""
+    lines = []
+    for run in runs:
+        rows = read_jsonl(max(run.glob("rollouts/step_*.jsonl")))
+        ranked = sorted(rows, key=lambda row: -row["reward"])
+        chosen = {"best paid": ranked[:10], "worst paid": ranked[-5:], "at random": random.Random(0).sample(rows, 10)}
+        for title, some in chosen.items():
+            for row in some:
+                talk = "\n".join(f"[{m['role']}] {m['content']} {m.get('tool_calls') or ''}" for m in row["messages"])
+                facts = f"reward {row['reward']} {row['reward_parts']}, scored {row['scored']}, truncated {row['truncated']}"
+                lines.append(f"## {run.name}, {title}: {facts}, expected {row['expected_answer']}\n\n{talk}\n")
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "all"),
+        "cpu_seconds": round(sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("task", choices=sorted(TASKS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "learning")
+    parser.add_argument("--no-results", action="store_true", help="write nothing outside the work folder")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the GRPO config")
+    chosen = parser.parse_intermixed_args()
+    name, task, work = chosen.task, TASKS[chosen.task], chosen.work.resolve() / chosen.task
+    work.mkdir(parents=True, exist_ok=True)
+    config = HERE / f"{name}.yaml"
+    data = write_data(task, work)
+    model = warm_up(name, task, work, data)
+    start = [f"policy.model_name={model}", *data, *chosen.overrides]
+    before = evaluate(config, work / "before.json", *start)
+    results: dict[str, Any] = {"task": name, "config": config.name, **machine(), "seeds": {}}
+    for seed in chosen.seeds:
+        run = work / f"seed_{seed}"
+        after = work / f"after_{seed}.json"
+        if not after.exists():
+            rlcore("train", str(config), *start, f"grpo.seed={seed}", f"logger.log_dir={work}", f"logger.run_name={run.name}")
+        results["seeds"][seed] = compare(before, evaluate(config, after, *start, "--checkpoint", str(run)), task)
+        print(json.dumps({seed: results["seeds"][seed]}, indent=1), flush=True)
+    results.update(machine())
+    runs = [work / f"seed_{seed}" for seed in chosen.seeds]
+    write_review(work / "review.md", runs)
+    if chosen.no_results:
+        return
+    (ROOT / "benchmarks" / "results" / f"learning_{name}.json").write_text(
+        json.dumps(results, indent=1) + "\n", encoding="utf-8"
+    )
+    drawing = [f"seed {seed}={run}" for seed, run in zip(chosen.seeds, runs, strict=True)]
+    curve = ROOT / "docs" / "curves" / f"learning-{name.replace('_', '-')}.svg"
+    subprocess.run([sys.executable, ROOT / "docs" / "make_curves.py", curve, "validation/accuracy", *drawing], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""The tasks: what each model is warmed up on, and whether a stored rollout truly succeeded.
+
+Success is decided here from the text of the prompt and of the completion, without the code of the environments, so that a wrong
+reward shows as a difference between the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
+from rl_envs.sliding_puzzle.board import legal_moves, moved, shown, solved
+from rl_envs.sliding_puzzle.dataset import QUESTION
+from rl_envs.tools.environment import ToolsEnvironment
+
+Record = Mapping[str, Any]
+Messages = list[dict[str, Any]]
+HELD_OUT = 8
+"""One problem in this many is held out."""
+MOVES = 8
+"""Moves of a puzzle, as in sliding_puzzle.yaml."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A benchmark.
+
+    Attributes:
+        demonstrate: The conversation that the model is warmed up on, from a record of the training data.
+        succeeded: Whether a rollout succeeded, from its prompt and its sampled text.
+        problems: All problems, if the data is not a dataset of the config; the text of a problem decides its split.
+        tools: The functions that demonstrations offer.
+        vocabulary: Number of tokens.
+        spelled: What the tokenizer never merges.
+        whole: Texts that are one token each.
+        warm_up: Number of SFT steps, of 32 conversations.
+        hidden: Width of the model.
+        layers: Its number of layers.
+    """
+
+    demonstrate: Callable[[Record, random.Random], Messages]
+    succeeded: Callable[[str, str], bool]
+    problems: Callable[[], Iterator[Record]] | None = None
+    tools: Sequence[Any] = ()
+    vocabulary: int = 400
+    spelled: str = r"\d"
+    whole: Sequence[str] = ()
+    warm_up: int = 300
+    hidden: int = 128
+    layers: int = 3
+
+
+def is_held_out(record: Record) -> bool:
+    """Whether a problem belongs to validation, by a hash of its text."""
+    text = str(record["messages"][-1]["content"])
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % HELD_OUT == 0
+
+
+def _play(record: Record, draw: random.Random) -> Messages:
+    """A game of a player who sees a move that solves the board, and otherwise moves at random."""
+    board = record["extra_env_info"]["board"]
+    log = list(record["messages"])
+    for _ in range(MOVES):
+        after = {tile: moved(board, way) for way, tile in legal_moves(board).items()}
+        winning = [tile for tile, made in after.items() if made == solved(len(board))]
+        tile = winning[0] if winning else draw.choice(sorted(after))
+        log.append({"role": "assistant", "content": f"<move>{tile}</move>"})
+        board = after[tile]
+        if winning:
+            break
+        log.append({"role": "user", "content": shown(board)})
+    return log if log[-1]["role"] == "assistant" else log[:-1]
+
+
+def _solves(prompt: str, completion: str) -> bool:
+    """Plays the moves of a completion on the board of the prompt."""
+    tiles = [tile for line in prompt.split("\n\n")[-1].splitlines() for tile in line.split()]
+    size = round(len(tiles) ** 0.5)
+    order = [*map(str, range(1, size * size)), "_"]
+    for tile in re.findall(r"<move>(\d+)</move>", completion)[:MOVES]:
+        gap, place = tiles.index("_"), tiles.index(tile) if tile in tiles else -1
+        if place >= 0 and abs(gap // size - place // size) + abs(gap % size - place % size) == 1:
+            tiles[gap], tiles[place] = tiles[place], tiles[gap]
+        if tiles == order:
+            return True
+    return False
+
+
+def _calculate(record: Record, draw: random.Random) -> Messages:
+    """One answer in three calls the calculator; the others are a number of about the right size."""
+    answer = str(record["extra_env_info"]["expected_answer"])
+    left, right = re.findall(r"\d+", str(record["messages"][-1]["content"]))
+    log = list(record["messages"])
+    if draw.random() > 0.35:
+        guess = "".join(draw.choice("123456789") for _ in answer)
+        return [*log, {"role": "assistant", "content": f"\\boxed{{{guess}}}"}]
+    function = {"name": "calculator", "arguments": json.dumps({"expression": f"{left} * {right}"})}
+    return [
+        *log,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": answer},
+        {"role": "assistant", "content": f"\\boxed{{{answer}}}"},
+    ]
+
+
+def _multiplied(prompt: str, completion: str) -> bool:
+    left, right = re.findall(r"(\d+) \* (\d+)\?", prompt)[-1]
+    boxes = re.findall(r"\\boxed\{([^{}]*)\}", completion)
+    return bool(boxes) and boxes[-1].strip() == str(int(left) * int(right))
+
+
+_COMBINED: Mapping[str, tuple[str, Callable[[int, int], int]]] = {
+    "the sum of {} and {}": ("{} + {}", operator.add),
+    "the product of {} and {}": ("{} * {}", operator.mul),
+    "the difference of {} and {}": ("{} - {}", operator.sub),
+    "the larger of {} and {}": ("max({}, {})", max),
+    "the smaller of {} and {}": ("min({}, {})", min),
+}
+_CHANGED: Mapping[str, tuple[str, Callable[[int, int], int]]] = {
+    "plus": ("{} + {}", operator.add),
+    "minus": ("{} - {}", operator.sub),
+    "times": ("({}) * {}", operator.mul),
+}
+_INSTRUCTION = re.compile(r"that returns (the \w+) of (\w) and (\w), (\w+) (\d+)\.")
+_PROMPT = "Write a function f({0}, {1}) that returns {2}, {3} {4}."
+
+
+def _programs() -> Iterator[Record]:
+    """Instructions with unit tests: 5 combinations of two arguments, 3 changes by a number from 2 to 9, 4 pairs of names."""
+    draw = random.Random(0)
+    for names in ("ab", "xy", "mn", "pq"):
+        for combined, (_, combine) in _COMBINED.items():
+            for changed, (_, change) in _CHANGED.items():
+                for number in range(2, 10):
+                    cases = [(draw.randint(-9, 9), draw.randint(-9, 9)) for _ in range(4)]
+                    tests = [f"assert f({a}, {b}) == {change(combine(a, b), number)}" for a, b in cases]
+                    text = _PROMPT.format(*names, combined.format(*names), changed, number)
+                    yield {
+                        "messages": [{"role": "user", "content": text}],
+                        "extra_env_info": {
+                            "tests": tests,
+                            "names": names,
+                            "combined": combined,
+                            "changed": changed,
+                            "number": number,
+                        },
+                        "task_name": "code",
+                    }
+
+
+def _write_program(record: Record, draw: random.Random) -> Messages:
+    """Two programs in three ignore what comes after the comma."""
+    info = record["extra_env_info"]
+    expression = _COMBINED[info["combined"]][0].format(*info["names"])
+    if draw.random() < 0.33:
+        expression = _CHANGED[info["changed"]][0].format(expression, info["number"])
+    program = f"```python\ndef f({', '.join(info['names'])}):\n    return {expression}\n```"
+    return [*record["messages"], {"role": "assistant", "content": program}]
+
+
+def _computes(prompt: str, completion: str) -> bool:
+    """Whether the program, read as one returned expression, equals the instruction on 225 pairs of numbers."""
+    found = _INSTRUCTION.search(prompt)
+    blocks = re.findall(r"```python\n(.*?)```", completion, re.DOTALL)
+    if found is None or not blocks:
+        return False
+    noun, left, right, changed, number = found.groups()
+    combine, change = _COMBINED[f"{noun} of {{}} and {{}}"][1], _CHANGED[changed][1]
+    try:
+        (function,) = ast.parse(blocks[-1]).body
+        (statement,) = function.body  # type: ignore[attr-defined]
+        names = [argument.arg for argument in function.args.args]  # type: ignore[attr-defined]
+        pairs = [(a, b) for a in range(-7, 8) for b in range(-7, 8)]
+        return names == [left, right] and all(
+            _value(statement.value, dict(zip(names, pair, strict=True))) == change(combine(*pair), int(number))
+            for pair in pairs
+        )
+    except (SyntaxError, ValueError, AttributeError, KeyError, TypeError):
+        return False
+
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def _value(node: ast.expr, names: Mapping[str, int]) -> Any:
+    match node:
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.Name(id=name):
+            return names[name]
+        case ast.BinOp(left=left, op=op, right=right):
+            return _OPERATORS[type(op)](_value(left, names), _value(right, names))
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=arguments):
+            return {"max": max, "min": min}[name](*(_value(each, names) for each in arguments))
+    raise ValueError(ast.dump(node))
+
+
+def _words() -> Iterator[Record]:
+    """Words of three to six letters, each once."""
+    params = {"min_word_len": 3, "max_word_len": 6}
+    data = ReasoningGymDataset({"task": "spell_backward", "params": params, "num_samples": 4000, "system_prompt": None})
+    seen = set()
+    for record in data:
+        text = record["messages"][-1]["content"]
+        if text not in seen:
+            seen.add(text)
+            record["messages"][-1]["content"] = f"{text} Answer between <answer> and </answer>."
+            yield record
+
+
+def _spell(record: Record, draw: random.Random) -> Messages:
+    """Two answers in three swap two neighbouring letters."""
+    letters = list(record["extra_env_info"]["expected_answer"])
+    if draw.random() < 0.67:
+        place = draw.randrange(len(letters) - 1)
+        letters[place : place + 2] = letters[place + 1], letters[place]
+    return [*record["messages"], {"role": "assistant", "content": f"<answer>{''.join(letters)}</answer>"}]
+
+
+def _spelled_backward(prompt: str, completion: str) -> bool:
+    word = re.findall(r"nus\): (\w+) Answer", prompt)[-1]
+    answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
+    return bool(answers) and answers[-1].strip().lower() == word[::-1].lower()
+
+
+TASKS: Mapping[str, Task] = {
+    "sliding_puzzle": Task(
+        spelled=r" ?[\d_]",
+        demonstrate=_play,
+        succeeded=_solves,
+        whole=(QUESTION.format(last=8, example=3, board="").strip(), "<move>", "</move>"),
+    ),
+    "tools": Task(
+        demonstrate=_calculate,
+        succeeded=_multiplied,
+        tools=ToolsEnvironment.offered_tools({"tools": ["calculator"]}),
+    ),
+    "code": Task(demonstrate=_write_program, succeeded=_computes, problems=_programs),
+    "reasoning_gym": Task(
+        demonstrate=_spell,
+        succeeded=_spelled_backward,
+        problems=_words,
+        spelled=r"[a-zA-Z0-9]",
+        whole=(
+            "Spell this word backward (example: sun -> nus):",
+            " Answer between <answer> and </answer>.",
+            "<answer>",
+            "</answer>",
+        ),
+    ),
+}
