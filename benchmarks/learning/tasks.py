@@ -242,8 +242,21 @@ TASKS: Mapping[str, Task] = {
         demonstrate=_calculate,
         succeeded=_multiplied,
         tools=ToolsEnvironment.offered_tools({"tools": ["calculator"]}),
+        whole=(
+            "calculator: Calculates the value of an arithmetic expression.",
+            "What is",
+            "? Put the final answer in \\boxed{}.",
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "',
+            '"}}</tool_call>',
+            "\\boxed{",
+        ),
     ),
-    "code": Task(demonstrate=_write_program, succeeded=_computes, problems=_programs),
+    "code": Task(
+        demonstrate=_write_program,
+        succeeded=_computes,
+        problems=_programs,
+        whole=("Write a function f(", ") that returns the", "```python\ndef f(", "):\n    return", "\n```"),
+    ),
     "reasoning_gym": Task(
         demonstrate=_spell,
         succeeded=_spelled_backward,
