@@ -17,8 +17,9 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.plugins.component import Component
-from rl_train.algorithms.advantages import group_advantages, suffix_sums, whiten
+from rl_train.algorithms.advantages import GroupAdvantages, group_advantages, suffix_sums, whiten
 from rl_train.algorithms.grpo_config import AdvantageConfig
+from rl_train.algorithms.turn_level import turn_counts, turn_returns, turn_rewards
 from rl_train.rollouts.segments import join_segments, split_segments, spread
 
 _log = logging.getLogger("rlcore")
@@ -84,6 +85,38 @@ class GroupEstimator(AdvantageEstimator):
         settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
         found = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"), **settings)
         return Advantages(values=found.values.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
+
+
+class TurnLevelEstimator(AdvantageEstimator):
+    """Compares the discounted return of each turn within the group, see `rl_train.algorithms.turn_level`.
+
+    Args:
+        discount: discount factor from one turn to the next.
+        normalize: divide by the standard deviation.
+        leave_one_out: center on the mean of the others.
+    """
+
+    def __init__(self, *, discount: float, normalize: bool, leave_one_out: bool) -> None:
+        self.discount, self.normalize, self.leave_one_out = discount, normalize, leave_one_out
+
+    def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
+        by_turn = torch.stack([found.values for found in self._compared(batch)], dim=1)
+        turns = batch["token_turns"]
+        values = by_turn.gather(1, (turns - 1).clamp(min=0)) * (turns > 0)
+        return Advantages(values=values * batch["token_mask"], metrics=group_metrics(batch))
+
+    def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
+        """False for rows of groups in which the returns of every turn are equal."""
+        return ~torch.stack([found.equal for found in self._compared(batch)]).all(dim=0)
+
+    def _compared(self, batch: BatchedDataDict[Any]) -> list[GroupAdvantages]:
+        """The advantages of each turn."""
+        rewards = turn_rewards(batch, token_penalties(batch))
+        settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
+        return [
+            group_advantages(returns, batch["group_ids"], scored=batch.get("scored"), **settings)
+            for returns in turn_returns(rewards, turn_counts(batch), discount=self.discount).unbind(1)
+        ]
 
 
 class ReinforcePlusPlusEstimator(AdvantageEstimator):
@@ -200,6 +233,10 @@ def _make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
                 normalize=config.normalizes,
                 leave_one_out=config.leaves_one_out,
                 normalize_batch=config.normalize_batch,
+            )
+        case "turn_level":
+            return TurnLevelEstimator(
+                discount=config.turn_discount, normalize=config.normalizes, leave_one_out=config.leaves_one_out
             )
         case path:
             estimator: AdvantageEstimator = Component.from_path(path).load(expect=AdvantageEstimator)(**config.kwargs)

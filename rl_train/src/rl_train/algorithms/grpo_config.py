@@ -17,7 +17,7 @@ from rl_core.plugins.component import did_you_mean, is_path
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig, RewardShapingConfig
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo")
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo", "turn_level")
 
 
 class AdvantageConfig(Section):
@@ -26,19 +26,23 @@ class AdvantageConfig(Section):
     name: str = "grpo"
     """Advantage estimator. `grpo`: relative to the group; `rloo`: relative to the other samples of the group, without
     normalization; `reinforce_plus_plus`: relative to the whole batch; `gdpo`: each named reward separately, then a weighted
-    sum; or the dotted path of an `AdvantageEstimator`."""
+    sum; `turn_level`: the discounted return of each turn, relative to the group; or the dotted path of an
+    `AdvantageEstimator`."""
     normalize_rewards: bool | None = None
-    """Whether to divide the centered rewards of a group by their standard deviation. By default, `grpo` and `gdpo` do and
-    `rloo` does not."""
+    """Whether to divide the centered rewards of a group by their standard deviation. By default, `grpo`, `gdpo` and
+    `turn_level` do and `rloo` does not."""
     use_leave_one_out_baseline: bool | None = None
-    """Whether to center each reward on the mean of the other rewards of its group. By default, `rloo` does and `grpo` and
-    `gdpo` do not."""
+    """Whether to center each reward on the mean of the other rewards of its group. By default, only `rloo`
+    does."""
     minus_baseline: bool = False
     """For `reinforce_plus_plus`: whether to subtract the group's mean reward before the batch is normalized."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """For `gdpo`: weights of the named rewards, 1 by default. `overlong` is the penalty of `reward_shaping`."""
     normalize_batch: bool = True
     """For `gdpo`: whether to normalize the weighted sum over the batch."""
+    turn_discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """For `turn_level`: discount factor from one turn to the next. With 1 and rewards only in the last turn, the advantages are
+    those of `grpo`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an estimator given by its path."""
 
@@ -62,13 +66,14 @@ class AdvantageConfig(Section):
 
     @model_validator(mode="after")
     def _only_its_own_keys(self) -> AdvantageConfig:
-        of_groups = self.name in ("grpo", "rloo", "gdpo")
+        of_groups = self.name in ("grpo", "rloo", "gdpo", "turn_level")
         used = {
             "normalize_rewards": of_groups or self.normalize_rewards is None,
             "use_leave_one_out_baseline": of_groups or self.use_leave_one_out_baseline is None,
             "minus_baseline": self.name == "reinforce_plus_plus" or not self.minus_baseline,
             "reward_weights": self.name == "gdpo" or not self.reward_weights,
             "normalize_batch": self.name == "gdpo" or self.normalize_batch,
+            "turn_discount": self.name == "turn_level" or self.turn_discount == 1.0,
             "kwargs": is_path(self.name) or not self.kwargs,
         }
         for key, fits in used.items():
@@ -141,6 +146,11 @@ class GRPOConfig(PolicyGradientConfig):
             raise ValueError(
                 "reward_scaling scales the sum of the rewards, but adv_estimator gdpo normalizes each named reward and does "
                 "not use the sum. Remove reward_scaling, and use reward_weights instead"
+            )
+        if self.adv_estimator.name == "turn_level" and self.reward_scaling.enabled:
+            raise ValueError(
+                "reward_scaling scales and clips the sum of the rewards of all turns, but adv_estimator turn_level uses the "
+                "reward of each turn. Remove reward_scaling, and scale the rewards in the environment"
             )
         return self
 
