@@ -7,9 +7,9 @@ With r_ik the reward of turn k of rollout i, K_i its number of turns, and gamma 
 
 The mean and the standard deviation are those of the group. These are the return-based advantages of GTPO
 (https://arxiv.org/abs/2511.14846), normalized discounted returns of turns, without its reward shaping. Departure: a rollout
-that ended before turn k is compared by the return of its last turn, so that every turn has a comparison. With gamma = 1 and a reward
-only in the last turn, R_ik is the reward of the rollout in every turn, and the advantages are those of GRPO, also if rollouts
-have different numbers of turns.
+that ended before turn k is compared by the return of its last turn, so that every turn has a comparison. With gamma = 1 and a
+reward only in the last turn, R_ik is the reward of the rollout in every turn, and the advantages are those of GRPO, also if
+rollouts have different numbers of turns.
 """
 
 from __future__ import annotations

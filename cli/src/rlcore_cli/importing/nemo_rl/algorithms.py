@@ -84,9 +84,7 @@ def estimator(value: Any, foreign: ForeignConfig) -> Decision:
     """The advantage estimator."""
     if value in (*_GROUPS, "reinforce_plus_plus"):
         return Mapped({"grpo.adv_estimator.name": value})
-    return Unsupported(
-        "estimators: grpo, rloo, reinforce_plus_plus, gdpo, turn_level, or the import path of an AdvantageEstimator"
-    )
+    return Unsupported("estimators: grpo, rloo, reinforce_plus_plus, gdpo, turn_level, or the path of an AdvantageEstimator")
 
 
 def group_baseline(value: Any, foreign: ForeignConfig) -> Decision:
