@@ -1,9 +1,12 @@
 """Fixtures for the whole suite, and the local Ray instance that many tests share."""
 
+import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,7 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Collecting imports all libraries, none of which is garbage.
+gc.disable()
+
 STARTED = pytest.StashKey[float]()
+IMPORTS = pytest.StashKey[str]()
 TOGETHER = ("tests/backends_megatron/",)
 """Folders whose files share an expensive fixture of the session: one process runs all of them."""
 
@@ -36,6 +43,16 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
+    if "RLCORE_TEST_IMPORTS" not in os.environ:  # else this process is one of several of a session, or a test of a test
+        config.stash[IMPORTS] = os.environ["RLCORE_TEST_IMPORTS"] = tempfile.mkdtemp(prefix="rlcore-test-imports-")
+        folders = [str(Path(__file__).with_name("fast_start")), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+
+
+def pytest_collection_finish():
+    # What has been imported and collected stays to the end: it is not searched for garbage again.
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,6 +80,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_unconfigure(config):
+    if folder := config.stash.get(IMPORTS, None):
+        shutil.rmtree(folder, ignore_errors=True)
     if config.getoption("--closing-line"):
         print(closing_line(config))
 
