@@ -1,13 +1,20 @@
 """Served models: the addition model by the Transformers engine in this process, and an engine with scripted answers."""
 
+import os
+import socket
+import threading
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.data.generation_io import Completion, to_output
+from rl_sandbox.interface import SandboxUnavailableError
+from rl_sandbox.local import LocalSandbox
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
@@ -80,31 +87,72 @@ class ScriptedGeneration:
             yield row, to_output([completion])
 
 
-@pytest.fixture
-def serve_scripted():
-    """Serves an engine that answers with a function of the prompt; returns a client and the engine."""
-    started = []
+@contextmanager
+def http_server(app):
+    """The application on a free port of loopback, in a thread; yields the port and the server."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()[1], server
+        finally:
+            server.should_exit = True
+            thread.join()
 
-    def serve(answer, **options):
+
+@pytest.fixture
+def serve_http():
+    """Starts applications on free ports of loopback; returns the port of each."""
+    with ExitStack() as exits:
+        yield lambda app: exits.enter_context(http_server(app))[0]
+
+
+@pytest.fixture
+def scripted_app():
+    """Applications of an engine that answers with a function of the prompt; returns the application and the engine."""
+    threads = []
+
+    def make(answer, *, temperature=1.0, **options):
         tokenizer = byte_tokenizer()
         generation = ScriptedGeneration(tokenizer, answer)
         served = ServedModel(
             name="scripted",
             generation=generation,
             tokenizer=tokenizer,
-            temperature=1.0,
+            temperature=temperature,
             top_p=1.0,
             max_new_tokens=1000,
             max_model_len=20_000,
             vocab_size=len(tokenizer),
         )
         thread = EngineThread(generation)
-        client = TestClient(create_app(served, thread, limits=Limits(), **options))
-        started.append((thread, client))
-        client.__enter__()
-        return client, generation
+        threads.append(thread)
+        return create_app(served, thread, limits=Limits(), **options), generation
 
-    yield serve
-    for thread, client in started:
-        client.__exit__(None, None, None)
+    yield make
+    for thread in threads:
         thread.close()
+
+
+@pytest.fixture
+def serve_scripted(scripted_app):
+    """Serves an engine that answers with a function of the prompt; returns a client and the engine."""
+    with ExitStack() as exits:
+
+        def serve(answer, **options):
+            app, generation = scripted_app(answer, **options)
+            return exits.enter_context(TestClient(app)), generation
+
+        yield serve
+
+
+@pytest.fixture(scope="session")
+def needs_sandbox():
+    """Skips if no sandbox can isolate programs; fails in CI, which demands one."""
+    try:
+        LocalSandbox({}).close()
+    except SandboxUnavailableError as error:
+        if os.environ.get("RLCORE_REQUIRE_SANDBOX"):
+            raise
+        pytest.skip(f"no sandbox: {error}")

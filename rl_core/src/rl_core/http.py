@@ -31,11 +31,12 @@ class HttpError(RLCoreError):
     Attributes:
         status: the last status; None if there was no response.
         is_temporary: whether a later attempt may succeed, such as after a timeout or status 503.
+        body: the text of the last response, without secrets; empty if there was none.
     """
 
-    def __init__(self, message: str, *, status: int | None, is_temporary: bool) -> None:
+    def __init__(self, message: str, *, status: int | None, is_temporary: bool, body: str = "") -> None:
         super().__init__(message)
-        self.status, self.is_temporary = status, is_temporary
+        self.status, self.is_temporary, self.body = status, is_temporary, body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class _Failure:
     status: int | None
     is_temporary: bool
     retry_after_s: float = 0.0
+    body: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,7 @@ class HttpClient:
             f"{method} {self.base_url.rstrip('/')}/{path} failed after {tries} in {seconds:.1f} s: {failure.reason}",
             status=failure.status,
             is_temporary=failure.is_temporary,
+            body=failure.body,
         )
 
     async def close(self) -> None:
@@ -204,7 +207,13 @@ class HttpClient:
             except ValueError:
                 return _Failure(self._refusal("a response that is not JSON", response), response.status_code, False)
         reason = self._refusal(f"status {response.status_code}", response)
-        return _Failure(reason, response.status_code, response.status_code in _RETRIED, _retry_after(response.headers))
+        return _Failure(
+            reason,
+            response.status_code,
+            response.status_code in _RETRIED,
+            _retry_after(response.headers),
+            self.redact(response.text),
+        )
 
     def redact(self, text: str) -> str:
         """A text without the API key and the values of the headers."""

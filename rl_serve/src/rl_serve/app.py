@@ -1,248 +1,98 @@
-"""The HTTP application: routes of OpenAI's API over one engine."""
+"""The HTTP application: routes of OpenAI's API over a local engine or a backend server."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import logging
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from rl_core.data.conversation_tokens import encode
-from rl_core.errors import DataError, RLCoreError
-from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
-from rl_serve.engine import EngineThread, SampledRow
+from rl_serve.answering import Answering
+from rl_serve.backend import Backend
+from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError, answer_api_error
 from rl_serve.gate import Gate
-from rl_serve.requests import ChatRequest, CompletionRequest, GenerateTokensRequest, SamplingRequest
-from rl_serve.responses import ChoiceFormat, ResponseHead, usage
-from rl_serve.sampling import Limits, SamplingPlan, plan_sampling
+from rl_serve.local_routes import LocalRoutes
+from rl_serve.proxy_routes import ProxyRoutes
+from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel
 
-_log = logging.getLogger(__name__)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is invalid."},
     401: {"description": "The API key is missing or wrong."},
     404: {"description": "There is no such model."},
     413: {"description": "The body is too large."},
     429: {"description": "Too many requests run at the same time."},
-    503: {"description": "The engine failed."},
+    502: {"description": "The backend failed (proxy only)."},
+    503: {"description": "The engine failed, or the backend does not answer."},
 }
 
 
-def create_app(model: ServedModel, engine: EngineThread, *, limits: Limits, api_keys: Sequence[str] = ()) -> FastAPI:
-    """The application.
+def create_app(
+    model: ServedModel,
+    engine: EngineThread,
+    *,
+    limits: Limits,
+    api_keys: Sequence[str] = (),
+    answering: Answering | None = None,
+) -> FastAPI:
+    """The application of a local model.
 
     Args:
         model: the served model.
         engine: its engine.
         limits: the server's limits.
         api_keys: accepted keys; without any, requests need no key.
+        answering: what chat and `/generate` do with prompts and answers; by default nothing.
     """
-    app = FastAPI(title="rlcore serve", docs_url=None, redoc_url=None)
+    return _app(LocalRoutes(model, engine, limits, answering or Answering()), limits=limits, api_keys=api_keys)
+
+
+def create_proxy_app(
+    backend: Backend, *, name: str, limits: Limits, api_keys: Sequence[str] = (), answering: Answering | None = None
+) -> FastAPI:
+    """The application of a proxy.
+
+    Args:
+        backend: the server that requests are forwarded to; closed with the application.
+        name: name of the proxy's model.
+        limits: the server's limits.
+        api_keys: accepted keys; without any, requests need no key.
+        answering: what chat and `/generate` do with prompts and answers; by default nothing.
+    """
+    routes = ProxyRoutes(backend, name, limits, answering or Answering())
+    return _app(routes, limits=limits, api_keys=api_keys, at_end=backend.close)
+
+
+def _app(
+    routes: LocalRoutes | ProxyRoutes,
+    *,
+    limits: Limits,
+    api_keys: Sequence[str],
+    at_end: Callable[[], Awaitable[None]] | None = None,
+) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if at_end is not None:
+            await at_end()
+
+    app = FastAPI(title="rlcore serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, limits=limits, api_keys=api_keys)
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
-    routes = Routes(model, engine, limits)
-    app.get("/health")(routes.health)
-    app.get("/v1/models", responses={401: _ERRORS[401]})(routes.models)
+    app.get("/health", responses={503: _ERRORS[503]})(routes.health)
+    app.get("/v1/models", responses={code: _ERRORS[code] for code in (401, 502, 503)})(routes.models)
     app.post("/v1/completions", responses=_ERRORS)(routes.completions)
     app.post("/v1/chat/completions", responses=_ERRORS)(routes.chat)
+    app.post("/generate", responses=_ERRORS)(routes.generate)
     app.post("/inference/v1/generate", responses=_ERRORS)(routes.generate_tokens)
     return app
-
-
-class Routes:
-    """The handlers.
-
-    Args:
-        model: the served model.
-        engine: its engine.
-        limits: the server's limits.
-    """
-
-    def __init__(self, model: ServedModel, engine: EngineThread, limits: Limits) -> None:
-        self._model, self._engine, self._limits = model, engine, limits
-        self._chat = ChatFormat(model.tokenizer)
-
-    async def health(self) -> dict[str, str]:
-        """Whether the server runs."""
-        return {"status": "ok", "model": self._model.name}
-
-    async def models(self) -> dict[str, Any]:
-        """The served model."""
-        entry = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "rlcore"}
-        return {"object": "list", "data": [{**entry, "max_model_len": self._model.max_model_len}]}
-
-    async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """Completions of texts or of token ids."""
-        plan = self._plan(body, self._prompts_of(body), max_tokens=body.max_tokens)
-        choices = self._format(plan, body, logprobs=body.logprobs is not None)
-        head = ResponseHead.new("cmpl", "text_completion", self._model.name)
-        if body.stream:
-            return self._stream(plan, body, head, choices.completion)
-        rows = await self._sample_all(plan, request)
-        found = [choices.completion(index, row) for index, row in sorted(rows.items())]
-        return JSONResponse(head.body(found, usage=usage(plan, rows)))
-
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answers to a conversation, which the model's chat template renders."""
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        messages = read_messages([message.model_dump() for message in body.messages])
-        tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        plan = self._plan(body, [self._chat.prompt(messages, tools)], max_tokens=most)
-        choices = self._format(plan, body, logprobs=body.logprobs)
-
-        def choice(index: int, row: SampledRow, *, key: str = "message") -> dict[str, Any]:
-            text = choices.text(index, row)
-            message = self._chat.answer(
-                row.token_ids, text, prompt=plan.prompts[0], messages=messages, tools=tools, complete=not row.truncated
-            )
-            return choices.message(index, row, message, key=key)
-
-        if body.stream:
-            head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._model.name)
-            return self._stream(plan, body, head, partial(choice, key="delta"))
-        head = ResponseHead.new("chatcmpl", "chat.completion", self._model.name)
-        rows = await self._sample_all(plan, request)
-        found = [choice(index, row) for index, row in sorted(rows.items())]
-        return JSONResponse(head.body(found, usage=usage(plan, rows)))
-
-    async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
-        """Token ids in, token ids and log-probabilities out; no text is made."""
-        asked = body.sampling_params
-        as_text = SamplingRequest(
-            model=body.model, n=asked.n, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, stop=asked.stop
-        )
-        plan = self._plan(as_text, [body.token_ids], max_tokens=asked.max_tokens)
-        rows = await self._sample_all(plan, request)
-        choices = [
-            {
-                "index": index,
-                "token_ids": row.token_ids,
-                "logprobs": {
-                    "content": [
-                        {"token_id": token, "logprob": logprob}
-                        for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
-                    ]
-                },
-                "finish_reason": "length" if row.truncated else "stop",
-                "weight_version": row.weight_version,
-            }
-            for index, row in sorted(rows.items())
-        ]
-        identity = {"request_id": body.request_id or uuid.uuid4().hex, "model": self._model.name}
-        return JSONResponse({**identity, "choices": choices, "usage": usage(plan, rows)})
-
-    def _plan(self, body: SamplingRequest, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> SamplingPlan:
-        body.refuse_unsupported()
-        if body.model is not None and body.model != self._model.name:
-            raise ApiError(
-                404,
-                f"There is no model {body.model!r}: this server has {self._model.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
-        return plan_sampling(
-            self._model,
-            self._limits,
-            prompts,
-            n=body.n,
-            max_tokens=max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            seed=body.seed,
-            stop_strings=body.stop_strings(),
-        )
-
-    def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool) -> ChoiceFormat:
-        return ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=logprobs, token_ids=body.return_token_ids)
-
-    def _prompts_of(self, body: CompletionRequest) -> list[list[int]]:
-        prompt: Any = body.prompt
-        if isinstance(prompt, str):
-            return [encode(prompt, self._model.tokenizer)]
-        if not prompt:
-            raise ApiError(400, "There is no prompt.", param="prompt")
-        if isinstance(prompt[0], int):
-            return [prompt]
-        return [encode(one, self._model.tokenizer) if isinstance(one, str) else one for one in prompt]
-
-    async def _sample_all(self, plan: SamplingPlan, request: Request) -> dict[int, SampledRow]:
-        """All completions, unless the client hangs up, which cancels them."""
-        sampling = asyncio.ensure_future(self._collect(plan))
-        hanging_up = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait([sampling, hanging_up], return_when=asyncio.FIRST_COMPLETED)
-            if not sampling.done():
-                raise ApiError(499, "The client closed the connection.")
-            return sampling.result()
-        finally:
-            for task in (sampling, hanging_up):
-                task.cancel()
-            await asyncio.gather(sampling, hanging_up, return_exceptions=True)
-
-    async def _collect(self, plan: SamplingPlan) -> dict[int, SampledRow]:
-        rows: dict[int, SampledRow] = {}
-        async for index, row in self._rows(plan):
-            rows[index] = row
-        return rows
-
-    async def _rows(self, plan: SamplingPlan) -> AsyncGenerator[tuple[int, SampledRow], None]:
-        try:
-            async with contextlib.aclosing(self._engine.sample(plan.rows, greedy=plan.greedy)) as rows:
-                async for index, row in rows:
-                    yield index, row
-        except DataError as error:
-            raise ApiError(400, str(error), param="prompt") from error
-        except RLCoreError as error:
-            _log.exception("the engine failed")
-            raise ApiError(503, f"The engine failed: {type(error).__name__}. The server's log has the details.") from error
-
-    def _stream(
-        self,
-        plan: SamplingPlan,
-        body: SamplingRequest,
-        head: ResponseHead,
-        choice: Callable[[int, SampledRow], Mapping[str, Any]],
-    ) -> StreamingResponse:
-        counts = body.stream_options is not None and body.stream_options.include_usage
-
-        async def events() -> AsyncIterator[str]:
-            rows: dict[int, SampledRow] = {}
-            try:
-                async with contextlib.aclosing(self._rows(plan)) as found:
-                    async for index, row in found:
-                        rows[index] = row
-                        yield _event(head.body([choice(index, row)]))
-            except ApiError as error:
-                yield _event(error.body())
-                return
-            if counts:
-                yield _event(head.body([], usage=usage(plan, rows)))
-            yield "data: [DONE]\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-def _event(body: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:

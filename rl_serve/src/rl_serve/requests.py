@@ -28,6 +28,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which an unsupported field changes nothing, besides null."""
 
 
+_SAMPLING = ("temperature", "top_p", "seed", "stop")
+
+
 class StreamOptions(BaseModel):
     """Options of a streamed response."""
 
@@ -136,6 +139,62 @@ class ChatRequest(SamplingRequest):
     parallel_tool_calls: bool | None = None
     """Whether a message may have several calls; only true is supported."""
 
+    expected_answer: str | int | float | None = None
+    """Right answer; choices then have `predicted_answer` and `is_correct`."""
+
+    def record(self) -> dict[str, Any]:
+        """The fields for grading.
+
+        Raises:
+            ApiError: a streamed answer cannot be graded.
+        """
+        return _record(self.expected_answer, is_streamed=self.stream)
+
+
+class GenerateRequest(BaseModel):
+    """Body of `/generate`: the fields of a record, which fill the prompt config, and how to sample."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    question: str | None = None
+    """The question; also fills `{problem}`."""
+    expected_answer: str | int | float | None = None
+    """Right answer; the response then has `predicted_answer` and `is_correct`."""
+    model: str | None = None
+    """Name of the served model."""
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of each message of the model."""
+    tokens_to_generate: int | None = Field(default=None, ge=1)
+    """Another name of `max_tokens`."""
+
+    def record(self) -> dict[str, Any]:
+        """The fields of the record: all but those about sampling."""
+        return self.model_dump(exclude={"model", *_SAMPLING, "max_tokens", "tokens_to_generate"}, exclude_none=True)
+
+    def new_tokens(self) -> int | None:
+        """Maximum number of tokens of a message.
+
+        Raises:
+            ApiError: it is given under both names.
+        """
+        if self.max_tokens is not None and self.tokens_to_generate is not None:
+            raise ApiError(
+                400, "tokens_to_generate is another name of max_tokens: set one of them.", param="tokens_to_generate"
+            )
+        return self.tokens_to_generate if self.max_tokens is None else self.max_tokens
+
+    def as_sampling(self) -> SamplingRequest:
+        """How to sample."""
+        return SamplingRequest(model=self.model, **self.sampling())
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields about sampling that are set, apart from the length."""
+        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+
 
 class TokenSamplingParameters(BaseModel):
     """`sampling_params` of `/inference/v1/generate`."""
@@ -161,3 +220,47 @@ class GenerateTokensRequest(BaseModel):
     sampling_params: TokenSamplingParameters = Field(default_factory=TokenSamplingParameters)
     model: str | None = None
     request_id: str | None = Field(default=None, max_length=200)
+
+
+class ForwardedCompletionRequest(BaseModel):
+    """Body of a proxy's `/v1/completions`; the backend checks all fields but these."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    stream: bool = False
+
+
+class ForwardedTokensRequest(BaseModel):
+    """Body of a proxy's `/inference/v1/generate`; the backend checks all fields but these."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    token_ids: TokenIds = Field(min_length=1)
+
+
+class ForwardedChatRequest(BaseModel):
+    """Body of a proxy's `/v1/chat/completions`; the backend checks all fields but these."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    messages: list[ChatMessage] = Field(min_length=1)
+    n: int = Field(default=1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    expected_answer: str | int | float | None = None
+    """Right answer; choices then have `predicted_answer` and `is_correct`. Not sent to the backend."""
+
+    def record(self) -> dict[str, Any]:
+        """As `ChatRequest.record`."""
+        return _record(self.expected_answer, is_streamed=self.stream)
+
+
+def _record(expected_answer: str | float | None, *, is_streamed: bool) -> dict[str, Any]:
+    if expected_answer is None:
+        return {}
+    if is_streamed:
+        raise ApiError(400, "expected_answer requires a response without `stream`.", param="expected_answer")
+    return {"expected_answer": expected_answer}

@@ -85,7 +85,7 @@ def plan_sampling(
         raise ApiError(
             400, f"{len(prompts)} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n"
         )
-    base = secrets.randbits(63) if seed is None else seed
+    base = new_seed() if seed is None else seed
     rows = []
     for number, prompt in enumerate(prompts):
         new_tokens = _new_tokens(model, prompt, max_tokens)
@@ -99,6 +99,11 @@ def plan_sampling(
             for choice in range(n)
         ]
     return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n)
+
+
+def new_seed() -> int:
+    """A random seed for a request without one."""
+    return secrets.randbits(63)
 
 
 def _new_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None) -> int:

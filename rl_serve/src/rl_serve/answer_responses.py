@@ -1,0 +1,173 @@
+"""Responses of chat and `/generate` that take several messages of the model: answers with code, and graded ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from rl_serve.answering import Answer, Answering, Ask, Reply
+from rl_serve.disconnects import unless_disconnected
+from rl_serve.errors import ApiError, server_sent_event
+from rl_serve.requests import ChatRequest, ForwardedChatRequest
+from rl_serve.responses import ResponseHead
+from rl_serve.sampling import Limits
+
+_PER_TOKEN = ("tools", "logprobs", "top_logprobs", "return_token_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of a chat completion, apart from how it is sampled."""
+
+    n: int
+    stream: bool
+    include_usage: bool
+    record: Mapping[str, Any]
+    """Fields for grading."""
+    model: str
+
+    @classmethod
+    def of(cls, body: ChatRequest | ForwardedChatRequest, *, record: Mapping[str, Any], model: str) -> ChatOptions:
+        """The options of a request."""
+        counts = body.stream_options is not None and body.stream_options.include_usage
+        return cls(n=body.n, stream=body.stream, include_usage=counts, record=record, model=model)
+
+
+def refuse_with_code(body: Mapping[str, Any]) -> None:
+    """Refuse fields about single messages, which an answer with code consists of.
+
+    Raises:
+        ApiError: names the first.
+    """
+    for name in _PER_TOKEN:
+        if body.get(name):
+            raise ApiError(
+                400,
+                f"{name} cannot be used, because this server runs code (code_execution): an answer has several messages.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+class AnswerResponses:
+    """Makes the responses.
+
+    Args:
+        answering: fills prompts, runs code and grades.
+        limits: the server's limits.
+    """
+
+    def __init__(self, answering: Answering, limits: Limits) -> None:
+        self._answering, self._limits = answering, limits
+
+    async def generate(
+        self, messages: Sequence[Mapping[str, Any]], ask: Ask, record: Mapping[str, Any], request: Request
+    ) -> Response:
+        """The response of `/generate`."""
+
+        async def work() -> dict[str, Any]:
+            answer = await self._answering.answer(messages, ask)
+            rounds = {} if self._answering.code is None else {"code_rounds": answer.code_rounds}
+            return {
+                "generation": answer.text,
+                "num_generated_tokens": answer.completion_tokens,
+                "finish_reason": answer.finish_reason,
+                **rounds,
+                **await self._answering.grade(messages, answer.last, record),
+            }
+
+        return JSONResponse(await unless_disconnected(request, work()))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        asker: Callable[[int], Ask],
+        options: ChatOptions,
+        request: Request,
+    ) -> Response:
+        """A chat completion or its stream, which has an event for each message and each output."""
+        if options.n > self._limits.max_rows:
+            raise ApiError(400, f"n={options.n} exceeds the {self._limits.max_rows} completions of a request.", param="n")
+        if options.stream:
+            return self._stream(messages, asker, options)
+        found = await unless_disconnected(request, self._choices(messages, asker, options))
+        head = ResponseHead.new("chatcmpl", "chat.completion", options.model)
+        return JSONResponse(head.body([choice for choice, _ in found], usage=_usage([answer for _, answer in found])))
+
+    async def _choices(
+        self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions
+    ) -> list[tuple[dict[str, Any], Answer]]:
+        async def one(index: int) -> tuple[dict[str, Any], Answer]:
+            answer = await self._answering.answer(messages, asker(index))
+            choice = {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text},
+                "finish_reason": answer.finish_reason,
+                "logprobs": None,
+                "code_rounds": answer.code_rounds,
+                **await self._answering.grade(messages, answer.last, options.record),
+            }
+            return choice, answer
+
+        return await _gathered([one(index) for index in range(options.n)])
+
+    def _stream(
+        self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions
+    ) -> StreamingResponse:
+        head = ResponseHead.new("chatcmpl", "chat.completion.chunk", options.model)
+        replies: list[Reply] = []
+
+        async def events() -> AsyncIterator[str]:
+            try:
+                for index in range(options.n):
+                    async with aclosing(self._deltas(messages, asker(index), replies)) as deltas:
+                        async for delta, reason in deltas:
+                            choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+                            yield server_sent_event(head.body([choice]))
+            except ApiError as error:
+                yield server_sent_event(error.body())
+                return
+            if options.include_usage:
+                first = replies[0].prompt_tokens
+                sampled = sum(reply.completion_tokens for reply in replies)
+                yield server_sent_event(head.body([], usage=_counts(first, sampled)))
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _deltas(
+        self, messages: Sequence[Mapping[str, Any]], ask: Ask, replies: list[Reply]
+    ) -> AsyncGenerator[tuple[dict[str, Any], str | None], None]:
+        separator, reason = "", "length"
+        async with aclosing(self._answering.parts(messages, ask)) as parts:
+            async for part in parts:
+                text = part if isinstance(part, str) else part.content
+                yield {"role": "assistant", "content": f"{separator}{text}"}, None
+                separator, reason = "\n\n", "length" if isinstance(part, str) else part.finish_reason
+                replies += [] if isinstance(part, str) else [part]
+        yield {}, reason
+
+
+async def _gathered(works: Sequence[Any]) -> list[Any]:
+    """The results of all; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    return _counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))
+
+
+def _counts(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

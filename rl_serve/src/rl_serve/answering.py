@@ -1,0 +1,166 @@
+"""Answers of chat and `/generate`: the prompt config, rounds of code, and the comparison with an expected answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.errors import UserError
+from rl_serve.code_rounds import CodeRunner, python_blocks
+from rl_serve.errors import ApiError
+from rl_serve.grading import Grader
+from rl_serve.prompt_filling import PromptFilling
+from rl_serve.settings import AnswerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One message of the model."""
+
+    content: str
+    finish_reason: str
+    """`stop` or `length`."""
+    prompt_tokens: int
+    completion_tokens: int
+
+
+Ask = Callable[[Sequence[Mapping[str, Any]], int], Awaitable[Reply]]
+"""Continues a conversation; the second argument is the number of the round, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The messages of the model, with the output of their code between them."""
+
+    texts: Sequence[str]
+    """Messages and outputs in turn; the first is a message."""
+    last: str
+    """The last message, which has the final answer."""
+    finish_reason: str
+    prompt_tokens: int
+    """Tokens of the first prompt."""
+    completion_tokens: int
+    """Tokens of all messages."""
+    code_rounds: int
+    """Number of times that code was run."""
+
+    @property
+    def text(self) -> str:
+        """All messages and outputs."""
+        return "\n\n".join(self.texts)
+
+
+class Answering:
+    """What happens to prompts and answers.
+
+    Args:
+        prompts: fills prompts.
+        code: runs code; None if code is not executed.
+        evaluator: environment that compares answers with `expected_answer`.
+    """
+
+    def __init__(
+        self, prompts: PromptFilling | None = None, *, code: CodeRunner | None = None, evaluator: str = "math"
+    ) -> None:
+        self.prompts = prompts if prompts is not None else PromptFilling(None)
+        self.code = code
+        self._evaluator = evaluator
+        self._grader: Grader | None = None
+
+    def start_grader(self) -> Grader:
+        """The grader, created at the first call.
+
+        Raises:
+            UserError: there is no such environment.
+        """
+        if self._grader is None:
+            self._grader = Grader(self._evaluator)
+        return self._grader
+
+    def close(self) -> None:
+        """End the sandbox and the environment."""
+        if self.code is not None:
+            self.code.close()
+        if self._grader is not None:
+            self._grader.close()
+
+    async def answer(self, messages: Sequence[Mapping[str, Any]], ask: Ask) -> Answer:
+        """The whole answer to a conversation."""
+        texts: list[str] = []
+        replies: list[Reply] = []
+        async with aclosing(self.parts(messages, ask)) as parts:
+            async for part in parts:
+                texts.append(part if isinstance(part, str) else part.content)
+                replies += [] if isinstance(part, str) else [part]
+        cut_off = len(texts) % 2 == 0
+        return Answer(
+            texts=texts,
+            last=replies[-1].content,
+            finish_reason="length" if cut_off else replies[-1].finish_reason,
+            prompt_tokens=replies[0].prompt_tokens,
+            completion_tokens=sum(reply.completion_tokens for reply in replies),
+            code_rounds=len(texts) - len(replies),
+        )
+
+    async def parts(self, messages: Sequence[Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Reply | str, None]:
+        """The messages of the model and, as text, the output of their code between them.
+
+        Ends with an output if the conversation has no space for another message.
+
+        Raises:
+            ApiError: the first message cannot be sampled, or the model or the sandbox failed.
+        """
+        log = [*messages]
+        most = 0 if self.code is None else self.code.max_rounds
+        async with self.code.answer() if self.code is not None else nullcontext() as session:
+            for number in range(most + 1):
+                try:
+                    reply = await ask(log, number)
+                except ApiError as error:
+                    if number > 0 and error.code == "context_length_exceeded":
+                        return
+                    raise
+                yield reply
+                blocks = python_blocks(reply.content) if session is not None and reply.finish_reason == "stop" else []
+                if session is None or not blocks or number == most:
+                    return
+                output = await session.run(blocks)
+                yield output
+                log += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": output}]
+
+    async def grade(self, messages: Sequence[Mapping[str, Any]], answer: str, record: Mapping[str, Any]) -> dict[str, Any]:
+        """`predicted_answer` and `is_correct` of an answer; empty if the record has no expected answer.
+
+        Raises:
+            ApiError: the record or the environment cannot be used.
+        """
+        if record.get("expected_answer") is None:
+            return {}
+        try:
+            grader = self.start_grader()
+        except UserError as error:
+            raise ApiError(
+                400, f"expected_answer needs the environment {self._evaluator!r}: {error}", param="expected_answer"
+            ) from error
+        return (await grader.grade(messages, answer, record)).as_json()
+
+
+@contextmanager
+def started_answering(settings: AnswerSettings) -> Iterator[Answering]:
+    """The answering of some settings; its sandbox and environment end with the block.
+
+    Raises:
+        UserError: the prompt config, the sandbox or the environment cannot be used.
+    """
+    code = CodeRunner(settings.sandbox, max_rounds=settings.max_code_rounds) if settings.code_execution else None
+    answering = Answering(
+        PromptFilling.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
+    )
+    try:
+        if "evaluator" in settings.model_fields_set:
+            answering.start_grader()
+        yield answering
+    finally:
+        answering.close()

@@ -1,0 +1,102 @@
+"""Compares answers with `expected_answer`, by an installed environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import DataError, RLCoreError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.plugins.component import Kind
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_serve.errors import ApiError
+from rl_train.config.section_resolver import section_of
+from rl_train.rollouts.environment_checks import metrics_checked, step_checked
+from rl_train.runtime.environment_trial import constructor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grade:
+    """The result of a comparison."""
+
+    predicted_answer: str | None
+    """The final answer that was found in the text."""
+    is_correct: bool | None
+    """None if the answer could not be scored."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of a response."""
+        return {"predicted_answer": self.predicted_answer, "is_correct": self.is_correct}
+
+
+class Grader:
+    """Grades single-turn answers with an environment that reports `accuracy`, such as `math`.
+
+    Args:
+        name: a registered environment, or the path of a class; it is created for the first answer.
+
+    Raises:
+        UserError: there is no such environment.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        registry = Registry(discover())
+        component = registry.find(Kind.ENVIRONMENT, name)
+        section: Any = section_of(component, Kind.ENVIRONMENT)()
+        self._make = constructor(section, name, registry)
+        self._environment: EnvironmentInterface | None = None
+        self._turn = asyncio.Lock()
+
+    async def grade(self, messages: Sequence[Mapping[str, Any]], answer: str, record: Mapping[str, Any]) -> Grade:
+        """Grade an answer.
+
+        Args:
+            messages: the prompt.
+            answer: the text of the answer.
+            record: the fields of the request, with `expected_answer`.
+
+        Raises:
+            ApiError: the environment does not accept the record, or failed.
+        """
+        log = [*messages, {"role": "assistant", "content": answer}]
+        try:
+            async with self._turn:  # an environment is not safe for threads
+                return await asyncio.to_thread(self._grade, log, dict(record))
+        except DataError as error:
+            raise ApiError(400, f"The answer cannot be graded: {error}", param="expected_answer") from error
+        except RLCoreError as error:
+            raise ApiError(503, f"The environment {self.name!r} failed: {error}", code="grading_failed") from error
+
+    def close(self) -> None:
+        """Shut the environment down."""
+        if self._environment is not None:
+            self._environment.shutdown()
+
+    def _grade(self, log: list[Any], record: dict[str, Any]) -> Grade:
+        if self._environment is None:
+            self._environment = self._make()
+        made = step_checked(self._environment, self.name, [log], [record])
+        answers = list(made.answers) if made.answers is not None else [None]
+        if made.scored is not None and not bool(made.scored[0]):
+            return Grade(predicted_answer=answers[0], is_correct=None)
+        named = made.rewards.values() if isinstance(made.rewards, Mapping) else [made.rewards]
+        batch: BatchedDataDict[Any] = BatchedDataDict(
+            {
+                "rewards": torch.stack(list(named)).sum(0),
+                "truncated": torch.tensor([False]),
+                "message_log": [log],
+                "extra_env_info": [made.metadata[0]],
+                "answers": answers,
+                "task_name": [self.name],
+                "idx": [0],
+            }
+        )
+        accuracy = metrics_checked(self._environment, self.name, batch).get("accuracy")
+        return Grade(predicted_answer=answers[0], is_correct=None if accuracy is None else accuracy == 1.0)

@@ -1,0 +1,100 @@
+"""The socket, the API keys and the HTTP server of `rlcore serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.errors import ConfigError
+
+API_KEYS = "RLCORE_SERVE_API_KEYS"
+"""Environment variable with the accepted keys, separated by commas."""
+_DRAIN_S = 30
+"""Seconds that running requests may take after SIGTERM."""
+_MAX_HEADER_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the server listens, and who may use it."""
+
+    host: str
+    port: int
+    api_keys: Sequence[str] = field(repr=False)
+
+    @classmethod
+    def of(cls, host: str, port: int) -> Address:
+        """The address, with the API keys of the environment.
+
+        Raises:
+            ConfigError: other machines can reach the address, and there are no keys.
+        """
+        keys = [key.strip() for key in os.environ.get(API_KEYS, "").split(",") if key.strip()]
+        if not keys and not _is_loopback(host):
+            raise ConfigError(
+                f"--host {host} is reachable from other machines, so API keys are required. Set {API_KEYS}, or listen on "
+                "127.0.0.1."
+            )
+        return cls(host=host, port=port, api_keys=keys)
+
+    @property
+    def url(self) -> str:
+        """The URL of the server."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+@contextmanager
+def listening(address: Address) -> Iterator[socket.socket]:
+    """A bound socket, closed at the end.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    host, port = address.host, address.port
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--host {host} --port {port} cannot be used: {error.strerror}. Choose another port.") from error
+        yield listener
+
+
+def run_server(app: Any, listener: socket.socket, address: Address, *, name: str) -> None:
+    """Serve an application until SIGTERM or Ctrl-C; running requests then have 30 seconds to finish.
+
+    Args:
+        app: the ASGI application.
+        listener: the socket.
+        address: its address, for the message.
+        name: what is served, for the message.
+    """
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_DRAIN_S,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        http="h11",
+        ws="none",
+    )
+    found = Address(host=address.host, port=listener.getsockname()[1], api_keys=())
+    listener.listen(config.backlog)  # a client may connect as soon as it reads the message
+    print(f"serving {name} on {found.url}/v1", flush=True)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

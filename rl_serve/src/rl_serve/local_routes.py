@@ -1,0 +1,237 @@
+"""The endpoints of a model that this server runs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from rl_core.data.conversation_tokens import encode
+from rl_core.errors import DataError, RLCoreError
+from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
+from rl_serve.answering import Answering, Ask, Reply
+from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
+from rl_serve.disconnects import unless_disconnected
+from rl_serve.engine import EngineThread, SampledRow
+from rl_serve.errors import ApiError, server_sent_event
+from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
+from rl_serve.responses import ChoiceFormat, ResponseHead, usage
+from rl_serve.sampling import Limits, SamplingPlan, new_seed, plan_sampling
+from rl_serve.served_model import ServedModel
+from rl_train.rollouts.seeds import sample_seed
+
+_log = logging.getLogger(__name__)
+
+
+class LocalRoutes:
+    """The handlers.
+
+    Args:
+        model: the served model.
+        engine: its engine.
+        limits: the server's limits.
+        answering: what chat and `/generate` do with prompts and answers.
+    """
+
+    def __init__(self, model: ServedModel, engine: EngineThread, limits: Limits, answering: Answering) -> None:
+        self._model, self._engine, self._limits, self._answering = model, engine, limits, answering
+        self._chat = ChatFormat(model.tokenizer)
+        self._responses = AnswerResponses(answering, limits)
+
+    async def health(self) -> dict[str, str]:
+        """Whether the server runs."""
+        return {"status": "ok", "model": self._model.name}
+
+    async def models(self) -> dict[str, Any]:
+        """The served model."""
+        entry = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "rlcore"}
+        return {"object": "list", "data": [{**entry, "max_model_len": self._model.max_model_len}]}
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """Completions of texts or of token ids."""
+        plan = self._plan(body, self._prompts_of(body), max_tokens=body.max_tokens)
+        choices = self._format(plan, body, logprobs=body.logprobs is not None)
+        head = ResponseHead.new("cmpl", "text_completion", self._model.name)
+        if body.stream:
+            return self._stream(plan, body, head, choices.completion)
+        rows = await self._sample_all(plan, request)
+        found = [choices.completion(index, row) for index, row in sorted(rows.items())]
+        return JSONResponse(head.body(found, usage=usage(plan, rows)))
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answers to a conversation, which the model's chat template renders."""
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        record = body.record()
+        messages = self._answering.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+        if self._answering.code is not None:
+            self._check(body)
+            refuse_with_code(body.model_dump())
+            options = ChatOptions.of(body, record=record, model=self._model.name)
+            return await self._responses.chat(messages, self._asker(body, most), options, request)
+        tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        plan = self._plan(body, [self._chat.prompt(messages, tools)], max_tokens=most)
+        choices = self._format(plan, body, logprobs=body.logprobs)
+
+        def choice(index: int, row: SampledRow, *, key: str = "message") -> dict[str, Any]:
+            text = choices.text(index, row)
+            message = self._chat.answer(
+                row.token_ids, text, prompt=plan.prompts[0], messages=messages, tools=tools, complete=not row.truncated
+            )
+            return choices.message(index, row, message, key=key)
+
+        if body.stream:
+            head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._model.name)
+            return self._stream(plan, body, head, partial(choice, key="delta"))
+        head = ResponseHead.new("chatcmpl", "chat.completion", self._model.name)
+        rows = await self._sample_all(plan, request)
+        found = [choice(index, row) for index, row in sorted(rows.items())]
+        for each in found:
+            each |= await self._answering.grade(messages, each["message"]["content"] or "", record)
+        return JSONResponse(head.body(found, usage=usage(plan, rows)))
+
+    async def generate(self, body: GenerateRequest, request: Request) -> Response:
+        """The answer to a record, whose fields fill the prompt config."""
+        record = body.record()
+        asking = body.as_sampling()
+        self._check(asking)
+        messages = self._answering.prompts.record(record)
+        ask = self._asker(asking, body.new_tokens())(0)
+        return await self._responses.generate(messages, ask, record, request)
+
+    async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
+        """Token ids in, token ids and log-probabilities out; no text is made."""
+        asked = body.sampling_params
+        as_text = SamplingRequest(
+            model=body.model, n=asked.n, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, stop=asked.stop
+        )
+        plan = self._plan(as_text, [body.token_ids], max_tokens=asked.max_tokens)
+        rows = await self._sample_all(plan, request)
+        choices = [
+            {
+                "index": index,
+                "token_ids": row.token_ids,
+                "logprobs": {
+                    "content": [
+                        {"token_id": token, "logprob": logprob}
+                        for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
+                    ]
+                },
+                "finish_reason": "length" if row.truncated else "stop",
+                "weight_version": row.weight_version,
+            }
+            for index, row in sorted(rows.items())
+        ]
+        identity = {"request_id": body.request_id or uuid.uuid4().hex, "model": self._model.name}
+        return JSONResponse({**identity, "choices": choices, "usage": usage(plan, rows)})
+
+    def _asker(self, body: SamplingRequest, max_tokens: int | None) -> Callable[[int], Ask]:
+        """Makes the function that continues a conversation, for each choice."""
+        base = new_seed() if body.seed is None else body.seed
+
+        def of_choice(choice: int) -> Ask:
+            async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
+                seeded = body.model_copy(update={"n": 1, "seed": sample_seed(base, number, choice)})
+                plan = self._plan(seeded, [self._chat.prompt(messages)], max_tokens=max_tokens)
+                row = (await self._collect(plan))[0]
+                return Reply(
+                    content=self._format(plan, seeded, logprobs=False).text(0, row),
+                    finish_reason="length" if row.truncated else "stop",
+                    prompt_tokens=len(plan.prompts[0]),
+                    completion_tokens=len(row.token_ids),
+                )
+
+            return ask
+
+        return of_choice
+
+    def _check(self, body: SamplingRequest) -> None:
+        """Refuse another model and unsupported fields."""
+        body.refuse_unsupported()
+        if body.model is not None and body.model != self._model.name:
+            raise ApiError(
+                404,
+                f"There is no model {body.model!r}: this server has {self._model.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _plan(self, body: SamplingRequest, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> SamplingPlan:
+        self._check(body)
+        return plan_sampling(
+            self._model,
+            self._limits,
+            prompts,
+            n=body.n,
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            stop_strings=body.stop_strings(),
+        )
+
+    def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool) -> ChoiceFormat:
+        return ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=logprobs, token_ids=body.return_token_ids)
+
+    def _prompts_of(self, body: CompletionRequest) -> list[list[int]]:
+        prompt: Any = body.prompt
+        if isinstance(prompt, str):
+            return [encode(prompt, self._model.tokenizer)]
+        if not prompt:
+            raise ApiError(400, "There is no prompt.", param="prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return [encode(one, self._model.tokenizer) if isinstance(one, str) else one for one in prompt]
+
+    async def _sample_all(self, plan: SamplingPlan, request: Request) -> dict[int, SampledRow]:
+        """All completions, unless the client hangs up, which cancels them."""
+        return await unless_disconnected(request, self._collect(plan))
+
+    async def _collect(self, plan: SamplingPlan) -> dict[int, SampledRow]:
+        rows: dict[int, SampledRow] = {}
+        async for index, row in self._rows(plan):
+            rows[index] = row
+        return rows
+
+    async def _rows(self, plan: SamplingPlan) -> AsyncGenerator[tuple[int, SampledRow], None]:
+        try:
+            async with contextlib.aclosing(self._engine.sample(plan.rows, greedy=plan.greedy)) as rows:
+                async for index, row in rows:
+                    yield index, row
+        except DataError as error:
+            raise ApiError(400, str(error), param="prompt") from error
+        except RLCoreError as error:
+            _log.exception("the engine failed")
+            raise ApiError(503, f"The engine failed: {type(error).__name__}. The server's log has the details.") from error
+
+    def _stream(
+        self,
+        plan: SamplingPlan,
+        body: SamplingRequest,
+        head: ResponseHead,
+        choice: Callable[[int, SampledRow], Mapping[str, Any]],
+    ) -> StreamingResponse:
+        counts = body.stream_options is not None and body.stream_options.include_usage
+
+        async def events() -> AsyncIterator[str]:
+            rows: dict[int, SampledRow] = {}
+            try:
+                async with contextlib.aclosing(self._rows(plan)) as found:
+                    async for index, row in found:
+                        rows[index] = row
+                        yield server_sent_event(head.body([choice(index, row)]))
+            except ApiError as error:
+                yield server_sent_event(error.body())
+                return
+            if counts:
+                yield server_sent_event(head.body([], usage=usage(plan, rows)))
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,163 @@
+"""The endpoints of a proxy, which forwards requests to an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
+from rl_serve.answering import Answering, Ask, Reply
+from rl_serve.backend import Backend
+from rl_serve.chat_format import read_messages
+from rl_serve.disconnects import unless_disconnected
+from rl_serve.errors import ApiError
+from rl_serve.requests import ForwardedChatRequest, ForwardedCompletionRequest, ForwardedTokensRequest, GenerateRequest
+from rl_serve.sampling import Limits
+
+_NOT_FORWARDED = ("expected_answer", "n", "stream", "stream_options")
+
+
+class ProxyRoutes:
+    """The handlers.
+
+    Args:
+        backend: the server that requests are forwarded to.
+        name: the proxy's name for the backend's model.
+        limits: the server's limits.
+        answering: what chat and `/generate` do with prompts and answers.
+    """
+
+    def __init__(self, backend: Backend, name: str, limits: Limits, answering: Answering) -> None:
+        self._backend, self._name, self._answering = backend, name, answering
+        self._responses = AnswerResponses(answering, limits)
+
+    async def health(self) -> Response:
+        """Whether the server runs and the backend answers; status 503 if it does not."""
+        try:
+            await self._backend.check()
+        except ApiError as error:
+            found = {"status": "backend unavailable", "model": self._name, "reason": error.message}
+            return JSONResponse(found, status_code=503)
+        return JSONResponse({"status": "ok", "model": self._name})
+
+    async def models(self) -> dict[str, Any]:
+        """The proxy's name, and the models of the backend."""
+        names = dict.fromkeys([self._name, *await self._backend.names()])
+        return {
+            "object": "list",
+            "data": [{"id": name, "object": "model", "created": 0, "owned_by": "rlcore"} for name in names],
+        }
+
+    async def completions(self, body: ForwardedCompletionRequest, request: Request) -> Response:
+        """Forwarded as it is."""
+        return await self._forward("completions", body.model_dump(exclude_unset=True), request)
+
+    async def generate_tokens(self, body: ForwardedTokensRequest, request: Request) -> Response:
+        """Forwarded as it is."""
+        if self._backend.section.server_type != "vllm":
+            raise ApiError(404, "This proxy has no token endpoints: they require server_type vllm.", code="not_found")
+        return await self._forward("/inference/v1/generate", body.model_dump(exclude_unset=True), request)
+
+    async def chat(self, body: ForwardedChatRequest, request: Request) -> Response:
+        """Forwarded with the filled prompt; answers may run code and be graded."""
+        record = body.record()
+        plain = body.model_dump(exclude_unset=True)
+        messages = plain["messages"]
+        if self._answering.prompts.is_used or self._answering.code is not None or record:
+            messages = self._answering.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+        given = {name: value for name, value in plain.items() if name not in _NOT_FORWARDED}
+        if self._answering.code is not None:
+            refuse_with_code(plain)
+            options = ChatOptions.of(body, record=record, model=self._name)
+            given["model"] = await self._backend.model_for(body.model, self._name)
+            return await self._responses.chat(messages, self._asker(given), options, request)
+        forwarded = {**plain, "messages": _as_sent(messages)}
+        forwarded.pop("expected_answer", None)
+        if not record:
+            return await self._forward("chat/completions", forwarded, request)
+        return JSONResponse(await unless_disconnected(request, self._graded(forwarded, messages, record)))
+
+    async def generate(self, body: GenerateRequest, request: Request) -> Response:
+        """The answer to a record, whose fields fill the prompt config."""
+        record = body.record()
+        messages = self._answering.prompts.record(record)
+        given = {"model": await self._backend.model_for(body.model, self._name), **body.sampling()}
+        if (most := body.new_tokens()) is not None:
+            given["max_tokens"] = most
+        return await self._responses.generate(messages, self._asker(given)(0), record, request)
+
+    async def _graded(
+        self, forwarded: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        model = await self._backend.model_for(forwarded.get("model"), self._name)
+        found = await self._backend.post("chat/completions", {**forwarded, "model": model})
+        for choice in _choices(found):
+            choice |= await self._answering.grade(messages, str(choice["message"].get("content") or ""), record)
+        return dict(found)
+
+    async def _forward(self, path: str, body: Mapping[str, Any], request: Request) -> Response:
+        sent = {**body, "model": await self._backend.model_for(body.get("model"), self._name)}
+        if not sent.get("stream"):
+            return JSONResponse(await unless_disconnected(request, self._backend.post(path, sent)))
+        exits = AsyncExitStack()
+        lines = await exits.enter_async_context(self._backend.stream(path, sent))
+        return _Forwarded(lines, exits)
+
+    def _asker(self, given: Mapping[str, Any]) -> Callable[[int], Ask]:
+        """Makes the function that continues a conversation, for each choice; with a seed, choices differ."""
+
+        def of_choice(choice: int) -> Ask:
+            async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
+                seed = given.get("seed")
+                seeded = {} if seed is None or choice == 0 else {"seed": (seed + choice) % 2**31}
+                found = await self._backend.post("chat/completions", {**given, **seeded, "messages": _as_sent(messages)})
+                [choice_found, *_] = _choices(found)
+                usage = found.get("usage") or {}
+                return Reply(
+                    content=str(choice_found["message"].get("content") or ""),
+                    finish_reason="length" if choice_found.get("finish_reason") == "length" else "stop",
+                    prompt_tokens=int(usage.get("prompt_tokens") or 0),
+                    completion_tokens=int(usage.get("completion_tokens") or 0),
+                )
+
+            return ask
+
+        return of_choice
+
+
+class _Forwarded(StreamingResponse):
+    """The lines of a backend's stream; its connection is closed at the end, also if the client was already gone."""
+
+    def __init__(self, lines: AsyncIterator[str], exits: AsyncExitStack) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._exits = exits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._exits:
+            await super().__call__(scope, receive, send)
+
+
+def _choices(found: Any) -> list[dict[str, Any]]:
+    """The choices of a chat completion of the backend.
+
+    Raises:
+        ApiError: the backend's response has none.
+    """
+    choices = found.get("choices") if isinstance(found, Mapping) else None
+    if not isinstance(choices, list) or not choices or not all(_has_message(choice) for choice in choices):
+        raise ApiError(502, "The backend's response has no choices with messages.", code="backend_failed")
+    return choices
+
+
+def _has_message(choice: Any) -> bool:
+    return isinstance(choice, dict) and isinstance(choice.get("message"), Mapping)
+
+
+def _as_sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as JSON objects."""
+    return [dict(message) for message in messages]

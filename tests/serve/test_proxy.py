@@ -1,0 +1,273 @@
+"""A proxy in front of an OpenAI-compatible server: what it forwards, and how it reports a backend that fails."""
+
+import asyncio
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+import yaml
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.testclient import TestClient
+
+from rl_serve.app import create_proxy_app
+from rl_serve.backend import Backend
+from rl_serve.sampling import Limits
+from rl_serve.settings import BackendSection
+from rl_train.data.prompts import load_prompt
+
+QUESTION = [{"role": "user", "content": "Q"}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture
+def proxy():
+    """Starts proxies of servers on loopback; returns a client of each."""
+    clients = []
+
+    def start(port, **section):
+        backend = Backend(BackendSection(host="127.0.0.1", port=port, max_retries=0, **section), concurrency=8)
+        client = TestClient(create_proxy_app(backend, name="nemo-skills", limits=Limits()))
+        client.__enter__()
+        clients.append(client)
+        return client
+
+    yield start
+    for client in clients:
+        client.__exit__(None, None, None)
+
+
+@pytest.fixture
+def unused_port():
+    """A port that refuses connections: bound, but not listening."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def test_the_official_client_uses_the_backend_through_the_proxy(scripted_app, serve_http, proxy):
+    app, generation = scripted_app(lambda prompt: CALL if '"name": "f"' in prompt else "four")
+    http = proxy(serve_http(app))
+    client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["nemo-skills", "scripted"]
+    choice = client.chat.completions.create(model="nemo-skills", messages=QUESTION, logprobs=True, seed=1).choices[0]
+    assert (choice.message.content, choice.finish_reason, len(choice.logprobs.content)) == ("four", "stop", 5)
+    stream = client.chat.completions.create(model="scripted", messages=QUESTION, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in stream) == "four"
+    choice = client.chat.completions.create(model="nemo-skills", messages=QUESTION, tools=[TOOL]).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls[0].function.name) == ("tool_calls", "f")
+    completion = client.completions.create(model="nemo-skills", prompt="2+2=", n=2, extra_body={"return_token_ids": True})
+    assert [each.text for each in completion.choices] == ["four", "four"]
+    assert completion.choices[0].prompt_token_ids
+    assert generation.prompts[-1] == "2+2="
+    with pytest.raises(openai.BadRequestError, match="Unsupported: best_of") as refused:
+        client.completions.create(model="nemo-skills", prompt="1", best_of=3)
+    assert refused.value.code == "unsupported_parameter"
+    with pytest.raises(openai.NotFoundError, match="There is no model 'other': this server has 'nemo-skills', 'scripted'"):
+        client.completions.create(model="other", prompt="1")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": QUESTION}),
+        ("/v1/chat/completions", {"messages": QUESTION, "stream": True}),
+        ("/v1/completions", {"prompt": "1", "model": "known"}),
+        ("/inference/v1/generate", {"token_ids": [1]}),
+        ("/generate", {"question": "Q"}),
+    ],
+)
+def test_a_backend_that_does_not_answer_gives_status_503_and_the_reason(proxy, unused_port, path, body):
+    response = proxy(unused_port, model="known").post(path, json=body)
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+    error = response.json()["error"]
+    assert error["code"] == "backend_unavailable"
+    assert f"http://127.0.0.1:{unused_port}" in error["message"]
+    assert "ConnectError" in error["message"]
+
+
+def test_health_and_models_report_a_backend_that_does_not_answer(proxy, unused_port):
+    client = proxy(unused_port)
+    assert client.get("/v1/models").status_code == 503
+    health = client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "backend unavailable")
+    assert "ConnectError" in health.json()["reason"]
+
+
+def failing(status, body):
+    app = FastAPI()
+    app.post("/v1/chat/completions")(lambda: JSONResponse(body, status_code=status))
+    app.get("/v1/models")(lambda: {"data": [{"id": "m"}]})
+    return app
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("status", "body", "given", "message"),
+    [
+        (500, {"error": {"message": "boom"}}, 502, "The backend failed: "),
+        (401, {"error": {"message": "bad sekret-key"}}, 502, "The backend refused the proxy's API key (server.api_key)"),
+        (429, {"error": {"message": "slow down"}}, 429, "slow down"),
+        (422, {"error": {"message": "no such field", "param": "x", "code": "c"}}, 422, "no such field"),
+        (200, {"unexpected": 1}, 502, "The backend's response has no choices"),
+    ],
+)
+def test_errors_of_the_backend_are_passed_on_or_become_status_502(serve_http, proxy, status, body, given, message, stream):
+    client = proxy(serve_http(failing(status, body)), api_key="sekret-key")
+    if status == 200:
+        response = client.post("/generate", json={"question": "Q"})
+    else:
+        response = client.post("/v1/chat/completions", json={"messages": QUESTION, "stream": stream})
+    assert response.status_code == given
+    assert response.json()["error"]["message"].startswith(message)
+    assert "sekret" not in response.text
+
+
+def test_a_client_that_hangs_up_ends_the_stream_of_the_backend(serve_http, proxy):
+    ended = asyncio.Event()
+    app = failing(200, {})
+
+    async def endless():
+        try:
+            while True:
+                yield "data: {}\n\n"
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    app.post("/v1/completions")(lambda: StreamingResponse(endless(), media_type="text/event-stream"))
+    app.get("/ended")(ended.wait)
+    port = serve_http(app)
+    front = serve_http(create_proxy_app(Backend(BackendSection(port=port), concurrency=1), name="p", limits=Limits()))
+    with httpx.stream("POST", f"http://127.0.0.1:{front}/v1/completions", json={"stream": True}) as response:
+        next(response.iter_lines())
+    assert httpx.get(f"http://127.0.0.1:{port}/ended", timeout=60).status_code == 200
+
+
+QUICK_START = """
+python -m nemo_skills.inference.generate \
+    ++start_server=True \
+    ++generate_port=7000 \
+    ++prompt_config=generic/math \
+    ++server.server_type=vllm \
+    ++server.host=localhost \
+    ++server.port=5000
+"""
+DRY_RUN = """
+python -m nemo_skills.inference.generate \
+    ++start_server=True \
+    ++prompt_config=generic/math \
+    ++dry_run=True
+"""
+CHAT = """
+curl -X POST http://localhost:7000/v1/chat/completions \
+  -H "Content-Type: application/json" \
+  -d '{
+    "model": "nemo-skills",
+    "messages": [
+      {"role": "user", "content": "Solve: What is 2 + 2?"}
+    ],
+    "temperature": 0.7
+  }'
+"""
+NATIVE = """
+curl -X POST http://localhost:7000/generate \
+  -H "Content-Type: application/json" \
+  -d '{
+    "question": "What is 2 + 2?",
+    "expected_answer": "4"
+  }'
+"""
+HEALTH = "curl http://localhost:7000/health"
+
+
+def as_ours(command, *ports):
+    """The words of a documented command, with our command and free ports."""
+    for found, port in zip(("localhost:7000", "++server.port=5000", "++generate_port=7000"), ports, strict=False):
+        command = command.replace(found, found.replace("7000", str(port)).replace("5000", str(port)))
+    words = shlex.split(command.replace("\\\n", " "))
+    return ["serve", *words[3:]] if words[0] == "python" else words
+
+
+def test_the_documented_dry_run_prints_the_settings_and_the_filled_prompt(rlcore):
+    code, said = rlcore(*as_ours(DRY_RUN))
+    assert code == 0
+    assert "prompt_config: generic/math" in said
+    assert load_prompt("generic/math").fill({"problem": "{problem}"})[0]["content"].splitlines()[0] in said
+    assert "server http://localhost:5000/v1: " in said
+    assert said.endswith("dry_run: nothing was started.\n")
+
+
+def test_a_settings_file_is_layered_with_overrides_and_hides_the_key(rlcore, tmp_path, monkeypatch):
+    monkeypatch.setenv("BACKEND_KEY", "sekret-key-123")
+    (tmp_path / "proxy.yaml").write_text(
+        "prompt_config: generic/math\nserver: {port: 1, api_key: '${oc.env:BACKEND_KEY}'}\ngenerate_port: 7001\n"
+    )
+    code, said = rlcore(
+        *("serve", "--config", tmp_path / "proxy.yaml", "++server.server_type=vllm", "++server.host=127.0.0.1"),
+        *("++prompt_config=generic/cot", "++generate_port=7000", "++dry_run=True"),
+    )
+    assert code == 0
+    shown = yaml.safe_load(said.partition("\nchecks:")[0])
+    assert (shown["prompt_config"], shown["generate_port"], shown["server"]["port"]) == ("generic/cot", 7000, 1)
+    assert shown["server"]["api_key"] == "${oc.env:BACKEND_KEY}"
+    assert "sekret" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Nothing to serve: name a model or a run, or the server to forward to"),
+        (("++server.server_tpye=vllm",), "override #1 `++server.server_tpye=vllm`: server.server_tpye: server has no key"),
+        (("++server.server_type=trt",), "override #1 `++server.server_type=trt`: server.server_type: "),
+        (("++server.host=http://a",), "override #1 `++server.host=http://a`: server.host"),
+        (("++server.server_type=openai",), "server_type openai requires base_url"),
+        (("++prompt_config=generic/mth",), "Did you mean 'generic/math'?"),
+        (("++evaluator=maths", "++dry_run=True"), "maths"),
+        (("++max_code_rounds=2",), "require code_execution: true"),
+        (("++generate_port=7001", "--port", "7002"), "--port 7002 and generate_port 7001 differ: set one of them."),
+        (("++dry_run=True", "--backend", "hf"), "--backend is an option of models and runs, but none is named."),
+        (("some/model", "++server.port=1"), "override `++server.port=1`: server is a setting of a proxy, but a model"),
+        (("--config", "absent.yaml"), "File absent.yaml does not exist."),
+    ],
+)
+def test_wrong_settings_end_with_exit_code_2_and_their_location(rlcore, arguments, message):
+    code, said = rlcore("serve", *arguments)
+    assert code == 2
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_the_documented_commands_serve_and_ask_a_proxy(scripted_app, serve_http):
+    """The quick start and the requests of the documentation of NeMo-Skills, with our command and free ports."""
+    app, generation = scripted_app(lambda prompt: "So \\boxed{4}.", temperature=0.7)
+    words = as_ours(QUICK_START, 0, serve_http(app), 0)
+    server = subprocess.Popen([sys.executable, "-m", "rlcore_cli.main", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        line = server.stdout.readline()
+        port = int(line.rpartition(":")[2].removesuffix("/v1\n"))
+        assert line.startswith("serving nemo-skills from http://localhost:")
+
+        def curl(command):
+            done = subprocess.run(["curl", "-sS", *as_ours(command, port)[1:]], capture_output=True, check=True, timeout=100)
+            return yaml.safe_load(done.stdout)
+
+        assert curl(HEALTH) == {"status": "ok", "model": "nemo-skills"}
+        native = curl(NATIVE)
+        assert (native["predicted_answer"], native["is_correct"]) == ("4", True)
+        chat = curl(CHAT)
+        assert chat["choices"][0]["message"]["content"] == "So \\boxed{4}."
+        filled = load_prompt("generic/math").fill({"problem": "Solve: What is 2 + 2?"})[0]["content"]
+        assert f"user\n{filled}<|im_end|>" in generation.prompts[-1]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) in (0, -signal.SIGTERM)
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
