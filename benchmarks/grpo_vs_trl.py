@@ -1,10 +1,13 @@
 """Compare GRPO in rlcore with TRL's GRPOTrainer: same model, prompts, groups, lengths, dtype and threads, in one run.
 
-Each side runs in separate processes, one after the other, and reports its trained tokens, the duration of its steps after the
-first (which is a warm-up), and the peak memory of its whole process tree (proportional set size, so shared pages count once).
-TRL generates with its own Transformers generation, without gradient checkpointing, which would slow it down.
+The sides alternate: in each round, every side runs once in processes of its own. It reports the tokens in its backward passes,
+wall-clock and CPU seconds of its steps after the first (which is a warm-up), and the peak memory of its whole process tree
+(proportional set size, so shared pages count once). A ratio compares two sides of one round; the table has medians over the
+rounds, with the smallest and the largest. TRL generates with its own Transformers generation, without gradient checkpointing,
+which would slow it down.
 
-    python benchmarks/grpo_vs_trl.py --model path/to/model --output benchmarks/results/grpo_vs_trl.md
+    python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --output benchmarks/results/grpo_vs_trl.md
+    python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --prompt-tokens 512 --sides trl ours
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -25,7 +30,57 @@ PROMPTS_PER_STEP, GROUP, SEED = 2, 8, 0
 MAX_NEW_TOKENS, LEARNING_RATE = 64, 1e-6
 
 
-def questions(count):
+STORY = "Tom writes down what he did in the week, because he wants to remember it. On the market he met a friend. "
+"""Text before a question that makes its prompt longer."""
+
+
+class Mark(NamedTuple):
+    """The end of a step."""
+
+    wall_s: float
+    cpu_s: float
+    """CPU seconds of the process and its children so far."""
+
+
+def mark():
+    """The time now, and the CPU seconds of this process tree so far."""
+    wall, used = time.perf_counter(), 0.0
+    root = psutil.Process()
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        used += times.user + times.system
+    return Mark(wall, used)
+
+
+class StepMarks(threading.Thread):
+    """A mark for each line of a file that is written once per step."""
+
+    def __init__(self, folder, pattern):
+        super().__init__(daemon=True)
+        self.folder, self.pattern, self.marks, self.stopped = folder, pattern, [], threading.Event()
+
+    def run(self):
+        while not self.stopped.wait(0.05):
+            for path in self.folder.glob(self.pattern):
+                while len(self.marks) < path.read_bytes().count(b"\n"):
+                    self.marks.append(mark())
+
+
+def questions(count, tokenizer, prompt_tokens):
+    """Questions whose chat prompts have at least `prompt_tokens` tokens (0 adds nothing)."""
+    story = ""
+    while (
+        len(tokenizer.apply_chat_template([{"role": "user", "content": story + plain_questions(1)[0]}])["input_ids"])
+        < prompt_tokens
+    ):
+        story += STORY
+    return [story + question for question in plain_questions(count)]
+
+
+def plain_questions(count):
     return [
         f"Tom has {7 * i % 83 + 12} apples and buys {11 * i % 67 + 15} more at the market. He gives {i % 9 + 2} of them to his "
         "sister. How many apples does Tom have left? Think step by step, then give the number."
@@ -46,12 +101,13 @@ def run_trl(arguments):
 
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(PROMPTS_PER_STEP * (arguments.steps + 1))]
+    texts = questions(PROMPTS_PER_STEP * (arguments.steps + 1), tokenizer, arguments.prompt_tokens)
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
     tokens, marks = [], []
 
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            marks.append(time.perf_counter())
+            marks.append(mark())
 
     class Counting(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -87,9 +143,8 @@ def run_trl(arguments):
         ),
         callbacks=[Clock()],
     )
-    started = time.perf_counter()
     trainer.train()
-    report(marks, [count for count, _ in tokens], started=started, prompt_tokens=[count for _, count in tokens])
+    report(marks, [count for count, _ in tokens], prompt_tokens=[count for _, count in tokens])
 
 
 class LengthEnvironment:
@@ -114,6 +169,7 @@ class LengthEnvironment:
 
 def run_ours(arguments):
     import torch
+    from transformers import AutoTokenizer
 
     from rl_train.runtime.launch import train
 
@@ -121,7 +177,10 @@ def run_ours(arguments):
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     folder = Path(tempfile.mkdtemp())
-    rows = [json.dumps({"question": text}) for text in questions(PROMPTS_PER_STEP * (arguments.steps + 1))]
+    texts = questions(
+        PROMPTS_PER_STEP * (arguments.steps + 1), AutoTokenizer.from_pretrained(arguments.model), arguments.prompt_tokens
+    )
+    rows = [json.dumps({"question": text}) for text in texts]
     (folder / "questions.jsonl").write_text("\n".join(rows) + "\n")
     config = {
         "grpo": {
@@ -134,7 +193,7 @@ def run_ours(arguments):
             "backend": "hf",
             "model_name": str(Path(arguments.model).resolve()),
             "precision": arguments.dtype,
-            "max_total_sequence_length": 256,
+            "max_total_sequence_length": 256 + arguments.prompt_tokens,
             "train_micro_batch_size": PROMPTS_PER_STEP * GROUP,
             "optimizer": {"kwargs": {"lr": LEARNING_RATE}},
             "generation": {"backend": "hf", "max_new_tokens": MAX_NEW_TOKENS},
@@ -150,13 +209,13 @@ def run_ours(arguments):
     }
     path = folder / "benchmark.yaml"
     path.write_text(json.dumps(config))
-    started = time.perf_counter()
+    steps = StepMarks(folder / "runs", "*/metrics.jsonl")
+    steps.start()
     finished = train(path, console=False)
     lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
-    marks, now = [], started
-    for line in lines:
-        now += line["time/step_s"]
-        marks.append(now)
+    while len(steps.marks) < len(lines):
+        time.sleep(0.05)
+    steps.stopped.set()
     # Only tokens in the backward pass count.
     trained = [int(line["tokens/trained"] - line["tokens/skipped"]) for line in lines]
     phases = {
@@ -164,11 +223,11 @@ def run_ours(arguments):
         for name in ("refit", "rollout", "score", "train")
     }
     prompt_tokens = [int(line["tokens/all"] - line["tokens/trained"]) for line in lines]
-    report(marks, trained, started=started, prompt_tokens=prompt_tokens, phases=phases)
+    report(steps.marks, trained, prompt_tokens=prompt_tokens, phases=phases)
 
 
-def report(marks, tokens, *, started, prompt_tokens, phases=None):
-    seconds = marks[-1] - marks[0]
+def report(marks, tokens, *, prompt_tokens, phases=None):
+    seconds, cpu = marks[-1].wall_s - marks[0].wall_s, marks[-1].cpu_s - marks[0].cpu_s
     trained = sum(tokens[1 : len(marks)])
     print(
         "REPORT"
@@ -179,7 +238,7 @@ def report(marks, tokens, *, started, prompt_tokens, phases=None):
                 "mean_prompt": sum(prompt_tokens) / (len(prompt_tokens) * PROMPTS_PER_STEP * GROUP),
                 "seconds_per_step": seconds / (len(marks) - 1),
                 "tokens_per_s": trained / seconds,
-                "first_step_s": marks[0] - started,
+                "tokens_per_cpu_s": trained / cpu,
                 "phases": phases or {},
             }
         ),
@@ -217,6 +276,7 @@ def measure(side, arguments):
     }
     command = [sys.executable, __file__, "--side", side, "--model", arguments.model, "--dtype", arguments.dtype]
     command += ["--threads", str(arguments.threads), "--steps", str(arguments.steps)]
+    command += ["--prompt-tokens", str(arguments.prompt_tokens)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     memory = PeakMemory(process.pid)
     memory.start()
@@ -234,27 +294,47 @@ def machine():
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
-def table(results, arguments):
-    trl = results["trl"]
+def spread(values, digits):
+    """Median, and smallest to largest if there are several."""
+    text = f"{statistics.median(values):.{digits}f}"
+    return text if len(values) == 1 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def table(rounds, arguments):
+    first = rounds[0]
+    prompt = statistics.fmean(found["mean_prompt"] for found in first.values())
     lines = [
         "# GRPO against TRL",
         "",
         f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
-        f"{trl['mean_prompt']:.0f} tokens, at most {MAX_NEW_TOKENS} new tokens, {arguments.steps} steps after one warm-up "
-        f"step, {arguments.threads} threads, {machine()}. `ours` is rlcore.",
+        f"{prompt:.0f} tokens, at most {MAX_NEW_TOKENS} new tokens, {arguments.threads} threads, {machine()}. Rounds: "
+        f"{len(rounds)}, each with {arguments.steps} steps per side after a warm-up step. Only tokens in the backward pass "
+        "count. Median (smallest to largest). `ours` is rlcore in one process, `ours-ray` over Ray.",
         "",
-        "| | trained tokens/s | against TRL | s/step | mean completion | peak memory, GiB |",
-        "|---|---|---|---|---|---|",
+        "| | tokens/s | against TRL | tokens per CPU second | against TRL | s/step | mean completion | peak memory, GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for side, found in results.items():
-        lines.append(
-            f"| {side} | {found['tokens_per_s']:.1f} | {found['tokens_per_s'] / trl['tokens_per_s']:.2f} | "
-            f"{found['seconds_per_step']:.2f} | {found['mean_completion']:.1f} | {found['peak_gib']:.2f} |"
-        )
-    lines += ["", "Seconds per step, by phase:", ""]
-    for side, found in results.items():
-        if found["phases"]:
-            lines.append(f"- {side}: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["phases"].items()))
+    for side in first:
+
+        def values(key, side=side):
+            return [found[side][key] for found in rounds]
+
+        def ratios(key, side=side):
+            if "trl" not in first:
+                return "-"
+            return spread([found[side][key] / found["trl"][key] for found in rounds], 2)
+
+        speed = [spread(values("tokens_per_s"), 1), ratios("tokens_per_s")]
+        cpu = [spread(values("tokens_per_cpu_s"), 1), ratios("tokens_per_cpu_s")]
+        rest = [
+            spread(values(key), digits) for key, digits in (("seconds_per_step", 2), ("mean_completion", 1), ("peak_gib", 2))
+        ]
+        lines.append(f"| {side} | " + " | ".join(speed + cpu + rest) + " |")
+    lines += ["", "Seconds per step, by phase (medians):", ""]
+    for side, found in first.items():
+        phases = [f"{name} {statistics.median(each[side]['phases'][name] for each in rounds):.2f}" for name in found["phases"]]
+        if phases:
+            lines.append(f"- {side}: " + ", ".join(phases))
     return "\n".join(lines) + "\n"
 
 
@@ -264,6 +344,8 @@ def main():
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after one warm-up step")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side runs; the sides alternate")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="smallest length of a prompt; 0 uses short ones")
     parser.add_argument("--sides", nargs="+", default=["trl", "ours", "ours-ray"], help="what to measure")
     parser.add_argument("--side", choices=["trl", "ours", "ours-ray"])
     parser.add_argument("--output", type=Path)
@@ -273,8 +355,13 @@ def main():
     elif arguments.side:
         run_ours(arguments)
     else:
-        results = {side: measure(side, arguments) for side in arguments.sides}
-        text = table(results, arguments)
+        rounds = []
+        for number in range(arguments.rounds):
+            sides = arguments.sides if number % 2 == 0 else arguments.sides[::-1]
+            found = {side: measure(side, arguments) for side in sides}
+            rounds.append({side: found[side] for side in arguments.sides})
+            print(f"round {number + 1}: {json.dumps(rounds[-1])}", file=sys.stderr, flush=True)
+        text = table(rounds, arguments)
         print(text)
         if arguments.output:
             arguments.output.write_text(text)
