@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 import psutil
 
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+
 PROMPTS_PER_STEP, GROUP, SEED = 2, 8, 0
 MAX_NEW_TOKENS, LEARNING_RATE = 64, 1e-6
 
@@ -147,24 +149,16 @@ def run_trl(arguments):
     report(marks, [count for count, _ in tokens], prompt_tokens=[count for _, count in tokens])
 
 
-class LengthEnvironment:
+class LengthEnvironment(EnvironmentInterface):
     """The reward of `length_reward` as an rlcore environment."""
 
     def step(self, message_log_batch, metadata):
         import torch
 
-        from rl_core.interfaces import EnvironmentReturn
-
         rewards = torch.tensor(length_reward([log[-1]["content"] for log in message_log_batch]))
         rows = len(rewards)
         silence = [{"role": "environment", "content": ""}] * rows
         return EnvironmentReturn(silence, metadata, [None] * rows, rewards, torch.ones(rows))
-
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
-
-    def shutdown(self):
-        pass
 
 
 def run_ours(arguments):

@@ -1,15 +1,15 @@
 """Packs the weights of linear layers for oneDNN while a model samples on a CPU.
 
 Decoding multiplies a few rows by every weight once per token. torch's plain product packs the weight again each time, which in
-float32 costs more than the product itself; here it is packed once per call and freed afterwards. Results are equal up to the
-order of float32 sums, in which bfloat16 products are summed too.
+float32 costs more than the product itself; here it is packed once per call and freed afterwards. Layers that read the same
+input (queries, keys and values; gate and up projection) become one product. Results are equal up to the order of float32 sums,
+in which bfloat16 products are summed too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Final, TypeGuard
 
 import torch
@@ -19,6 +19,8 @@ _MIN_STEPS: Final = 12
 """Minimum number of decoding steps for packing, which takes about as long as two to four unpacked steps."""
 _MAX_PACKED_BYTES: Final = 4 * 2**30
 """Maximum size of packed copies; further layers stay unpacked, so that a large model does not need twice its memory."""
+_SAME_INPUT: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers of one module that read the same input in the models of Transformers."""
 
 
 @contextmanager
@@ -37,26 +39,85 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
     try:
         if steps >= _MIN_STEPS and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
             budget = _MAX_PACKED_BYTES
-            for module in model.modules():
-                if not _can_be_packed(module):
-                    continue
-                dtype = _packed_dtype(module)
-                num_bytes = dtype.itemsize * module.weight.numel()
+            for layers in _groups(model):
+                dtype = _packed_dtype(layers[0])
+                num_bytes = dtype.itemsize * sum(layer.weight.numel() for layer in layers)
                 if num_bytes <= budget:
                     budget -= num_bytes
-                    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach().to(dtype), rows)
-                    bias = None if module.bias is None else module.bias.detach().to(dtype)
-                    module.forward = partial(_packed_forward, weight, bias)  # type: ignore[method-assign]
-                    packed.append(module)
+                    for layer, forward in zip(layers, _packed_forwards(layers, dtype, rows), strict=True):
+                        layer.forward = forward  # type: ignore[method-assign]
+                        packed.append(layer)
         yield
     finally:
-        for module in packed:
-            del module.forward
+        for layer in packed:
+            del layer.forward
 
 
-def _packed_forward(weight: torch.Tensor, bias: torch.Tensor | None, input: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input.to(weight.dtype), weight, bias, "none", [], "")
-    return output.to(input.dtype)
+def _groups(model: nn.Module) -> Iterator[Sequence[nn.Linear]]:
+    """The layers that can be packed; those that become one product together."""
+    grouped: set[nn.Module] = set()
+    for module in model.modules():
+        for names in _SAME_INPUT:
+            layers = [layer for name in names if _can_be_packed(layer := getattr(module, name, None)) and layer not in grouped]
+            kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
+            if len(layers) == len(names) and len(kinds) == 1:
+                grouped.update(layers)
+                yield layers
+    yield from ([module] for module in model.modules() if _can_be_packed(module) and module not in grouped)
+
+
+def _packed_forwards(
+    layers: Sequence[nn.Linear], dtype: torch.dtype, rows: int
+) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
+    """A forward for each layer, which share one packed weight."""
+    weights = [layer.weight.detach().to(dtype) for layer in layers]
+    biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
+    product = _PackedProduct(
+        torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None, rows
+    )
+    if len(layers) == 1:
+        return [product]
+    shared = _SharedProduct(product, [layer.out_features for layer in layers])
+    return [shared.part(index) for index in range(len(layers))]
+
+
+class _PackedProduct:
+    """The linear map of a packed weight [H', H] and its bias."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> None:
+        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            input.to(self._weight.dtype), self._weight, self._bias, "none", [], ""
+        )
+        return output.to(input.dtype)
+
+
+class _SharedProduct:
+    """One product for several layers, computed by the first that is called with an input; the others take their part of it."""
+
+    def __init__(self, product: _PackedProduct, sizes: Sequence[int]) -> None:
+        self._product, self._sizes = product, list(sizes)
+        self._input: torch.Tensor | None = None
+        self._parts: list[torch.Tensor | None] = [None] * len(sizes)
+
+    def part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The forward of one layer."""
+
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            found = self._parts[index] if self._input is input else None
+            if found is None:
+                self._input = input
+                self._parts = list(self._product(input).split(self._sizes, dim=-1))
+                found = self._parts[index]
+                assert found is not None
+            self._parts[index] = None  # each layer reads an input once; a second call computes it again
+            if not any(part is not None for part in self._parts):
+                self._input = None
+            return found
+
+        return forward
 
 
 def _packed_dtype(module: nn.Linear) -> torch.dtype:
@@ -65,7 +126,7 @@ def _packed_dtype(module: nn.Linear) -> torch.dtype:
     return module.weight.dtype if is_native else torch.float32
 
 
-def _can_be_packed(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _can_be_packed(module: object) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module.weight.device.type != "cpu":
         return False
     if type(module.weight) is not nn.Parameter or module._forward_hooks or module._forward_pre_hooks:

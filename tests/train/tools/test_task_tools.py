@@ -5,16 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_core.config.schema import EnvironmentConfig, RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, Tool, ToolEnvironment
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
 from rl_train.data.processors import prompt_datum
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
 from rl_train.rollouts.trajectory import to_batch
-from rl_train.tools.task_tools import TaskTools, tools_of_instances
+from rl_train.tools.task_tools import TaskTools, tools_of_instances, tools_of_run
 
 
 def add(a: int, b: int) -> int:
@@ -74,6 +77,15 @@ def test_an_environment_with_tools_is_refused_if_no_parser_fits_the_chat_templat
     assert error.value.key == "env.sums.tool_parser"
     assert tools_of_instances({"sums": Sums({"tool_parser": "hermes"})}, tokenizer_with("own")).parsers["sums"].name == "hermes"
     assert tools_of_instances({"deaf": Deaf()}, tokenizer_with("own")) == TaskTools()
+
+
+def test_a_class_that_is_no_environment_is_refused_before_the_run(tokenizer_with):
+    run = RunConfig.model_construct(env={"odd": EnvironmentConfig(env_cls="collections.OrderedDict")})
+    with pytest.raises(
+        ConfigError, match=r"OrderedDict.* is not a subclass of rl_core\.interfaces\.EnvironmentInterface"
+    ) as error:
+        tools_of_run(run, Registry(discover()), tokenizer_with("hermes"))
+    assert error.value.key == "env.odd"
 
 
 class Scripted(GenerationInterface):

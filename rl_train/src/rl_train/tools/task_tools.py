@@ -85,6 +85,8 @@ class _Offer:
 
     @classmethod
     def of_class(cls, environment_class: Any, section: EnvironmentConfig) -> _Offer:
+        if not (isinstance(environment_class, type) and issubclass(environment_class, EnvironmentInterface)):
+            raise ConfigError(f"{environment_class!r} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
         config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
         return cls(
             specs=environment_class.offered_tools(config),
