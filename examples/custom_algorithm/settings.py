@@ -2,8 +2,8 @@
 
 from pydantic import Field
 
-from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-from rl_core.config.schema import AlgorithmConfig
+from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.schema import AlgorithmConfig
 
 
 class BestOfNConfig(AlgorithmConfig):

@@ -69,7 +69,7 @@ def test_the_best_of_a_group_is_kept_and_groups_without_a_good_one_are_not():
 def test_the_loss_of_the_example_equals_its_formula(exponent, expected):
     from examples.custom_loss.length_normalised import LengthNormalisedLoss
 
-    from rl_core.config.schema import OpenLossConfig
+    from rl_train.config.schema import OpenLossConfig
 
     logprobs = torch.tensor([[0.0, -1.0, -1.0, -1.0], [0.0, -9.0, -2.0, 0.0]])
     data = {"token_mask": torch.tensor([[0.0, 1, 1, 1], [0, 0, 1, 0]]), "sample_mask": torch.ones(2)}
@@ -102,8 +102,8 @@ def test_validate_finds_modules_in_the_working_directory():
         ({"algorithm": {"train": "best_of_n"}}, "must be a dotted path"),
         ({"algorithm": {"train": "nowhere_at_all.train"}}, "there is no package 'nowhere_at_all'"),
         ({"algorithm": {"config": "examples.custom_algorithm.settings.Gone"}}, "has no 'Gone'"),
-        ({"algorithm": {"config": "rl_core.config.schema.LossConfig"}}, "is not a subclass of"),
-        ({"algorithm": {"config": "rl_core.config.schema.AlgorithmConfig"}}, "loss_fn.name: is required"),
+        ({"algorithm": {"config": "rl_train.config.schema.LossConfig"}}, "is not a subclass of"),
+        ({"algorithm": {"config": "rl_train.config.schema.AlgorithmConfig"}}, "loss_fn.name: is required"),
         ({"algorithm": {"steps": 3}}, "algorithm has no key 'steps'"),
         ({"algorithm": "examples.custom_algorithm.best_of_n.train"}, "must be a section with keys below it"),
         ({"best_of_n": {"num_generations_per_prompt": 1}}, "a whole number, 2 or more"),

@@ -13,7 +13,7 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.requirements import unmet_needs
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.section import RunSections
 
 ALL_LINEAR: Final = "all-linear"
 NEEDS_PEFT: Final = (
@@ -132,7 +132,7 @@ class HFPolicyConfig(PolicyConfig):
     hf_cfg: HFConfig = Field(default_factory=HFConfig)
     """Settings specific to this backend."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
         lora = self.hf_cfg.lora
@@ -150,7 +150,7 @@ class HFPolicyConfig(PolicyConfig):
                 "their ratio is not 1 even before the first step. Set it to 0.",
             )
 
-    def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
         from rl_backends_hf.lora import check_targets
         from rl_backends_hf.model import model_without_weights
@@ -191,7 +191,7 @@ class HFGenerationConfig(GenerationConfig):
     hf_cfg: HFSamplerConfig = Field(default_factory=HFSamplerConfig)
     """Settings specific to this backend."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Missing models and libraries."""
         yield from super().conflicts(run)
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)

@@ -15,7 +15,8 @@ from rl_core.config.schema import PolicyConfig, Section
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import ClusterConfig, RunConfig
+    from rl_core.config.schema import ClusterConfig
+    from rl_core.config.section import RunSections
 
 
 class MegatronConfig(Section):
@@ -143,7 +144,7 @@ class MegatronPolicyConfig(PolicyConfig):
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """Settings specific to this backend."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """A number of ranks that does not fit the parallelism, and parallelism that a local model does not support."""
         if (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem

@@ -13,7 +13,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, Token
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.section import RunSections
 
 NO_KEY = "EMPTY"
 """The customary API key of servers that check none."""
@@ -124,7 +124,7 @@ class OpenAIConfig(GenerationConfig):
     def has_own_weights(self) -> bool:
         return self.openai_cfg.weight_updates is None
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks that keys come from the environment, because a config is stored in the run folder."""
         yield from super().conflicts(run)
         known = {*os.environ.values(), NO_KEY, None}

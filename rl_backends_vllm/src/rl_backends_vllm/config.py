@@ -14,7 +14,7 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.section import RunSections
 
 _MIN_TEMPERATURE = 0.01
 
@@ -108,7 +108,7 @@ class VllmConfig(GenerationConfig):
             )
         return self
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks that the model exists."""
         yield from super().conflicts(run)
         if self.model_name is not None and (problem := model_path_problem(self.model_name)) is not None:

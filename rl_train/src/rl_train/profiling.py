@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rl_core.config.schema import ProfilingConfig
+from rl_train.config.schema import ProfilingConfig
 
 _log = logging.getLogger(__name__)
 

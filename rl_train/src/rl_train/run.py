@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RunInterrupted, StopReason
 from rl_core.interfaces.generation import GenerationInterface
@@ -19,6 +18,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.value import ValueInterface
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
+from rl_train.config.schema import RunConfig
 from rl_train.metrics.recorder import Recorder
 from rl_train.profiling import profiled
 from rl_train.rollouts.batches import TrainingBatches

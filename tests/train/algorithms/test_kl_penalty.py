@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rl_core.config.schema import DataConfig, LossConfig, PolicyConfig, RunConfig
+from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.kl_penalty import AdaptiveKLController, kl_in_reward
 from rl_train.algorithms.losses.config import AdaptiveKLConfig, ClippedPGLossConfig
+from rl_train.config.schema import DataConfig, LossConfig, RunConfig
 
 
 def test_the_kl_in_the_reward_is_a_cost_of_each_sampled_token():

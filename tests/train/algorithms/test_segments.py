@@ -8,7 +8,7 @@ import transformers
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
-from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
+from rl_core.config.schema import DatasetConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import grpo
 from rl_train.algorithms.dynamic_sampling import draw_rollouts
@@ -19,6 +19,7 @@ from rl_train.algorithms.losses.config import AdaptiveKLConfig, ClippedPGLossCon
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.policy_gradient_config import RewardShapingConfig
 from rl_train.algorithms.rewards import RewardShaping
+from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.rollouts.segments import join_segments, split_segments
 from rl_train.rollouts.source import Rollouts, RolloutSource
 from rl_train.rollouts.trajectory import Trajectory, to_batch

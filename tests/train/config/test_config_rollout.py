@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_core.config.schema import RolloutConfig
+from rl_train.config.schema import RolloutConfig
 
 
 def test_more_scored_rows_than_samples_are_refused(files, good):

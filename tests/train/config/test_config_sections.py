@@ -3,10 +3,10 @@
 import pytest
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
-from rl_core.config.schema import OpenEnvironmentConfig, OpenPolicyConfig
 from rl_envs.config import ArithmeticDatasetConfig, ArithmeticEnvironmentConfig, MathEnvironmentConfig
 from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
+from rl_train.config.schema import OpenEnvironmentConfig, OpenPolicyConfig
 
 SFT = """\
 sft:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rl_core.config.optimizer_steps import optimizer_steps
 from rl_train.config.loader import load_config
 from rl_train.config.lr_schedule_checks import schedule_changes, schedule_lengths, schedule_warnings, with_schedule_lengths
+from rl_train.config.optimizer_steps import optimizer_steps
 from rlcore_cli.main import app
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

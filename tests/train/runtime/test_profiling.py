@@ -4,7 +4,7 @@ import gzip
 
 import torch
 
-from rl_core.config.schema import ProfilingConfig
+from rl_train.config.schema import ProfilingConfig
 from rl_train.profiling import profiled
 
 

@@ -8,22 +8,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rl_core.config.schema import (
-    DataConfig,
-    DatasetConfig,
-    EnvironmentConfig,
-    LossConfig,
-    PolicyConfig,
-    PromptConfig,
-    RunConfig,
-    SplitConfig,
-)
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig, PolicyConfig
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.sft_config import SFTConfig
 from rl_train.config.loader import load_config
+from rl_train.config.schema import DataConfig, LossConfig, PromptConfig, RunConfig, SplitConfig
 from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
 from rl_train.data.processors import conversation_datum
 from rl_train.runtime.build import DataLoaders

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.config.runtime_needs import RecordNeeds, RolloutNeeds, RuntimeNeeds
 from rl_train.config.loader import load_config
+from rl_train.config.runtime_needs import RecordNeeds, RolloutNeeds, RuntimeNeeds
 from rl_train.runtime.launch import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -15,8 +15,8 @@ MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 TRIALS = """
 from pydantic import Field
 
-from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-from rl_core.config.schema import AlgorithmConfig
+from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.schema import AlgorithmConfig
 
 
 class TrialsConfig(AlgorithmConfig):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
-from rl_core.config.section import ComponentSection, Section
+from rl_core.config.section import ComponentSection, RunSections, Section
 from rl_core.config.source_tree import KeyPath
 from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.plugins.component import is_path
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import ClusterConfig, RunConfig
+    from rl_core.config.schema import ClusterConfig
 
 
 class TokenizerConfig(Section):
@@ -252,7 +252,7 @@ class PolicyConfig(ComponentSection):
     python: Annotated[str | None, NAME_OR_PATH] = None
     """Python interpreter of another environment to run the workers with."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Settings of the run that the backend cannot support: each conflicting key of this section, and the reason.
 
         Called for the policy, the value model and the teacher alike; `run.policy is self` tells which model this is.
@@ -273,3 +273,14 @@ class PolicyConfig(ComponentSection):
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             raise ValueError("dynamic_batching and sequence_packing are mutually exclusive: enable one of them")
         return self
+
+
+def rows_per_optimizer_step(rows: int, *, asked: int | None, multiple_of: int) -> int:
+    """Number of rows of one optimizer step, including filler rows.
+
+    Args:
+        rows: number of rows in the batch.
+        asked: `train_global_batch_size`; None takes all rows at once.
+        multiple_of: data-parallel ranks times the rows that stay together, so that each rank has the same number of rows.
+    """
+    return -(-(asked or rows) // multiple_of) * multiple_of

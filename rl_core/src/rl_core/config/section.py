@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.schema import ClusterConfig, EnvironmentConfig, PolicyConfig
 
 
 class Section(BaseModel):
@@ -26,17 +26,51 @@ class Section(BaseModel):
     )
 
 
+class RunSections(Protocol):
+    """The sections of a run that a component's checks read; each attribute has the name of its section."""
+
+    @property
+    def algorithm_name(self) -> str:
+        """Name of the algorithm."""
+
+    @property
+    def algorithm(self) -> Any:
+        """The algorithm's section; `needs_generation` says whether it trains on rollouts."""
+
+    @property
+    def policy(self) -> PolicyConfig: ...
+
+    @property
+    def value(self) -> PolicyConfig | None: ...
+
+    @property
+    def teacher(self) -> PolicyConfig | None: ...
+
+    @property
+    def data(self) -> Any: ...
+
+    @property
+    def env(self) -> dict[str, EnvironmentConfig]: ...
+
+    @property
+    def cluster(self) -> ClusterConfig: ...
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        """Names of the sections that the config sets."""
+
+
 class ComponentSection(Section):
     """Section of a component, which may add its own checks."""
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks the section against the rest of the run: each wrong key, relative to this section, and the reason.
 
         `rlcore validate` calls it, so it must not import torch, ray, numpy or transformers.
         """
         yield from ()
 
-    def deep_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Like `conflicts`, but may import torch and read a tokenizer or a model's config; it must not load weights.
 
         `rlcore validate --deep` calls it. A `UserError` that it raises is reported at the key that its message names.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.config.optimizer_steps import rows_per_optimizer_step
+from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing

@@ -10,7 +10,7 @@ class RunInfo(Protocol):
     """Read-only view of a run, passed to the event hooks.
 
     Attributes:
-        config: The whole config, a frozen `rl_core.config.schema.RunConfig`.
+        config: The whole config, a frozen pydantic model.
         folder: The run folder: config, metrics, rollouts and checkpoints.
         first_step: Number of steps done before this run was resumed; 0 for a new run.
     """

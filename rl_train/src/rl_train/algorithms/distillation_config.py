@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rl_core.config.optimizer_steps import TrainingPlan
-from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
 from rl_train.config.data_checks import validates
+from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.schema import AlgorithmConfig, RunConfig
 
 
 class DistillationConfig(AlgorithmConfig):

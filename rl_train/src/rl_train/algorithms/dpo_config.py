@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rl_core.config.optimizer_steps import TrainingPlan
-from rl_core.config.runtime_needs import RecordNeeds, RuntimeNeeds
-from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
+from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.runtime_needs import RecordNeeds, RuntimeNeeds
+from rl_train.config.schema import AlgorithmConfig, RunConfig
 
 
 class DPOConfig(AlgorithmConfig):

@@ -9,13 +9,14 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_core.config.optimizer_steps import TrainingPlan
-from rl_core.config.runtime_needs import RuntimeNeeds
-from rl_core.config.schema import RunConfig, Section
+from rl_core.config.schema import Section
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig, RewardShapingConfig
+from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.runtime_needs import RuntimeNeeds
+from rl_train.config.schema import RunConfig
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gdpo", "turn_level")
 

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from rl_core.config.optimizer_steps import TrainingPlan
-from rl_core.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-from rl_core.config.schema import AlgorithmConfig, RunConfig, Section
+from rl_core.config.schema import Section
 from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import MAX_KL_ERROR, ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
+from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
+from rl_train.config.schema import AlgorithmConfig, RunConfig
 
 
 class RewardScalingConfig(Section):

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 from pydantic import Field, model_validator
 
-from rl_core.config.optimizer_steps import TrainingPlan
-from rl_core.config.runtime_needs import RuntimeNeeds
-from rl_core.config.schema import RunConfig, Section
+from rl_core.config.schema import Section
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import ConfigError
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.losses.value_config import MseValueLossConfig
 from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig
+from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.runtime_needs import RuntimeNeeds
+from rl_train.config.schema import RunConfig
 
 VALUE_LOSS = "mse_value"
 

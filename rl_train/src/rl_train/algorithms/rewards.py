@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig, RewardScalingConfig
+from rl_train.config.schema import RunConfig
 
 OVERLONG = "overlong"
 """Name of the length penalty among the components of a reward."""

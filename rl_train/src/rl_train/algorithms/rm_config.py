@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rl_core.config.optimizer_steps import TrainingPlan
-from rl_core.config.runtime_needs import RecordNeeds, RuntimeNeeds
-from rl_core.config.schema import AlgorithmConfig, RunConfig
 from rl_core.config.source_tree import KeyPath
+from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.runtime_needs import RecordNeeds, RuntimeNeeds
+from rl_train.config.schema import AlgorithmConfig, RunConfig
 
 
 class RewardModelConfig(AlgorithmConfig):

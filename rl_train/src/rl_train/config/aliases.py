@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rl_core.config.source_tree import KeyPath, Node
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import DataConfig, DatasetConfig
+    from rl_core.config.schema import DatasetConfig
+    from rl_train.config.schema import DataConfig
 
 DatasetT = TypeVar("DatasetT", bound="DatasetConfig")
 

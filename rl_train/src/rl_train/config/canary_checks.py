@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
+from rl_train.config.schema import RunConfig
 
 HELD_DIGESTS = "held_weight_digests"
 """Capability of a generation backend whose weight digests cover the tensors that it computes with."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from rl_core.config.diagnostics import show
-from rl_core.config.schema import GenerationConfig, PolicyConfig, RunConfig
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
@@ -18,6 +18,7 @@ from rl_train.config.data_checks import data_conflicts, validates
 from rl_train.config.lr_schedule_checks import schedule_conflicts
 from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
 from rl_train.config.resource_checks import in_process_conflicts, profiling_conflicts
+from rl_train.config.schema import RunConfig
 from rl_train.config.section_resolver import COMPANIONS, ConfigLayout
 from rl_train.config.segment_checks import segment_conflicts
 from rl_train.config.tool_checks import tool_parser_conflicts

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import (
-    DatasetConfig,
-    EnvironmentConfig,
-    GenerationConfig,
-    LoggerConfig,
-    LossConfig,
-    PolicyConfig,
-    RunConfig,
-)
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import KeyPath
+from rl_train.config.schema import LoggerConfig, LossConfig, RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 
 Finding = tuple[KeyPath, str]

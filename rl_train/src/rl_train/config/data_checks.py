@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.prompt_files import prompt_problem
+from rl_train.config.schema import RunConfig
 
 _KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
 

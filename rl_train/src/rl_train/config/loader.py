@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from rl_core.config.diagnostics import Problems
-from rl_core.config.schema import EnvironmentConfig, RunConfig
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.config.validation import Validator
 from rl_core.plugins.component import Component
@@ -29,6 +29,7 @@ from rl_train.config.overrides import Override, apply_overrides
 from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
+from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
 from rl_train.config.section_resolver import ConfigLayout, choose_parts
 from rl_train.config.sources import ConfigFiles, as_paths, read_sources

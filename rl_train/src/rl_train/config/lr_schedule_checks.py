@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from rl_core.config.optimizer_steps import OptimizerSteps, optimizer_steps
 from rl_core.config.schedules import SCHEDULES
-from rl_core.config.schema import RunConfig, SchedulerConfig
+from rl_core.config.schema import SchedulerConfig
 from rl_core.config.source_tree import KeyPath
+from rl_train.config.optimizer_steps import OptimizerSteps, optimizer_steps
+from rl_train.config.schema import RunConfig
 
 LENGTH, WARMUP = "num_training_steps", "num_warmup_steps"
 _TRAINED = ("policy", "value")

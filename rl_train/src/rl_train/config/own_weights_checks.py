@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import GenerationConfig, RunConfig
+from rl_core.config.schema import GenerationConfig
 from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.plugins.component import is_path
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.static_lookup import static_attribute
 from rl_train.config.component_checks import Finding
+from rl_train.config.schema import RunConfig
 
 _AT = ("policy", "generation", "backend")
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import KeyPath
 from rl_train.config.component_checks import models_of
+from rl_train.config.schema import RunConfig
 
 _IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind in this process"
 

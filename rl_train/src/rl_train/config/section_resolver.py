@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.config import schema
+from rl_core.config import schema as core_schema
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.introspection import NOTHING, Field, Model, all_fields, find_field
 from rl_core.config.source_tree import KeyPath, Node
 from rl_core.errors import InvalidComponentError, PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
+from rl_train.config import schema
 from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm
 
 FUNCTIONS = "function"
@@ -32,7 +33,7 @@ SECTIONS: dict[str, Model | None] = {
     "teacher": None,
     "data": schema.DataConfig,
     "env": None,
-    "cluster": schema.ClusterConfig,
+    "cluster": core_schema.ClusterConfig,
     "rollout": schema.RolloutConfig,
     "profiling": schema.ProfilingConfig,
     "checkpointing": schema.CheckpointingConfig,
@@ -52,10 +53,10 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
     Kind.LOSS: (schema.LossConfig, schema.OpenLossConfig),
-    Kind.POLICY: (schema.PolicyConfig, schema.OpenPolicyConfig),
-    Kind.GENERATION: (schema.GenerationConfig, schema.OpenGenerationConfig),
-    Kind.ENVIRONMENT: (schema.EnvironmentConfig, schema.OpenEnvironmentConfig),
-    Kind.DATASET: (schema.DatasetConfig, schema.OpenDatasetConfig),
+    Kind.POLICY: (core_schema.PolicyConfig, schema.OpenPolicyConfig),
+    Kind.GENERATION: (core_schema.GenerationConfig, schema.OpenGenerationConfig),
+    Kind.ENVIRONMENT: (core_schema.EnvironmentConfig, schema.OpenEnvironmentConfig),
+    Kind.DATASET: (core_schema.DatasetConfig, schema.OpenDatasetConfig),
     Kind.LOGGER: (schema.LoggerConfig, schema.OpenLoggerConfig),
 }
 """The base class of the config model of each kind, and the model of a component given by its path."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import KeyPath
 from rl_train.config.component_checks import Finding
+from rl_train.config.schema import RunConfig
 
 
 def segment_conflicts(run: RunConfig) -> Iterator[Finding]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import RunConfig
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.component_checks import Finding
+from rl_train.config.schema import RunConfig
 
 OWN_PARSER = "response_template"
 """Name of the tokenizer's own parser of responses."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.diagnostics import listed
-from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
+from rl_train.config.schema import RunConfig
 
 IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
 ONE_NODE_TRANSPORTS = ("shared_memory", "collective")

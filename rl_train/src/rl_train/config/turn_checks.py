@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.static_lookup import static_attribute
 from rl_train.config.component_checks import Finding
+from rl_train.config.schema import RunConfig
 
 
 def turn_conflicts(run: RunConfig) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import RolloutConfig, RunConfig
 from rl_core.config.source_tree import KeyPath
+from rl_train.config.schema import RolloutConfig, RunConfig
 
 
 def unused_sections(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:

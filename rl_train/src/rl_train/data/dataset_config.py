@@ -14,7 +14,7 @@ from rl_core.config.schema import DatasetConfig
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.section import RunSections
 
 
 class OnBadRow(StrEnum):
@@ -45,7 +45,7 @@ class RowsConfig(DatasetConfig):
         """The keys whose values differ from their defaults; a resolved config also states the defaults."""
         return {key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()}
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Functions and templates that do not exist, and an invalid first row."""
         from rl_train.data.row_checks import row_conflicts
 

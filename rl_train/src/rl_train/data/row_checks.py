@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.schema import DataConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import with_prompt
 from rl_train.config.prompt_files import prompt_problem
+from rl_train.config.schema import DataConfig
 from rl_train.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceForm, RecordForm, RowsConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed
 from rl_train.data.record_functions import PACKAGED

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rl_core.config.schema import LoggerConfig
+from rl_train.config.schema import LoggerConfig
 
 
 class TensorBoardConfig(LoggerConfig):

@@ -13,7 +13,7 @@ from rl_core.plugins.component import is_path
 from rl_core.plugins.static_lookup import missing_target
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_core.config.section import RunSections
 
 
 class FunctionEnvironmentConfig(EnvironmentConfig):
@@ -45,7 +45,7 @@ class FunctionEnvironmentConfig(EnvironmentConfig):
         """The key, within the section, of the function with that reward."""
         return ("reward_fn",) if self.reward_fn is not None else ("reward_fns", name)
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Functions that do not exist, without importing them."""
         for name, path in self.functions.items():
             if (problem := missing_target(path)) is not None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.config.durations import parse_duration
-from rl_core.config.schema import RunConfig
 from rl_core.config.source_tree import dotted
 from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
 from rl_core.errors import ConfigError
@@ -22,12 +20,14 @@ from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.data_checks import validates
+from rl_train.config.durations import parse_duration
 from rl_train.config.lr_schedule_checks import (
     schedule_conflicts,
     schedule_lengths,
     schedule_warnings,
 )
 from rl_train.config.own_weights_checks import check_own_weights
+from rl_train.config.schema import RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.turn_checks import check_turns
 from rl_train.data.dataloader import BatchedDataLoader

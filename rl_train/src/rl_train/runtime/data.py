@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rl_core.config.schema import DataConfig, DatasetConfig, RunConfig
+from rl_core.config.schema import DatasetConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import with_prompt
+from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.concat import ConcatDataset
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.schema import RunConfig
 from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
@@ -19,6 +18,7 @@ from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.own_weights_checks import declares_own_weights
+from rl_train.config.schema import RunConfig
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import daemons
-from rl_core.config.schema import RunConfig
 from rl_core.errors import ConfigError, NotSupportedError, RayDiedError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
@@ -23,6 +22,7 @@ from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.lr_schedule_checks import schedule_changes
 from rl_train.config.resource_checks import machine_conflicts
+from rl_train.config.schema import RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.metrics.console import ConsoleLogger

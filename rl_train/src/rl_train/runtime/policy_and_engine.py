@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rl_core.config.schema import RunConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError, DataError
@@ -18,6 +17,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
+from rl_train.config.schema import RunConfig
 from rl_train.config.sources import ConfigFiles
 from rl_train.rollouts.seeds import sample_seed
 from rl_train.runtime.data import prompt_loader, read_data

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from rl_core.config.schema import RunConfig
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.event_loop import EventLoopThread
 from rl_core.plugins.component import did_you_mean
+from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import place_of
 from rl_train.rewards.config import FunctionEnvironmentConfig

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from rl_core.config.schema import CheckpointingConfig, RunConfig
 from rl_core.errors import CheckpointError
 from rl_train.checkpoints.ownership import RunIdentity, hold, read_identity, refuse_foreign, write_identity
 from rl_train.checkpoints.state import read_state
 from rl_train.checkpoints.store import ABANDONED, CheckpointStore, Retention, step_of
+from rl_train.config.schema import CheckpointingConfig, RunConfig
 from rl_train.runtime.run_provenance import CONFIG
 from rl_train.runtime.status import BUILDING, STATUS
 

@@ -12,16 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_core.config.schema import (
-    AlgorithmConfig,
-    CheckpointingConfig,
-    DataConfig,
-    EnvironmentConfig,
-    LossConfig,
-    PolicyConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from rl_core.config.schema import EnvironmentConfig, PolicyConfig
 from rl_core.config.source_tree import dotted
 from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.dispatch.policy import DistributedPolicy
@@ -36,6 +27,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.checks import section_conflicts
 from rl_train.config.own_weights_checks import own_weights_refused
+from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, DataConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions

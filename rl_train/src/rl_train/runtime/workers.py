@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import wait_together
-from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig, RunConfig
+from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade, device_here
@@ -27,6 +27,7 @@ from rl_core.plugins.component import Component
 from rl_core.plugins.registry import Registry
 from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
 from rl_train.config.lr_schedule_checks import with_schedule_lengths
+from rl_train.config.schema import RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
 from rl_train.pools.actor_pool import ActorPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rl_core.config.durations import parse_duration
+from rl_train.config.durations import parse_duration
 from rlcore_cli.importing.nemo_rl.facts import algorithm_of, validates
 from rlcore_cli.importing.rows import Decision, ForeignConfig, Mapped, Redundant, Unsupported
 

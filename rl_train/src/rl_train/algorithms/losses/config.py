@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from rl_core.config.schema import LossConfig, Section
+from rl_core.config.schema import Section
+from rl_train.config.schema import LossConfig
 
 MAX_KL_ERROR = 0.2
 """The relative error of the KL is clipped to this fraction."""

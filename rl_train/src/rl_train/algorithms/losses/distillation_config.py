@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config.schema import LossConfig
+from rl_train.config.schema import LossConfig
 
 _HALF: Final = 0.5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from rl_core.config.schema import LossConfig
+from rl_train.config.schema import LossConfig
 
 
 class PreferenceLossConfig(LossConfig):

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rl_core.config.schema import LossConfig
+from rl_train.config.schema import LossConfig
 
 
 class MseValueLossConfig(LossConfig):

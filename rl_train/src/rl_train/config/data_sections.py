@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
-from rl_core.config.section import ComponentSection, Section
-
-
-class DatasetConfig(ComponentSection):
-    """Base section of every dataset (`data.train`, `data.validation`)."""
-
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = None
-    """Whether records are conversations (including prompts) or pairs of a chosen and a rejected answer; None if it depends on
-    the data."""
-
-    dataset_name: str
-    """Dataset component or dotted path."""
-    task_name: str | None = None
-    """Name of the environment (task) that scores the records. Used for records whose dataset does not set a task."""
-    processor: str | None = None
-    """Dotted path of a function that converts a record to a tokenized row, replacing the built-in one; see `docs/data.md` for
-    its signature."""
-    weight: float | None = Field(default=None, gt=0.0)
-    """In `data.mix`: sampling weight of this dataset, relative to the other datasets; 1 by default."""
-    val_period: int | None = Field(default=None, ge=1)
-    """In `data.validation_sets`: number of steps between validations on this dataset; by default the algorithm's
-    `val_period`."""
-
+from rl_core.config.schema import DatasetConfig
+from rl_core.config.section import Section
 
 _PROMPT_KEYS = {"prompt_config": "prompt", "system_prompt": "system_prompt", "examples_type": "examples_type"}
 """Keys of `data.prompt`, and the keys of a dataset that they are the defaults of."""

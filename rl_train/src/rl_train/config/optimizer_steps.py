@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_core.config.policy_sections import rows_per_optimizer_step
+
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_train.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +55,6 @@ class OptimizerSteps:
         plan = self.plan
         passes = f" x {plan.passes} passes" if plan.passes > 1 else ""
         return f"{self.most} ({plan.steps} steps{passes} x {self.per_pass} for {plan.rows} rows)"
-
-
-def rows_per_optimizer_step(rows: int, *, asked: int | None, multiple_of: int) -> int:
-    """Number of rows of one optimizer step, including filler rows.
-
-    Args:
-        rows: number of rows in the batch.
-        asked: `train_global_batch_size`; None takes all rows at once.
-        multiple_of: data-parallel ranks times the rows that stay together, so that each rank has the same number of rows.
-    """
-    return -(-(asked or rows) // multiple_of) * multiple_of
 
 
 def optimizer_steps(run: RunConfig, model: str) -> OptimizerSteps | None:

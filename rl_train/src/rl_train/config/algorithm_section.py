@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config.optimizer_steps import TrainingPlan
-from rl_core.config.runtime_needs import RuntimeNeeds
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath
+from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.runtime_needs import RuntimeNeeds
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import RunConfig
+    from rl_train.config.schema import RunConfig
 
 
 class AlgorithmConfig(Section):
