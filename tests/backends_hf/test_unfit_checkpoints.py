@@ -7,11 +7,12 @@ import torch
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.worker import HFPolicyWorker
-from rl_core.errors import DiskFullError, NonFiniteError
+from rl_core.errors import NonFiniteError
 from rl_core.training.finite import first_non_finite
 from rl_train.checkpoints.damage import verify_checkpoint
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore, Retention
+from rl_train.errors import DiskFullError
 
 
 class NoTokenizer:

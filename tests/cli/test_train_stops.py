@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.errors import RunInterrupted, StopReason
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.durations import parse_duration
+from rl_train.errors import RunInterrupted, StopReason
 from rl_train.runtime.stopping import StopSignals
 from rlcore_cli.main import main
 

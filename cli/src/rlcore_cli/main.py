@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_core.errors import PluginHookError, RLCoreError, RunInterrupted
+from rl_core.errors import PluginHookError, RLCoreError
+from rl_train.errors import RunInterrupted
 from rlcore_cli.lazy import PluginGroup
 
 COMMANDS = {

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import RunInterrupted, StopReason
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.value import ValueInterface
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.schema import RunConfig
+from rl_train.errors import RunInterrupted, StopReason
+from rl_train.metrics.logger import Logger
 from rl_train.metrics.recorder import Recorder
 from rl_train.profiling import profiled
 from rl_train.rollouts.batches import TrainingBatches

@@ -224,17 +224,6 @@ def test_a_dead_worker_is_reported_as_the_cause_instead_of_its_hanging_peers(pai
     assert pair.run_all("add", 1) == [1, 1]
 
 
-def test_a_dead_worker_is_replaced_before_the_next_call_while_restarts_last(cluster):
-    with RayWorkerGroup(cluster, Worker, num_workers=1, max_restarts=1) as group:
-        for _ in range(2):
-            with pytest.raises(WorkerDiedError):
-                group.run_all("die_on", 0)
-            if group._restarts_left:
-                assert group.run_all("add", 1) == [1]
-        with pytest.raises(WorkerDiedError):
-            group.run_all("add", 1)
-
-
 def test_child_processes_of_a_worker_end_with_it_even_in_another_session(cluster):
     with RayWorkerGroup(cluster, Worker, num_workers=1) as group:
         pids = group.run_one("spawn")

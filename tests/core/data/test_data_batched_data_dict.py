@@ -140,8 +140,6 @@ def test_the_only_column_may_be_replaced_by_one_of_another_size():
 def test_a_batch_moves_and_reads_as_a_dict():
     batch = batch_of(2)
     assert batch.to("cpu") is batch
-    assert type(batch.get_dict()) is dict
-    assert batch.get_dict().keys() == batch.keys()
     assert BatchedDataDict().size == 0
 
 
@@ -149,7 +147,6 @@ def test_microbatches_by_count_cover_all_rows_in_order():
     batch = batch_of(5)
     microbatches = list(batch.make_microbatch_iterator(2))
     assert [rows_of(microbatch) for microbatch in microbatches] == [[0, 1], [2, 3], [4]]
-    assert batch.get_microbatch_iterator_len(2) == 3
 
 
 def test_the_documented_class_name_is_accepted():

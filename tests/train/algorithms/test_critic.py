@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.schema import check_batch
+from rl_core.data.schema import SCHEMA
 from rl_train.algorithms.critic import compute_gae_targets, critic_rows
 from rl_train.algorithms.epochs import train_epochs
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
@@ -43,7 +43,9 @@ def test_returns_are_aligned_with_the_positions_of_the_value_head():
     batch["returns"] = found.returns
     rows = critic_rows(batch)
     assert rows["token_mask"].tolist() == [[1, 1, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0]]
-    check_batch(rows, required=["input_ids", "token_mask", "returns", "prev_values"])
+    for key in ("input_ids", "token_mask", "returns", "prev_values"):
+        assert str(rows[key].dtype) == f"torch.{SCHEMA[key].dtype}"
+        assert rows[key].shape == rows["input_ids"].shape
 
 
 def test_a_truncated_answer_ends_with_zero_or_a_bootstrapped_value():

@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from rl_core.errors import CheckpointWriteError, DiskFullError, WorkerError
+from rl_core.errors import CheckpointWriteError, WorkerError
 from rl_train.checkpoints.disk_space import check_disk_space, explain_full_disk, is_full_disk
 from rl_train.checkpoints.store import CheckpointStore
+from rl_train.errors import DiskFullError
 from rl_train.runtime.status import Status
 
 SIZE = 4 * 2**20

@@ -15,7 +15,7 @@ CREDENTIALS = {"SERVICE_TOKEN": TOKEN, "RUN_NAME": "nightly", "TRACKER": "https:
 RECORDING_LOGGER = """
 import os
 
-from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger import Logger
 
 
 class Recording(Logger):

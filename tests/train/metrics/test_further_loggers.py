@@ -243,7 +243,7 @@ def test_tensorboard_and_mlflow_record_one_run_side_by_side(tmp_path):
 
 def test_a_custom_logger_is_named_by_its_import_path_and_gets_its_keys_and_the_run_folder(tmp_path, monkeypatch):
     (tmp_path / "sums_logger.py").write_text(
-        "from rl_core.interfaces.logger import Logger\n"
+        "from rl_train.metrics.logger import Logger\n"
         "class Lines(Logger):\n"
         "    def __init__(self, *, config, folder):\n"
         "        self.path = folder / config.file\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger import Logger
 from rl_train.run import Run
 
 

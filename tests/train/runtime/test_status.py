@@ -17,7 +17,8 @@ from ray import cloudpickle
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig
 from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.errors import DataError, NonFiniteError, RLCoreError, RunInterrupted
+from rl_core.errors import DataError, NonFiniteError, RLCoreError
+from rl_train.errors import RunInterrupted
 from rl_train.runtime.launch import train
 from rl_train.runtime.status import Status
 from rlcore_cli.report.ending import ending_of

@@ -51,8 +51,6 @@ class RayWorkerGroup(WorkerGroup):
         cpus_per_worker: Ray CPUs of a worker, and its threads; its share of the bundle by default.
         gpus_per_worker: Ray GPUs of a worker; its share of the bundle by default.
         bundles_per_worker: Bundles of a worker, on one node; its process sees the GPUs of all of them.
-        max_restarts: Maximum number of dead workers that calls replace during the group's life. A replacement has no
-            state of the old worker, and a running call is never repeated.
 
     Raises:
         ResourceInsufficientError: More workers than bundles, or more groups than may share the cluster.
@@ -76,7 +74,6 @@ class RayWorkerGroup(WorkerGroup):
         cpus_per_worker: float | None = None,
         gpus_per_worker: float | None = None,
         bundles_per_worker: int = 1,
-        max_restarts: int = 0,
     ) -> None:
         self._cluster = cluster
         self._sharding = _grid(cluster.world_size() // bundles_per_worker, sharding, num_workers)
@@ -85,7 +82,6 @@ class RayWorkerGroup(WorkerGroup):
         self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
         self._cpus, self._gpus = cpus_per_worker, gpus_per_worker
-        self._restarts_left = max_restarts
         self._env_vars = dict(env_vars or {})
         self._runtime_env = {**(runtime_env or {}), **runtime_env_of(python)}
         self._actors: list[RemoteActor] = []
@@ -108,10 +104,6 @@ class RayWorkerGroup(WorkerGroup):
         """Name of the group in errors and logs."""
         return self._name
 
-    def context_of(self, rank: int) -> WorkerContext:
-        """The context of a rank."""
-        return self._contexts[rank]
-
     def pids(self) -> list[int]:
         """The process id of each rank, on its host."""
         return [actor.identity.pid for actor in self._actors if actor.identity is not None]
@@ -125,7 +117,7 @@ class RayWorkerGroup(WorkerGroup):
     def submit_some(
         self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
-        self._revive()
+        self._reject_if_shut_down()
         shared = self._store(((), kwargs), len(args_by_rank))
         flights = [
             self._actors[rank].call(method, shared, *(item if isinstance(item, tuple) else (item,)))
@@ -134,13 +126,13 @@ class RayWorkerGroup(WorkerGroup):
         return self._pending(flights, deadline_s)
 
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        self._revive()
+        self._reject_if_shut_down()
         shared = self._store((args, kwargs), self.world_size)
         return self._pending([actor.call(method, shared) for actor in self._actors], deadline_s)
 
     def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         self._sharding.get_worker_coords(rank)
-        self._revive()
+        self._reject_if_shut_down()
         flight = self._actors[rank].call(method, (args, kwargs))
         return self._pending([flight], deadline_s, shape=lambda values: values[0])
 
@@ -154,7 +146,7 @@ class RayWorkerGroup(WorkerGroup):
         **kwargs: Any,
     ) -> PendingCall:
         check_shards(self._sharding, shards, axis)
-        self._revive()
+        self._reject_if_shut_down()
         shared = self._store((args, kwargs), self.world_size)
         replicas = self.world_size // len(shards)
         stored = [self._store(shard, replicas) for shard in shards]
@@ -288,17 +280,9 @@ class RayWorkerGroup(WorkerGroup):
         before = Counter(self._places.first(other).node.node_id for other in range(rank))
         return before[self._places.first(rank).node.node_id]
 
-    def _revive(self) -> None:
-        """Raise if the group was shut down; replace dead workers within `max_restarts`."""
+    def _reject_if_shut_down(self) -> None:
         if not self._actors:
             raise UserError(f"group '{self._name}' was shut down; no method can run on it")
-        if self._restarts_left <= 0:
-            return
-        for rank, alive in enumerate(self.workers_alive()):
-            if not alive and self._restarts_left > 0:
-                self._restarts_left -= 1
-                _log.warning("rank %d of '%s' is dead and is being replaced", rank, self._name)
-                self.restart(rank)
 
     def _pending(
         self, flights: Sequence[ActorCall], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list

@@ -102,12 +102,6 @@ class NamedSharding:
         """All ranks at these coordinates, in row-major order; unnamed axes are free."""
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
-    def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The grid of the unnamed axes at these coordinates; a single rank if every axis is named."""
-        selected = self._select(coords)
-        free = [name for name in self._names if name not in coords]
-        return NamedSharding(selected, free) if free else int(selected)
-
     def _select(self, coords: dict[str, int]) -> NDArray[np.int64]:
         index: list[int | slice] = [slice(None)] * self.ndim
         for name, at in coords.items():

@@ -113,10 +113,6 @@ class RayVirtualCluster:
         """Number of different nodes of the bundles."""
         return len({bundle.node.node_id for bundle in self._bundles})
 
-    def get_placement_groups(self) -> list[PlacementGroup]:
-        """Ray's placement groups, one per entry of `bundle_ct_per_node_list`."""
-        return list(self._groups)
-
     @property
     def bundles(self) -> list[Bundle]:
         """The bundles in rank order."""

@@ -110,10 +110,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         plan = (self.micro_batch_indices, self.micro_batch_lengths, self.elem_counts_per_gb)
         return _rebuilt, (type(self), pack_columns(self.data), plan)
 
-    def get_dict(self) -> dict[str, Any]:
-        """The columns as a plain dict."""
-        return dict(self)
-
     def slice(self, start: int, end: int) -> SlicedDataDict[DictT]:
         """Rows start to end (excluded), as views."""
         return SlicedDataDict[DictT]({key: _cut(value, start, end) for key, value in self.data.items()})
@@ -293,10 +289,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Microbatches of `microbatch_size` rows, as views; the last may have fewer."""
         return (self.slice(start, end) for start, end in runs_of(self.size, microbatch_size))
 
-    def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
-        """Number of microbatches of `make_microbatch_iterator`."""
-        return -(-self.size // microbatch_size)
-
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict[DictT]]:
         """The microbatches of the token-budget plan, truncated to their width, as views."""
         for start, end, length in self._planned("dynamic_batching_args"):
@@ -304,18 +296,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             microbatch.truncate_tensors(sequence_dim, length)
             yield microbatch
 
-    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """Number of microbatches in the token-budget plan."""
-        return len(list(self._planned("dynamic_batching_args")))
-
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict[DictT]]:
         """The rows of each bin of the packing plan, still padded, as views; `pack_rows` concatenates them."""
         return (self.slice(start, end) for start, end, _ in self._planned("sequence_packing_args"))
-
-    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Number of microbatches in the packing plan, and the most rows in one."""
-        rows = [end - start for start, end, _ in self._planned("sequence_packing_args")]
-        return len(rows), max(rows)
 
     def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
         """Gather the rows of every rank of the group, in rank order, on this batch's device.

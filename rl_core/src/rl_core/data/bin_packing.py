@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from rl_core.errors import DataError
@@ -20,31 +19,11 @@ class PackingAlgorithm(Enum):
     MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackingMetrics:
-    """Utilization of the bins of all `pack` calls since the last reset.
-
-    Attributes:
-        sequences: Number of rows packed.
-        tokens: Sum of their lengths.
-        bins: Number of bins.
-        lower_bound: Minimum number of bins of any packing: ceil(tokens / capacity) per call, summed.
-        utilization: tokens / (bins * capacity), from 0 to 1; 0 if nothing was packed.
-    """
-
-    sequences: int
-    tokens: int
-    bins: int
-    lower_bound: int
-    utilization: float
-
-
 class SequencePacker(ABC):
     """Packs rows into bins. Deterministic: ranks that plan independently agree.
 
     Args:
         bin_capacity: Maximum number of tokens in a bin.
-        collect_metrics: Whether `pack` updates `metrics`.
         min_bin_count: Minimum number of bins, reached by splitting full ones.
         bin_count_multiple: Make the number of bins a multiple of this, by splitting full ones.
     """
@@ -53,7 +32,6 @@ class SequencePacker(ABC):
         self,
         bin_capacity: int,
         *,
-        collect_metrics: bool = False,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
     ) -> None:
@@ -65,10 +43,8 @@ class SequencePacker(ABC):
             if value is not None and value < 1:
                 raise DataError(f"{name} is {value}: it must be at least 1")
         self.bin_capacity = bin_capacity
-        self.collect_metrics = collect_metrics
         self.min_bin_count = min_bin_count or 1
         self.bin_count_multiple = bin_count_multiple or 1
-        self.reset_metrics()
 
     @abstractmethod
     def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -91,28 +67,7 @@ class SequencePacker(ABC):
                 )
         if not lengths:
             return []
-        bins = self._with_bin_count(self._pack(lengths), lengths)
-        if self.collect_metrics:
-            self._sequences += len(lengths)
-            self._tokens += sum(lengths)
-            self._bins += len(bins)
-            self._lower_bound += -(-sum(lengths) // self.bin_capacity)
-        return bins
-
-    def reset_metrics(self) -> None:
-        """Reset the metrics."""
-        self._sequences = self._tokens = self._bins = self._lower_bound = 0
-
-    @property
-    def metrics(self) -> PackingMetrics:
-        """Metrics since the last reset; zeros unless `collect_metrics`."""
-        return PackingMetrics(
-            sequences=self._sequences,
-            tokens=self._tokens,
-            bins=self._bins,
-            lower_bound=self._lower_bound,
-            utilization=self._tokens / (self._bins * self.bin_capacity) if self._bins else 0.0,
-        )
+        return self._with_bin_count(self._pack(lengths), lengths)
 
     def _with_bin_count(self, bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
         wanted = max(len(bins), self.min_bin_count)
@@ -263,7 +218,6 @@ _PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 def get_packer(
     algorithm: PackingAlgorithm | str,
     bin_capacity: int,
-    collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> SequencePacker:
@@ -272,7 +226,6 @@ def get_packer(
     Args:
         algorithm: A `PackingAlgorithm` or its name, in any case.
         bin_capacity: Maximum number of tokens in a bin.
-        collect_metrics: Whether to update the packer's `metrics`.
         min_bin_count: Minimum number of bins.
         bin_count_multiple: Make the number of bins a multiple of this.
 
@@ -286,7 +239,6 @@ def get_packer(
         algorithm = names[algorithm.lower()]
     return _PACKERS[algorithm](
         bin_capacity,
-        collect_metrics=collect_metrics,
         min_bin_count=min_bin_count,
         bin_count_multiple=bin_count_multiple,
     )

@@ -1,4 +1,4 @@
-"""Packs rows into one long row, and unpacks them.
+"""Packs rows into one long row.
 
 Attention kernels keep packed rows apart by position ids that restart at 0 with each row, and by `cu_seqlens`, the offsets at
 which rows begin. Attention across these boundaries contaminates one row with another.
@@ -75,41 +75,6 @@ def pack_rows(
         row_index=row_index,
         lengths=lengths,
     )
-
-
-def pack_values(values: torch.Tensor, packed: PackedBatch, *, pad_value: float = 0) -> torch.Tensor:
-    """A [R, T] column in the layout of `packed`: [1, N]; `pad_value` on padding. Gradients flow through.
-
-    Args:
-        values: [R, T], one number per token.
-        packed: The layout.
-        pad_value: Value on padding.
-    """
-    return _gather(values, packed.row_index, packed.position_ids[0], pad_value)
-
-
-def unpack_rows(values: torch.Tensor, packed: PackedBatch, max_len: int) -> torch.Tensor:
-    """Values of packed tokens, by row: [R, max_len]; 0.0 on padding. Gradients flow through.
-
-    Args:
-        values: [1, N] or [N], one number per packed token.
-        packed: The layout.
-        max_len: T of the result.
-
-    Raises:
-        DataError: A row is longer than `max_len`, or the number of `values` does not match the layout.
-    """
-    values = values.reshape(-1)
-    if len(values) != len(packed.row_index):
-        raise DataError(f"{len(values)} values do not match a packed row of {len(packed.row_index)} tokens")
-    if len(packed.lengths) and int(packed.lengths.max()) > max_len:
-        raise DataError(f"a row of {int(packed.lengths.max())} tokens does not fit in {max_len}")
-    position = torch.arange(max_len, device=values.device)
-    is_token = position < packed.lengths.to(values.device).unsqueeze(1)
-    place = packed.cu_seqlens[:-1].to(values.device, torch.int64).unsqueeze(1) + position
-    if not len(values):
-        return values.new_zeros(is_token.shape)
-    return torch.where(is_token, values[torch.where(is_token, place, 0)], 0)
 
 
 def _gather(values: torch.Tensor, row_index: torch.Tensor, position: torch.Tensor, pad_value: float) -> torch.Tensor:

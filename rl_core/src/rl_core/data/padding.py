@@ -1,8 +1,8 @@
-"""Checks right padding of incoming batches, and pads shorter rows."""
+"""Pads shorter rows, and converts attention masks to lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +11,6 @@ from rl_core.errors import DataError
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
-
-_TOKENS_AND_LENGTHS = (("input_ids", "input_lengths"), ("output_ids", "unpadded_sequence_lengths"))
 
 
 def cat_right_padded(parts: Sequence[torch.Tensor], *, pad_value: float) -> torch.Tensor:
@@ -83,46 +81,6 @@ def with_input_lengths(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     del accepted["attention_mask"]
     accepted["input_lengths"] = lengths
     return accepted
-
-
-def verify_right_padding(data: Mapping[str, Any], pad_value: int = 0, raise_error: bool = True) -> tuple[bool, str | None]:
-    """Whether all positions after each row's length are padding, and if not, what is wrong.
-
-    Args:
-        data: `input_ids` with `input_lengths`, or `output_ids` with `unpadded_sequence_lengths`, or both pairs.
-        pad_value: The padding token.
-        raise_error: Raise instead of returning (False, message).
-
-    Raises:
-        DataError: A check fails and `raise_error` is set.
-    """
-    pairs = [pair for pair in _TOKENS_AND_LENGTHS if pair[0] in data and pair[1] in data]
-    messages = [_padding_fault(data, *pair, pad_value) for pair in pairs]
-    if not pairs:
-        messages = [f"found {sorted(data)}: expected input_ids with input_lengths, or output_ids with their lengths"]
-    message = next((message for message in messages if message is not None), None)
-    if message is not None and raise_error:
-        raise DataError(message)
-    return message is None, message
-
-
-def _padding_fault(data: Mapping[str, Any], tokens_key: str, lengths_key: str, pad_value: int) -> str | None:
-    tokens, lengths = data[tokens_key], data[lengths_key]
-    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-        return f"{tokens_key} has shape {list(tokens.shape)} and {lengths_key} {list(lengths.shape)}: expected [B, T] and [B]"
-    outside = ((lengths < 0) | (lengths > tokens.shape[1])).nonzero().flatten()
-    if len(outside):
-        row = int(outside[0])
-        return f"{lengths_key} of row {row} is {int(lengths[row])}: {tokens_key} has {tokens.shape[1]} positions"
-    beyond = torch.arange(tokens.shape[1], device=tokens.device) >= lengths.to(tokens.device).unsqueeze(1)
-    wrong = (beyond & (tokens != pad_value)).nonzero()
-    if not len(wrong):
-        return None
-    row, position = wrong[0].tolist()
-    return (
-        f"{tokens_key} of row {row} has {int(lengths[row])} tokens, but position {position} holds "
-        f"{int(tokens[row, position])} instead of the padding {pad_value}: the row is padded on the left or its length is wrong"
-    )
 
 
 def _brief(values: torch.Tensor) -> str:

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-
-import torch
-
-from rl_core.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,70 +164,6 @@ def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
     if spec is not None and spec.holds_tokens:
         return pad_token_id
     return PAD_VALUES.get(key, 0)
-
-
-def pad_values(*, pad_token_id: int) -> dict[str, int | float | bool]:
-    """The `pad_value_dict` for a model's batches: token columns are padded with the tokenizer's padding id."""
-    return {key: pad_value(key, pad_token_id=pad_token_id) for key in PAD_VALUES}
-
-
-def check_batch(data: Mapping[str, Any], *, required: Iterable[str] = ()) -> None:
-    """Check that required keys are present and that all known keys match the table.
-
-    Args:
-        data: The batch.
-        required: Keys that must be present. Those of shape [B, T] must also have the same T.
-
-    Raises:
-        DataError: A key is missing, or its type, axes, dtype or size is wrong. The message names the key, what was found and
-            what was expected.
-    """
-    required = tuple(required)
-    for key in required:
-        if key not in data:
-            raise DataError(f"batch key {key!r} is missing: found {sorted(data)}, expected {_expected(key)}")
-    rows: tuple[str, int] | None = None
-    for key in data:
-        if key not in SCHEMA:
-            continue
-        _check_column(key, data[key])
-        rows = rows or (key, len(data[key]))
-        if len(data[key]) != rows[1]:
-            raise DataError(f"batch key {key!r} has {len(data[key])} rows, expected the {rows[1]} of {rows[0]!r}")
-    _check_one_width(data, [key for key in required if key in SCHEMA and SCHEMA[key].ndim > 1])
-
-
-def _check_column(key: str, value: Any) -> None:
-    spec = SCHEMA[key]
-    if spec.dtype == "list":
-        if not isinstance(value, list):
-            raise DataError(f"batch key {key!r}: found {_found(value)}, expected {_expected(key)}")
-        return
-    dtype = getattr(torch, spec.dtype)
-    if not isinstance(value, torch.Tensor) or value.ndim != spec.ndim or value.dtype != dtype:
-        raise DataError(f"batch key {key!r}: found {_found(value)}, expected {_expected(key)}")
-
-
-def _check_one_width(data: Mapping[str, Any], keys: list[str]) -> None:
-    for key in keys:
-        if data[key].shape[1] != data[keys[0]].shape[1]:
-            raise DataError(
-                f"batch key {key!r} has {data[key].shape[1]} token positions, "
-                f"expected the {data[keys[0]].shape[1]} of {keys[0]!r}: both describe the same tokens"
-            )
-
-
-def _found(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return f"a {type(value).__name__}"
-
-
-def _expected(key: str) -> str:
-    spec = SCHEMA.get(key)
-    if spec is None:
-        return "a column of that name"
-    return "a list of B entries" if spec.dtype == "list" else f"a tensor {spec.shape} of {spec.dtype}"
 
 
 def as_markdown() -> str:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from rl_core.interfaces.dataset import Dataset, Record
     from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
     from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-    from rl_core.interfaces.logger import Logger
     from rl_core.interfaces.loss import LossFunction, LossType
     from rl_core.interfaces.messages import ImagePart, Message, PartsMessage, TextPart, ToolCall, ToolSpec
     from rl_core.interfaces.policy import (
@@ -38,7 +37,6 @@ _MODULE_OF = {
     "GenerationInterface": "rl_core.interfaces.generation",
     "GenerationOutputSpec": "rl_core.interfaces.generation",
     "ImagePart": "rl_core.interfaces.messages",
-    "Logger": "rl_core.interfaces.logger",
     "LogprobOutputSpec": "rl_core.interfaces.policy",
     "LogprobsSpec": "rl_core.interfaces.policy",
     "LossFunction": "rl_core.interfaces.loss",
@@ -70,7 +68,6 @@ __all__ = [
     "GenerationInterface",
     "GenerationOutputSpec",
     "ImagePart",
-    "Logger",
     "LogprobOutputSpec",
     "LogprobsSpec",
     "LossFunction",

@@ -52,17 +52,12 @@ def _rebuild(values: dict[str, Any]) -> WorkerContext:
     return WorkerContext(**values)
 
 
-def takes_context(worker_class: type) -> bool:
-    """Whether the constructor takes a `WorkerContext`.
-
-    It does if its first parameter is named `context` or annotated as `WorkerContext`, or if it has a keyword-only
-    parameter `context`.
-    """
-    return _context_parameter(worker_class) is not None
-
-
 def construct(worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> Any:
-    """An instance of the class; the context is passed if the constructor takes one."""
+    """An instance of the class.
+
+    The context is passed if the first parameter of the constructor is named `context` or annotated as `WorkerContext`, or if
+    it has a keyword-only parameter `context`.
+    """
     parameter = _context_parameter(worker_class)
     if parameter is None:
         return worker_class(**kwargs)

@@ -98,7 +98,7 @@ def rlcore_datasets() -> Iterable[Component]:
 
 @hookspec
 def rlcore_loggers() -> Iterable[Component]:
-    """Loggers of metrics and samples: subclasses of `rl_core.interfaces.logger.Logger`."""
+    """Loggers of metrics and samples: subclasses of `rl_train.metrics.logger.Logger`."""
     raise NotImplementedError
 
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from rl_core.errors import CheckpointWriteError, DiskFullError, RLCoreError
+from rl_core.errors import CheckpointWriteError, RLCoreError
+from rl_train.errors import DiskFullError
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _MESSAGES: Final = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)")

@@ -12,7 +12,7 @@ from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger import Logger
 
 _log = logging.getLogger("rlcore")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger import Logger
 
 METRICS = "metrics.jsonl"
 """In the run folder: one object per step."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger import Logger
 from rl_train.metrics.logger_config import MlflowConfig
 
 _log = logging.getLogger("rlcore")

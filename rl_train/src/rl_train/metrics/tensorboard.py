@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger import Logger
 from rl_train.metrics.logger_config import TensorBoardConfig
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.interfaces.logger import Logger
+from rl_train.metrics.logger import Logger
 from rl_train.metrics.logger_config import WandbConfig
 
 _RUN_ID = "wandb_run_id"

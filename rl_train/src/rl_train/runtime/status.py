@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from rl_core.dispatch.worker_facade import WorkerFacade
-from rl_core.errors import RLCoreError, RunInterrupted, StopReason, UserError
+from rl_core.errors import RLCoreError, UserError
+from rl_train.errors import RunInterrupted, StopReason
 
 STATUS = "status.json"
 BUILDING = "building"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rl_core.errors import RunInterrupted, StopReason
+from rl_train.errors import RunInterrupted, StopReason
 from rl_train.run import Run
 
 _log = logging.getLogger("rlcore")

@@ -20,7 +20,6 @@ from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
@@ -30,6 +29,7 @@ from rl_train.config.own_weights_checks import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, DataConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.metrics.jsonl import JsonlLogger
+from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.runtime.build import DataLoaders, connect, refuse_other_tokenizers
 from rl_train.runtime.data import Source

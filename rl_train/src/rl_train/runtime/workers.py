@@ -20,7 +20,6 @@ from rl_core.dispatch.worker_facade import WorkerFacade, device_here
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.logger import Logger
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component
@@ -30,6 +29,7 @@ from rl_train.config.lr_schedule_checks import with_schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
+from rl_train.metrics.logger import Logger
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
