@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.schema import check_batch
+from rl_core.data.schema import SCHEMA
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts.collect import Collector
@@ -86,7 +86,9 @@ def test_a_template_that_rewrites_earlier_turns_starts_segments_whose_masks_are_
     first, second = "<u>q0\n<a>rx|a[EOS]", "<u>q0\n<a>a[EOS]\n<u>go 2\n<a>b[EOS]\n<u>go 1\n<a>sx|c[EOS]"
     assert read == ["<u>q0\n<a>", "<u>q0\n<a>a[EOS]\n<u>go 2\n<a>", second.removesuffix("sx|c[EOS]")]
     batch = to_batch([row])
-    check_batch(batch, required=["input_ids", "token_mask", "token_turns", "token_versions", "generation_logprobs"])
+    for key in ("input_ids", "token_mask", "token_turns", "token_versions", "generation_logprobs"):
+        assert str(batch[key].dtype) == f"torch.{SCHEMA[key].dtype}"
+        assert batch[key].shape == batch["input_ids"].shape
     assert [rewriting.decode(ids[:n]) for ids, n in zip(batch["input_ids"], batch["input_lengths"], strict=True)] == [
         first,
         second,

@@ -165,7 +165,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
 
     @property
     def has_own_weights(self) -> bool:
-        return self.config.has_own_weights
+        own: bool = self.config.has_own_weights
+        return own
 
     @property
     def streams_rows(self) -> bool:
