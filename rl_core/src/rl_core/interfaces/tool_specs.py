@@ -60,7 +60,7 @@ class Tool:
             schema = adapter.json_schema()
         except PydanticUserError as error:
             raise ConfigError(f"The tool {name!r} has a parameter without a JSON schema: {_first_line(error)}") from error
-        parameters = _shortened(_inlined(schema, schema.get("$defs", {}), ()))
+        parameters = readable_schema(schema)
         spec: ToolSpec = {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
         return cls(spec=spec, function=function, adapter=adapter)
 
@@ -139,6 +139,15 @@ def _check_type(hint: Any, parameter: str, tool: str) -> None:
             f"The parameter {parameter!r} of the tool {tool!r} has the type {hint!r}, which JSON schema cannot describe. Use "
             "str, int, float, bool, lists and dicts of these, Literal, an enum, a dataclass or a pydantic model."
         ) from error
+
+
+def readable_schema(schema: Mapping[str, Any]) -> Any:
+    """A JSON schema as models read it: without references, titles and refusals of other keys.
+
+    Raises:
+        ConfigError: A type contains itself.
+    """
+    return _shortened(_inlined(dict(schema), schema.get("$defs", {}), ()))
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -10,13 +11,16 @@ from rl_core.config.tool_section import ToolEnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import Conversation, EnvironmentReturn
+from rl_core.interfaces.messages import ToolSpec
 from rl_core.interfaces.tool_environment import ToolEnvironment
+from rl_core.interfaces.tool_specs import Tool
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.import_path import resolve
 from rl_envs.math.environment import MathEnvironment
 from rl_envs.math.grading import Outcome
 from rl_envs.tools.calculator import calculator
 from rl_envs.tools.config import ToolsEnvironmentConfig
+from rl_envs.tools.mcp_servers import add_tools, list_servers
 from rl_envs.tools.python import SandboxedPython
 
 BUILT_IN = ("calculator", "python")
@@ -32,7 +36,7 @@ class ToolsEnvironment(ToolEnvironment):
         config: `ToolsEnvironmentConfig`, a dict of its keys, or None for its defaults.
 
     Raises:
-        ConfigError: A tool does not exist, or a function cannot be a tool.
+        ConfigError: A tool does not exist, a function cannot be a tool, or an MCP server does not start.
         SandboxUnavailableError: The tool `python` is listed, and no isolation level works that `sandbox.require` allows.
     """
 
@@ -45,8 +49,24 @@ class ToolsEnvironment(ToolEnvironment):
         self._grading = Lock()
         owners = [getattr(tool.function, "__self__", None) for tool in self.tools.values()]
         self._sandboxes = [owner for owner in owners if isinstance(owner, SandboxedPython)]
-        for sandbox in self._sandboxes:
-            sandbox.start()
+        self._servers = list_servers(self.config.mcp_servers)
+        try:
+            for sandbox in self._sandboxes:
+                sandbox.start()
+            for server in self._servers:
+                add_tools(self.tools, server.start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    def offered_tools(cls, config: Any = None) -> list[ToolSpec]:
+        """See `EnvironmentInterface`. MCP servers are started, asked for their tools, and ended."""
+        tools = {tool.name: tool for tool in map(Tool.of, cls.functions_of(cls._read(config)))}
+        for server in list_servers(cls._read(config).mcp_servers):
+            with closing(server):
+                add_tools(tools, server.start())
+        return [tool.spec for tool in tools.values()]
 
     @classmethod
     def functions_of(cls, config: ToolsEnvironmentConfig) -> Sequence[Callable[..., Any]]:
@@ -64,8 +84,8 @@ class ToolsEnvironment(ToolEnvironment):
 
     def close(self, session: str) -> None:
         """End what the tools keep for a rollout."""
-        for sandbox in self._sandboxes:
-            sandbox.end(session)
+        for owner in (*self._sandboxes, *self._servers):
+            owner.end(session)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -81,8 +101,8 @@ class ToolsEnvironment(ToolEnvironment):
         }
 
     def shutdown(self) -> None:
-        for sandbox in self._sandboxes:
-            sandbox.close()
+        for owner in (*self._sandboxes, *self._servers):
+            owner.close()
         self._math.shutdown()
 
 

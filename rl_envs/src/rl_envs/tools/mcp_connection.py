@@ -1,0 +1,183 @@
+"""A connection to one MCP server. Needs the package `mcp`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from rl_core.errors import RLCoreError
+from rl_envs.tools.config import McpServerConfig
+
+_LONGEST_ERROR = 2_000
+_LAST_LINES = 5
+
+
+class ServerEndedError(RLCoreError):
+    """The server did not start, or ended, or cannot be reached."""
+
+
+class ToolError(Exception):
+    """A tool returned an error, for the model to read."""
+
+
+class McpConnection:
+    """A connection, used in the event loop in which it was opened.
+
+    Attributes:
+        has_ended: Whether the connection has been closed, by either side.
+    """
+
+    def __init__(self, config: McpServerConfig) -> None:
+        self._config = config
+        self._stop = asyncio.Event()
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._errors = _LastErrors()
+        self.has_ended = False
+
+    @classmethod
+    async def open(cls, config: McpServerConfig) -> McpConnection:
+        """Start the server, or connect to it.
+
+        Raises:
+            ServerEndedError: It does not start or answer in time.
+        """
+        connection = cls(config)
+        # The client must be closed by the task that opened it.
+        connection._serving = asyncio.create_task(connection._serve())
+        await connection._client
+        return connection
+
+    _serving: asyncio.Task[None]
+
+    async def _serve(self) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self._config.start_timeout_s):
+                    client = await stack.enter_async_context(await self._make_client(stack))
+                self._client.set_result(client)
+                await self._stop.wait()
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                self._client.cancel()
+                raise
+            if not self._client.done():
+                self._client.set_exception(ServerEndedError(self._start_error(error)))
+        finally:
+            self.has_ended = True
+            self._errors.close()
+
+    async def _make_client(self, stack: AsyncExitStack) -> Any:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        config = self._config
+        if config.url is not None:
+            http = await stack.enter_async_context(create_mcp_http_client(headers=dict(config.headers)))
+            return Client(streamable_http_client(config.url, http_client=http))
+        command, *arguments = config.command
+        server = StdioServerParameters(command=command, args=arguments, env=dict(config.env))
+        return Client(stdio_client(server, errlog=self._errors.file))
+
+    def _start_error(self, error: BaseException) -> str:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        what = self._config.url or " ".join(self._config.command)
+        if isinstance(error, TimeoutError):
+            reason = f"no answer within {self._config.start_timeout_s:g} seconds"
+        else:
+            reason = f"{type(error).__name__}: {error}"
+        printed = self._errors.text()
+        return f"the server ({what}) did not start: {reason}{f'; it printed: {printed}' if printed else ''}"
+
+    async def list_tools(self) -> list[Any]:
+        """The tools of the server.
+
+        Raises:
+            ServerEndedError: The server has ended.
+        """
+        client = await self._client
+        tools, cursor = [], None
+        while True:
+            page = await self._asked(client.list_tools(cursor=cursor))
+            tools += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return tools
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; returns the result as text.
+
+        Raises:
+            ToolError: The tool or the server returned an error.
+            ServerEndedError: The server has ended.
+        """
+        client = await self._client
+        result = await self._asked(client.call_tool(name, dict(arguments)))
+        text = _text(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    async def _asked(self, request: Any) -> Any:
+        import anyio
+        from mcp import MCPError
+
+        try:
+            return await request
+        except MCPError as error:
+            if error.message != "Connection closed":
+                raise ToolError(str(error)) from error
+            reason = "it closed the connection"
+        except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        self.has_ended = True
+        printed = self._errors.text()
+        raise ServerEndedError(f"the server ended: {reason}{f'; it printed: {printed}' if printed else ''}")
+
+    async def close(self) -> None:
+        """Close the connection; a process is ended."""
+        self._stop.set()
+        await asyncio.wait([self._serving])
+
+
+def _text(result: Any) -> str:
+    """What the model reads of a result: its texts; content of other types is only named."""
+    texts = [getattr(block, "text", None) or f"({block.type} content is not shown)" for block in result.content]
+    if not texts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(texts)
+
+
+class _LastErrors:
+    """Reads a process's stderr, so that it never blocks, and keeps the end of it for errors.
+
+    Attributes:
+        file: For the process to write to.
+    """
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        self.file = os.fdopen(writer, "w")
+        self._text = ""
+        threading.Thread(target=self._read, args=(reader,), name="stderr of an MCP server", daemon=True).start()
+
+    def _read(self, reader: int) -> None:
+        with os.fdopen(reader, encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                self._text = (self._text + line)[-_LONGEST_ERROR:]
+
+    def text(self) -> str:
+        """The last lines."""
+        lines = [line.strip() for line in self._text.splitlines() if line.strip()]
+        return " | ".join(lines[-_LAST_LINES:])
+
+    def close(self) -> None:
+        """End the reading once the process has ended as well."""
+        self.file.close()
