@@ -1,16 +1,20 @@
 """Completions over HTTP are those of the engine, in the form of OpenAI's API."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.conversation_tokens import encode
+from rl_serve.served_model import started_model
 from rl_train.data.chat_template import conversation_tokens
 from rl_train.rollouts.seeds import sample_seed
 
 QUESTION = "12+34="
+MODEL = Path(__file__).parents[2] / "examples/addition/model"
 
 
 def post(client, path, **body):
@@ -129,3 +133,27 @@ def test_the_model_is_listed_under_its_name(client):
     listed = client.get("/v1/models").json()["data"]
     assert [(entry["id"], entry["max_model_len"]) for entry in listed] == [("addition", 128)]
     assert client.get("/health").json() == {"status": "ok", "model": "addition"}
+
+
+def test_requests_with_their_own_temperature_run_together_and_sample_as_an_engine_with_it(client, model):
+    """The log-probabilities are those of the request's distribution, next to rows with the engine's."""
+    prompt = encode(QUESTION, model.tokenizer)
+    own = {"temperature": 4.0, "top_p": 0.95, "top_k": 15}
+    asked = {"prompt": prompt, "seed": 3, "return_token_ids": True, "logprobs": 0}
+    with ThreadPoolExecutor(4) as pool:
+        bodies = list(
+            pool.map(lambda more: post(client, "/v1/completions", **asked, **more), [own, {}, own, {"temperature": 1}])
+        )
+    rows = [(body["choices"][0]["token_ids"], body["choices"][0]["logprobs"]["token_logprobs"]) for body in bodies]
+    for one, same in ((0, 2), (1, 3)):
+        assert rows[one][0] == rows[same][0]
+        assert rows[one][1] == pytest.approx(rows[same][1], abs=1e-5)
+    with started_model(
+        str(MODEL),
+        backend="hf",
+        overrides=["policy.generation.max_new_tokens=16", *(f"policy.generation.{key}={value}" for key, value in own.items())],
+    ) as other:
+        tokens, logprobs = sampled_by_the_engine(other, prompt, seeds=[sample_seed(3, 0, 0)])
+    assert rows[0][0] == tokens[0]
+    torch.testing.assert_close(torch.tensor(rows[0][1]), logprobs[0], atol=1e-5, rtol=0)
+    assert min(rows[0][1]) < -0.5  # otherwise the comparison would show nothing

@@ -18,8 +18,8 @@ REJECTED = [
     ("/v1/completions", {"prompt": ""}, "The prompt is empty: it must have at least one token."),
     ("/v1/completions", {"prompt": []}, "There is no prompt."),
     ("/v1/completions", {"prompt": [999]}, "Token id 999 is not in the vocabulary of 18 tokens."),
-    ("/v1/completions", {"prompt": "1", "temperature": 0.3}, "temperature must be 0 (greedy) or 1,"),
-    ("/v1/completions", {"prompt": "1", "top_p": 0.9}, "top_p must be 1,"),
+    ("/v1/completions", {"prompt": "1", "temperature": -0.3}, "temperature: Input should be greater than or equal to 0"),
+    ("/v1/completions", {"prompt": "1", "top_k": 0}, "top_k: Input should be greater than or equal to 1"),
     ("/v1/completions", {"prompt": "1", "max_tokens": 99}, "max_tokens is 99, but this server samples at most 16 tokens."),
     (
         "/v1/completions",
@@ -67,7 +67,7 @@ REJECTED = [
         {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 1},
         "max_tokens is the earlier name",
     ),
-    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_k": 3}}, "sampling_params.top_k: Extra inputs"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_p": 3}}, "sampling_params.min_p: Extra inputs"),
     ("/inference/v1/generate", {"token_ids": []}, "token_ids: List should have at least 1 item"),
 ]
 
@@ -159,3 +159,22 @@ def test_a_failing_engine_gives_status_503_and_the_server_stays_up(model):
             )
         assert client.get("/health").status_code == 200
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"temperature": 0.3},
+            "temperature must be 0 (greedy) or 1, because this generation backend samples",
+        ),
+        ({"top_p": 0.9}, "top_p must be 1, because"),
+        ({"top_k": 5}, "top_k must be unset, because"),
+    ],
+)
+def test_an_engine_with_one_temperature_refuses_another(serve_scripted, given, message):
+    client, _ = serve_scripted(lambda prompt: "1")
+    response = client.post("/v1/completions", json={"prompt": "1", **given})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+    assert client.post("/v1/completions", json={"prompt": "1", **given, "temperature": 0}).status_code == 200

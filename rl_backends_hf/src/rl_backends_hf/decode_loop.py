@@ -14,7 +14,7 @@ from rl_backends_hf.decode_attention import AttentionLayout
 from rl_backends_hf.kv_cache import SlotCache
 from rl_backends_hf.prefill import PrefillPlan, prefill
 from rl_backends_hf.rows import PromptGroup, Row, group_by_prompt
-from rl_backends_hf.sampling import SamplingParameters, next_tokens
+from rl_backends_hf.sampling import next_tokens
 from rl_backends_hf.session_cache import CachedPrefix, SessionCache
 from rl_core.errors import NonFiniteError
 
@@ -30,7 +30,6 @@ class DecodeLoop:
     Args:
         model: a causal LM in eval mode.
         layout: its attention.
-        parameters: the distribution.
         end_ids: tokens that end a row.
         capacity: maximum number of rows decoded together.
         prefill_tokens: maximum number of padded tokens of one prefill.
@@ -44,7 +43,6 @@ class DecodeLoop:
         self,
         model: PreTrainedModel,
         layout: AttentionLayout,
-        parameters: SamplingParameters,
         end_ids: frozenset[int],
         *,
         capacity: int,
@@ -52,7 +50,7 @@ class DecodeLoop:
         sessions: SessionCache | None = None,
     ) -> None:
         self.weight_version = -1
-        self._model, self._layout, self._parameters, self._end_ids = model, layout, parameters, end_ids
+        self._model, self._layout, self._end_ids = model, layout, end_ids
         self._capacity, self._prefill_tokens = capacity, prefill_tokens
         self._sessions = SessionCache(0) if sessions is None else sessions
         self._device = model.get_input_embeddings().weight.device
@@ -225,18 +223,18 @@ class DecodeLoop:
         assert self._cache is not None
         seeds, positions = self._seeds[first:], self._cache.slots.positions[first:] + 1
         history = self._history(first)
-        greedy = [row.greedy for row in self._active[first:]]
-        if any(greedy) == all(greedy):
-            return next_tokens(
-                logits, parameters=self._parameters, greedy=greedy[0], seeds=seeds, positions=positions, history=history
-            )
+        rows = self._active[first:]
+        greedy, parameters = rows[0].greedy, rows[0].parameters
+        if all(row.greedy == greedy and row.parameters is parameters for row in rows):
+            return next_tokens(logits, parameters=parameters, greedy=greedy, seeds=seeds, positions=positions, history=history)
+        kinds = [(row.greedy, row.parameters) for row in rows]
         tokens, logprobs = torch.empty_like(seeds), torch.empty(len(seeds), device=self._device)
-        for kind in (False, True):
-            index = self._tensor([number for number, is_greedy in enumerate(greedy) if is_greedy == kind])
+        for kind in dict.fromkeys(kinds):
+            index = self._tensor([number for number, found in enumerate(kinds) if found == kind])
             tokens[index], logprobs[index] = next_tokens(
                 logits[index],
-                parameters=self._parameters,
-                greedy=kind,
+                parameters=kind[1],
+                greedy=kind[0],
                 seeds=seeds[index],
                 positions=positions[index],
                 history=None if history is None else history[index],
@@ -256,7 +254,7 @@ class DecodeLoop:
 
     def _history(self, first: int) -> torch.Tensor | None:
         """[N, T], the tokens of each row from slot `first` on, padded with its first token."""
-        if self._parameters.repetition_penalty == 1.0:
+        if self._active[first].parameters.repetition_penalty == 1.0:  # the same for all rows
             return None
         held = [row.sequence for row in self._active[first:]]
         width = max(len(tokens) for tokens in held)

@@ -60,6 +60,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             "vocab_size": self._sampler.vocab_size,
             "device": str(self._model.device),
             "reads_text": self._sampler.tokenizer is not None,
+            "reads_sampling": True,
             "precision": options.precision or "float32",
             "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
         }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rl_backends_hf.sampling import SamplingParameters
 from rl_backends_hf.stopping import StopStringScanner
 from rl_core.data.generation_io import Prompt, SampledRow
 from rl_core.errors import RLCoreError
@@ -17,6 +18,7 @@ class Row(SampledRow):
 
     Attributes:
         greedy: whether it takes the most likely token at each position.
+        parameters: the distribution of its tokens.
         scanner: searches for stop strings; None if there are none.
         session: conversation that it continues, whose keys and values are kept.
         weight_version: of the weights that drew its first token.
@@ -24,6 +26,7 @@ class Row(SampledRow):
     """
 
     greedy: bool = False
+    parameters: SamplingParameters = field(default_factory=SamplingParameters)
     scanner: StopStringScanner | None = None
     session: str | None = None
     weight_version: int = -1
@@ -61,12 +64,17 @@ class PromptGroup:
         return PromptGroup(prompt=self.prompt, rows=[row for row in self.rows if id(row) not in gone])
 
 
-def to_rows(prompts: Sequence[Prompt], tokenizer: Any, *, greedy: bool) -> list[Row]:
-    """Rows without tokens; `tokenizer` is required if a prompt has stop strings."""
+def to_rows(prompts: Sequence[Prompt], tokenizer: Any, *, greedy: bool, parameters: SamplingParameters) -> list[Row]:
+    """Rows without tokens; `tokenizer` is required if a prompt has stop strings.
+
+    Raises:
+        DataError: a row's own sampling parameters are invalid.
+    """
     return [
         Row(
             prompt=prompt,
             greedy=greedy,
+            parameters=parameters.with_own(prompt.sampling) if prompt.sampling else parameters,
             scanner=StopStringScanner(tokenizer, prompt.stop_strings, prompt.tokens) if prompt.stop_strings else None,
         )
         for prompt in prompts

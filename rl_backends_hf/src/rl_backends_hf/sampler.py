@@ -111,7 +111,12 @@ class Sampler:
             max_new_tokens=self.settings.max_new_tokens,
         )
         self._reader = PromptReader(
-            limits, stop_strings=self.settings.stop_strings, reads_text=tokenizer is not None, seed=seed, rank=rank
+            limits,
+            stop_strings=self.settings.stop_strings,
+            reads_text=tokenizer is not None,
+            reads_sampling=True,
+            seed=seed,
+            rank=rank,
         )
 
     def generate(
@@ -143,14 +148,13 @@ class Sampler:
 
     def read(self, data: BatchedDataDict[GenerationDatumSpec], *, greedy: bool) -> list[Row]:
         """The rows of one call, without tokens; raises as `generate`."""
-        return to_rows(self._reader.read(data), self.tokenizer, greedy=greedy)
+        return to_rows(self._reader.read(data), self.tokenizer, greedy=greedy, parameters=self.settings.parameters)
 
     def decode_loop(self, *, capacity: int, sessions: SessionCache | None = None) -> DecodeLoop:
         """A loop of at most `capacity` rows at a time; it runs within `prepared` and `without_gradients`."""
         return DecodeLoop(
             self.model,
             self._layout,
-            self.settings.parameters,
             self._end_ids,
             capacity=capacity,
             prefill_tokens=self.settings.prefill_tokens,

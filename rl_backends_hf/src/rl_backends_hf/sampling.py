@@ -6,12 +6,15 @@ row's tokens therefore do not depend on other rows or on the order of the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 
 from rl_core.data.stateless_rng import mix, shift_right
+from rl_core.errors import DataError
 
 _BLOCK: Final = 256
 """Vocabulary entries summed together: the cumulative sum runs over blocks, then inside one block."""
@@ -38,6 +41,21 @@ class SamplingParameters:
     top_k: int | None = None
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+
+    def with_own(self, own: Mapping[str, Any]) -> SamplingParameters:
+        """The parameters of a row that has its own `temperature`, `top_p` or `top_k`.
+
+        Raises:
+            DataError: a value is not allowed.
+        """
+        changed = replace(self, **{name: own[name] for name in ("temperature", "top_k", "top_p") if own.get(name) is not None})
+        top_k = 1 if changed.top_k is None else changed.top_k
+        if not 0.0 < changed.temperature < math.inf or not 0.0 < changed.top_p <= 1.0 or top_k < 1:
+            raise DataError(
+                f"The sampling parameters {dict(own)} are not allowed: temperature must be above 0, top_p above 0 and at most "
+                "1, top_k at least 1."
+            )
+        return changed
 
 
 def next_tokens(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class SamplingRow:
     """Maximum number of tokens of the completion."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end the completion; the sampled tokens include them."""
+    sampling: Mapping[str, float] | None = None
+    """Its own `temperature`, `top_p` and `top_k`; None for the engine's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +158,10 @@ class WholeBatches:
 
     async def _work(self) -> None:
         while self._waiting:
-            greedy = self._waiting[0].greedy
-            taken = [request for request in self._waiting if request.greedy == greedy]
-            self._waiting = [request for request in self._waiting if request.greedy != greedy]
+            first = self._waiting[0]
+            greedy = first.greedy
+            taken = [request for request in self._waiting if request.merges_with(first)]
+            self._waiting = [request for request in self._waiting if not request.merges_with(first)]
             taken = [request for request in taken if not request.output.cancelled()]
             if taken:
                 await self._run(taken, greedy)
@@ -186,11 +189,17 @@ class _Waiting:
     greedy: bool
     output: asyncio.Future[BatchedDataDict[Any]]
 
+    def merges_with(self, other: _Waiting) -> bool:
+        """Whether both can be rows of one batch."""
+        return self.greedy == other.greedy and self.batch.keys() == other.batch.keys()
+
 
 def _as_batch(rows: Sequence[SamplingRow]) -> BatchedDataDict[Any]:
     prompts = [torch.tensor(row.prompt, dtype=torch.int64) for row in rows]
+    sampling = [dict(row.sampling) if row.sampling else None for row in rows]
     return BatchedDataDict(
         {
+            **({"sampling": sampling} if any(sampling) else {}),
             "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
             "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
             "stop_strings": [list(row.stop_strings) or None for row in rows],

@@ -110,7 +110,13 @@ class LocalRoutes:
         """Token ids in, token ids and log-probabilities out; no text is made."""
         asked = body.sampling_params
         as_text = SamplingRequest(
-            model=body.model, n=asked.n, temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, stop=asked.stop
+            model=body.model,
+            n=asked.n,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            seed=asked.seed,
+            stop=asked.stop,
         )
         plan = self._plan(as_text, [body.token_ids], max_tokens=asked.max_tokens)
         rows = await self._sample_all(plan, request)
@@ -173,6 +179,7 @@ class LocalRoutes:
             max_tokens=max_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
+            top_k=body.top_k,
             seed=body.seed,
             stop_strings=body.stop_strings(),
         )

@@ -28,7 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which an unsupported field changes nothing, besides null."""
 
 
-_SAMPLING = ("temperature", "top_p", "seed", "stop")
+_SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
 
 
 class StreamOptions(BaseModel):
@@ -52,10 +52,12 @@ class SamplingRequest(BaseModel):
     """Name of the served model."""
     n: int = Field(default=1, ge=1)
     """Number of completions per prompt."""
-    temperature: float | None = Field(default=None, ge=0)
-    """0 for greedy decoding, or the temperature of the server, which is the default."""
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    """0 for greedy decoding; by default the engine's."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """The top-p of the server, which is the default."""
+    """By default the engine's."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Number of most likely tokens to sample from; by default the engine's."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Equal seeds give equal completions under the same weights; random by default."""
     stop: str | list[str] | None = None
@@ -162,8 +164,9 @@ class GenerateRequest(BaseModel):
     """Right answer; the response then has `predicted_answer` and `is_correct`."""
     model: str | None = None
     """Name of the served model."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -203,8 +206,9 @@ class TokenSamplingParameters(BaseModel):
 
     n: int = Field(default=1, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     logprobs: Literal[0] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_serve.engine import SamplingRow
@@ -45,6 +45,7 @@ def plan_sampling(
     max_tokens: int | None,
     temperature: float | None,
     top_p: float | None,
+    top_k: int | None,
     seed: int | None,
     stop_strings: tuple[str, ...],
 ) -> SamplingPlan:
@@ -56,8 +57,9 @@ def plan_sampling(
         prompts: token ids of each prompt.
         n: completions per prompt.
         max_tokens: new tokens per completion; None for as many as the server allows.
-        temperature: 0 for greedy decoding; else the server's, as None.
-        top_p: the server's, as None.
+        temperature: 0 for greedy decoding; None for the server's.
+        top_p: None for the server's.
+        top_k: None for the server's.
         seed: seed of the request; None for a random one.
         stop_strings: strings that end a completion.
 
@@ -65,22 +67,7 @@ def plan_sampling(
         ApiError: the server cannot sample this way, or a prompt is empty, too long, or has an unknown token.
     """
     greedy = temperature == 0
-    if not greedy and temperature is not None and temperature != model.temperature:
-        raise ApiError(
-            400,
-            f"temperature must be 0 (greedy) or {model.temperature:g}, the temperature at which this server samples. Start the "
-            f"server with policy.generation.temperature={temperature:g} to change it.",
-            param="temperature",
-            code="unsupported_value",
-        )
-    if not greedy and top_p is not None and top_p != model.top_p:
-        raise ApiError(
-            400,
-            f"top_p must be {model.top_p:g}, as this server samples. To change it, start the server with "
-            f"policy.generation.top_p={top_p:g}.",
-            param="top_p",
-            code="unsupported_value",
-        )
+    own = {} if greedy else _own_sampling(model, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
     if len(prompts) * n > limits.max_rows:
         raise ApiError(
             400, f"{len(prompts)} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n"
@@ -95,10 +82,34 @@ def plan_sampling(
                 seed=sample_seed(base, number, choice),
                 max_new_tokens=new_tokens,
                 stop_strings=stop_strings,
+                sampling=own or None,
             )
             for choice in range(n)
         ]
     return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n)
+
+
+def _own_sampling(model: ServedModel, asked: Mapping[str, float | None]) -> dict[str, float]:
+    """The parameters that differ from the engine's.
+
+    Raises:
+        ApiError: the engine samples all rows with its own.
+    """
+    engine = {"temperature": model.temperature, "top_p": model.top_p, "top_k": model.top_k}
+    own = {name: value for name, value in asked.items() if value is not None and value != engine[name]}
+    if own and not model.reads_sampling:
+        name, value = next(iter(own.items()))
+        allowed = "unset" if engine[name] is None else f"{engine[name]:g}"
+        if name == "temperature":
+            allowed = f"0 (greedy) or {allowed}"
+        raise ApiError(
+            400,
+            f"{name} must be {allowed}, because this generation backend samples all requests alike. Start the server with "
+            f"policy.generation.{name}={value:g} to change it.",
+            param=name,
+            code="unsupported_value",
+        )
+    return own
 
 
 def new_seed() -> int:

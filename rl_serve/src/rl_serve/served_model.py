@@ -34,9 +34,13 @@ class ServedModel:
     tokenizer: Any
     """Its tokenizer."""
     temperature: float
-    """The temperature at which the engine samples; greedy decoding is available as well."""
+    """The engine's temperature; greedy decoding is available as well."""
     top_p: float
     """The engine's top-p."""
+    top_k: int | None = None
+    """The engine's top-k; None for no limit."""
+    reads_sampling: bool = False
+    """Whether requests may have another temperature, top-p and top-k than the engine."""
     max_new_tokens: int
     """The engine's limit of new tokens per completion."""
     max_model_len: int | None
@@ -136,6 +140,8 @@ def _served(label: str, generation: GenerationInterface, section: Any, tokenizer
         tokenizer=tokenizer,
         temperature=section.temperature,
         top_p=section.top_p,
+        top_k=section.top_k,
+        reads_sampling=facts.get("reads_sampling", False),
         max_new_tokens=section.max_new_tokens,
         max_model_len=facts.get("max_model_len"),
         vocab_size=facts.get("vocab_size", len(tokenizer)),

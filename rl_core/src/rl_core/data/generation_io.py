@@ -12,9 +12,9 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import with_input_lengths
 from rl_core.data.schema import pad_value
 from rl_core.data.stateless_rng import derived_seeds
-from rl_core.errors import DataError
+from rl_core.errors import DataError, NotSupportedError
 
-_READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens")
+_READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Prompt:
         limit: maximum number of completion tokens, within `max_model_len`.
         seed: of its random draws.
         stop_strings: strings that end it: those of all rows, and its own.
+        sampling: its own `temperature`, `top_p` and `top_k`, replacing the engine's.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Prompt:
     limit: int
     seed: int
     stop_strings: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +111,22 @@ class PromptReader:
         limits: limits of every row.
         stop_strings: strings that end every row.
         reads_text: whether the replica has a tokenizer.
+        reads_sampling: whether rows may have their own temperature (`sampling`).
         seed: the engine's seed.
         rank: index of the replica: with the same seed, all replicas would sample the same rows.
     """
 
     def __init__(
-        self, limits: LengthLimits, *, stop_strings: Iterable[str] = (), reads_text: bool = True, seed: int = 0, rank: int = 0
+        self,
+        limits: LengthLimits,
+        *,
+        stop_strings: Iterable[str] = (),
+        reads_text: bool = True,
+        reads_sampling: bool = False,
+        seed: int = 0,
+        rank: int = 0,
     ) -> None:
-        self.limits = limits
+        self.limits, self._reads_sampling = limits, reads_sampling
         self._stop_strings, self._reads_text = tuple(stop_strings), reads_text
         self._seed, self._calls = seed * 1_000_003 + rank, 0
 
@@ -128,6 +138,7 @@ class PromptReader:
             self.limits,
             stop_strings=self._stop_strings,
             reads_text=self._reads_text,
+            reads_sampling=self._reads_sampling,
             seed=self._seed,
             call=self._calls,
         )
@@ -152,6 +163,7 @@ def read_prompts(
     *,
     stop_strings: Iterable[str] = (),
     reads_text: bool = True,
+    reads_sampling: bool = False,
     seed: int = 0,
     call: int = 0,
 ) -> list[Prompt]:
@@ -162,12 +174,14 @@ def read_prompts(
         limits: limits of every row.
         stop_strings: strings that end every row, in addition to its own.
         reads_text: whether there is a tokenizer, which stop strings require.
+        reads_sampling: whether rows may have their own temperature (`sampling`).
         seed: for batches without `sample_seeds`, together with `call`.
         call: number of the call.
 
     Raises:
         DataError: an empty prompt, an id outside the vocabulary, no space for a token, or a stop string that is empty or cannot
             be found; names the row.
+        NotSupportedError: rows have their own temperature, and the engine samples at one.
     """
     refuse_text(data)
     batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
@@ -175,15 +189,19 @@ def read_prompts(
     prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         _check_prompt(number, prompt, length, limits)
+    if "sampling" in batch and not reads_sampling:
+        raise NotSupportedError("This engine samples all rows at one temperature. Remove the column `sampling`.")
+    own_sampling = batch["sampling"] if "sampling" in batch else [None] * len(prompts)
     seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(seed, call, len(prompts))
     return [
-        Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings)
-        for number, (prompt, limit, own_seed, strings) in enumerate(
+        Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings, sampling=sampling or {})
+        for number, (prompt, limit, own_seed, strings, sampling) in enumerate(
             zip(
                 prompts,
                 _row_limits(batch, prompts, limits),
                 seeds.tolist(),
                 _row_stop_strings(batch, len(prompts), tuple(stop_strings), reads_text=reads_text),
+                own_sampling,
                 strict=True,
             )
         )

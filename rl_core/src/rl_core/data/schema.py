@@ -125,6 +125,7 @@ _TABLE = (
         "Id of one occurrence of a prompt: rows with the same id begin with the same tokens, which may be computed once.",
     ),
     _rows("sample_seeds", "int64", "", "rollouts", "Random seed of the sample."),
+    _rows("sampling", "list", "", "servers", "dict or None: temperature, top_p and top_k of the row, replacing the engine's."),
     _rows("session_ids", "list", "", "rollouts", "str or None: conversation that the row continues."),
     _rows("stop_strings", "list", "", "data, environments", "list[str] or None: strings that end a completion."),
     _rows("failures", "list", "", "generation", "str or None: why the engine could not sample the row."),

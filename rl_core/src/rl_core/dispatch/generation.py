@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ROW_KEYS = ("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids", "prompt_id")
+ROW_KEYS = (
+    *("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids", "prompt_id", "sampling"),
+)
 
 
 class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
@@ -231,7 +233,13 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         limits = LengthLimits(
             vocab_size=facts["vocab_size"], max_model_len=facts["max_model_len"], max_new_tokens=self.config.max_new_tokens
         )
-        read_prompts(data, limits, stop_strings=self.config.stop_strings or (), reads_text=facts.get("reads_text", True))
+        read_prompts(
+            data,
+            limits,
+            stop_strings=self.config.stop_strings or (),
+            reads_text=facts.get("reads_text", True),
+            reads_sampling=facts.get("reads_sampling", False),
+        )
 
     def _bring_weights(self) -> None:
         """Refit all replicas, unless that has already been done."""

@@ -31,6 +31,9 @@ class GenerationDatumSpec(TypedDict):
     """[B] int64; a row's tokens depend on its seed, not on the other rows. If absent, seeds derive from the backend's seed."""
     max_new_tokens: NotRequired[torch.Tensor]
     """[B] int64, limit of new tokens per row; the config's limit applies as well."""
+    sampling: NotRequired[list[dict[str, Any] | None]]
+    """`temperature`, `top_p` and `top_k` of single rows, replacing the engine's; None or an absent key for the engine's. Only
+    for engines whose facts have `reads_sampling`; others raise NotSupportedError."""
     session_ids: NotRequired[list[str | None]]
     """Name of the conversation that each row continues. `generate_async` samples all turns of a session on one replica, which
     may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
