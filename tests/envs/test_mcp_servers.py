@@ -111,6 +111,8 @@ def test_the_main_process_lists_the_selected_tools():
         ({"command": ["/nonexistent/server"]}, "mcp_servers.example: the server .* did not start: FileNotFoundError"),
         ({"command": [sys.executable, "-c", "raise SystemExit('no license')"]}, "did not start: .*no license"),
         ({"command": ["sleep", "600"], "start_timeout_s": 0.2}, "did not start: no answer within 0.2 seconds"),
+        ({"comand": ["x"]}, "mcp_servers.example has no key 'comand'. Did you mean 'command'?"),
+        ({"command": 3}, "mcp_servers.example.command: must be a list of text; found 3"),
         ({}, "set either command or url"),
         ({"command": ["x"], "url": "http://localhost"}, "set either command or url"),
         ({"url": "http://localhost", "env": {"A": "b"}}, "env applies to command"),

@@ -75,7 +75,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "LoggingConfig": ("rl_train/runtime", "rl_train/run.py"),
     "LossConfig": ("rl_train/runtime",),
     "MathEnvironmentConfig": ("rl_envs/math",),
-    "McpServerConfig": ("rl_envs/tools",),
     "MegatronConfig": ("rl_backends_megatron",),
     "MegatronPolicyConfig": CHOICE,
     "MlflowConfig": ("rl_train/metrics",),

@@ -79,12 +79,25 @@ def find_field(model: Model, path: KeyPath, *, prefix: KeyPath = ()) -> Field | 
     inner = section_model(info.annotation)
     if inner is not None:
         return find_field(inner, rest, prefix=field.path)
+    listed = _entry_of_mapping(field, rest)
+    if listed is not None:
+        return listed
     if holds_free_keys(info.annotation):
         default = field.default
         for part in rest:
             default = default.get(part, NOTHING) if isinstance(default, dict) else NOTHING
         return Field(path=(*field.path, *rest), owner=field.owner, name=name, info=info, is_free=True, default=default)
     return None
+
+
+def _entry_of_mapping(field: Field, path: KeyPath) -> Field | None:
+    """The field at a path within a mapping of names to sections, if the model of its values has it."""
+    values = [get_args(option)[1] for option in _options(field.info.annotation) if get_origin(option) is dict]
+    model = section_model(values[0]) if len(values) == 1 else None
+    if model is None:
+        return None
+    entry = Field(path=(*field.path, path[0]), owner=field.owner, name=field.name, info=FieldInfo.from_annotation(model))
+    return find_field(model, path[1:], prefix=entry.path) if path[1:] else entry
 
 
 def all_fields(model: Model, *, prefix: KeyPath = (), depth: int = 8) -> Iterator[Field]:
