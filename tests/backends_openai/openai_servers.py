@@ -5,6 +5,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -12,6 +13,7 @@ from starlette.routing import Route
 
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.generation import OpenAIGeneration
+from rl_core.data.batched_data_dict import BatchedDataDict
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 KEY = "sk-a-very-secret-key"
@@ -91,3 +93,16 @@ def engine_of(url, **keys):
         yield engine
     finally:
         engine.shutdown()
+
+
+def prompts(*rows, **columns):
+    """A batch of prompts; row n has the seed n."""
+    ids = [torch.tensor(row) for row in rows]
+    return BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
+            "input_lengths": torch.tensor([len(row) for row in ids]),
+            "sample_seeds": torch.arange(len(rows)),
+            **columns,
+        }
+    )

@@ -5,26 +5,12 @@ import logging
 
 import pytest
 import torch
-from openai_servers import KEY, complete, engine_of
+from openai_servers import KEY, complete, engine_of, prompts
 from starlette.responses import JSONResponse
 
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError, NotSupportedError
 from rl_core.http import HttpError
-
-
-def prompts(*rows, **columns):
-    ids = [torch.tensor(row) for row in rows]
-    return BatchedDataDict(
-        {
-            "input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
-            "input_lengths": torch.tensor([len(row) for row in ids]),
-            "sample_seeds": torch.arange(len(rows)),
-            **columns,
-        }
-    )
-
 
 SUMS = ([4, 5, 13, 6, 7, 16], [5, 13, 6, 16])
 

@@ -101,7 +101,8 @@ def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
     [
         (
             (MODEL,),
-            "error: --backend is required, because it selects the generation plugin and several are installed: hf, vllm.",
+            "error: --backend is required, because it selects the generation plugin and several are installed: hf, openai, "
+            "vllm.",
         ),
         (
             (MODEL, "--backend", "hf", "--host", "0.0.0.0"),

@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import xxhash
-
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.server import version_label
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.http import HttpClient, HttpError, RequestLimits
+from rl_core.weights.disk import file_digest
 
 ADMIN_HEADER = "X-Rlcore-Admin-Key"
-_CHUNK_BYTES = 2**22
 
 
 class WeightUpdates(ABC):
@@ -36,13 +34,14 @@ class WeightUpdates(ABC):
         assert config.refit_folder is not None
         self._folder = Path(config.refit_folder).expanduser().resolve()
         self.url = own.root_url
-        # Never repeated: a server that has loaded a file refuses it a second time.
-        self._client = HttpClient(
-            base_url=own.root_url,
-            api_key=own.api_key,
-            headers={ADMIN_HEADER: own.admin_key} if own.admin_key is not None else {},
-            limits=RequestLimits(concurrency=4, timeout_s=deadline_s, deadline_s=deadline_s, max_retries=0),
-        )
+        headers = {ADMIN_HEADER: own.admin_key} if own.admin_key is not None else {}
+
+        def client(max_retries: int) -> HttpClient:
+            limits = RequestLimits(concurrency=4, timeout_s=deadline_s, deadline_s=deadline_s, max_retries=max_retries)
+            return HttpClient(base_url=own.root_url, api_key=own.api_key, headers=headers, limits=limits)
+
+        # A file is never sent twice: a server that has loaded it refuses it.
+        self._once, self._repeated = client(0), client(own.max_retries)
 
     @abstractmethod
     async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -66,7 +65,8 @@ class WeightUpdates(ABC):
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.close()
+        await self._once.close()
+        await self._repeated.close()
 
     def _relative(self, file: str) -> str:
         try:
@@ -74,9 +74,9 @@ class WeightUpdates(ABC):
         except ValueError as error:
             raise WeightSyncError(f"{file} is not in policy.generation.refit_folder ({self._folder}).") from error
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, Any], *, once: bool = False) -> dict[str, Any]:
         try:
-            response = await self._client.post_json(path, body)
+            response = await (self._once if once else self._repeated).post_json(path, body)
         except HttpError as error:
             raise self._explained(error) from error
         if not isinstance(response.body, dict):
@@ -111,6 +111,7 @@ class RlcoreUpdates(WeightUpdates):
                 "refit": handles["refit"],
                 "weight_version": handles["weight_version"],
             },
+            once=True,
         )
 
     async def version(self) -> int:
@@ -139,7 +140,7 @@ class VllmUpdates(WeightUpdates):
     async def update(self, handles: Mapping[str, Any]) -> None:
         version = str(handles["weight_version"])
         digest = file_digest(Path(handles["file"]))
-        await self._call("rlcore_update", self._relative(handles["file"]), handles["refit"], version, digest)
+        await self._call("rlcore_update", self._relative(handles["file"]), handles["refit"], version, digest, once=True)
 
     async def version(self) -> int:
         return int((await self._call("rlcore_version"))["weight_version"])
@@ -154,9 +155,10 @@ class VllmUpdates(WeightUpdates):
         await self._post("resume", {})
         return bool(done.get("success"))
 
-    async def _call(self, method: str, *arguments: str) -> dict[str, Any]:
+    async def _call(self, method: str, *arguments: str, once: bool = False) -> dict[str, Any]:
         """The response of the extension in all processes of the server, which must agree."""
-        answers = (await self._post("collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+        body = {"method": method, "args": list(arguments)}
+        answers = (await self._post("collective_rpc", body, once=once))["results"]
         found = [json.loads(answer) if isinstance(answer, str) else answer for answer in answers]
         for one in found:
             if "error" in one:
@@ -175,12 +177,3 @@ def updates_of(config: OpenAIConfig, *, deadline_s: float) -> WeightUpdates | No
     kinds: dict[str | None, type[WeightUpdates]] = {"rlcore": RlcoreUpdates, "vllm": VllmUpdates}
     kind = kinds.get(config.openai_cfg.weight_updates)
     return None if kind is None else kind(config, deadline_s=deadline_s)
-
-
-def file_digest(path: Path) -> str:
-    """XXH3-128 of a file's bytes, as the worker extension computes it."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return str(digest.hexdigest())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,16 @@ def serve(
     name: Annotated[str | None, typer.Option(help="Name of the model in the API; by default its folder's.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Serve the best checkpoint of a run folder, not the newest.")] = False,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Requests that run at the same time; more get status 429.")] = 256,
+    allow_weight_updates: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Accept weights from files in this folder, with an admin key.", show_default=False),
+    ] = None,
+    print_vllm_command: Annotated[
+        bool,
+        typer.Option(
+            "--print-vllm-command", help="Print the command that starts vLLM's own server with weight updates, and exit."
+        ),
+    ] = False,
 ) -> None:
     """Serve a model or a run over an OpenAI-compatible HTTP API, or forward requests to a server that does.
 
@@ -60,8 +71,23 @@ def serve(
     target, overrides = _target_in(arguments or [])
     address = Address.of(host, 7000 if port is None else port)
     if target is None:
-        _refuse_without_model(backend, best, config or [], overrides)
+        model_options = {
+            "--backend": backend is not None,
+            "--best": best,
+            "--allow-weight-updates": allow_weight_updates is not None,
+            "--print-vllm-command": print_vllm_command,
+        }
+        _refuse_without_model(model_options, config or [], overrides)
         _serve_proxy(config or [], overrides, address, has_port=port is not None, name=name, max_concurrent=max_concurrent)
+        return
+    from rl_serve.update_options import read_update_options
+
+    updates = read_update_options(target, allow_weight_updates, is_for_vllm=print_vllm_command)
+    if print_vllm_command:
+        from rl_serve.vllm_command import vllm_command
+
+        refused = {"--backend": backend, "--best": best, "--config": config, "KEY=VALUE": overrides}
+        print(vllm_command(target, updates=updates, name=name, host=host, port=address.port, refused=refused))
         return
     from rl_serve.answering import started_answering
     from rl_serve.app import create_app
@@ -83,6 +109,10 @@ def serve(
         try:
             limits = Limits(max_concurrent_requests=max_concurrent)
             app = create_app(model, engine, limits=limits, api_keys=address.api_keys, answering=answering)
+            if updates is not None:
+                from rl_serve.weights_api import WeightUpdates, add_weight_updates
+
+                add_weight_updates(app, WeightUpdates(model.generation, engine, updates.folder, updates.admin_key))
             run_server(app, listener, address, name=model.name)
         finally:
             engine.close()
@@ -96,7 +126,7 @@ def _target_in(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
-def _refuse_without_model(backend: str | None, best: bool, files: list[Path], overrides: list[str]) -> None:
+def _refuse_without_model(options: Mapping[str, bool], files: list[Path], overrides: list[str]) -> None:
     from rl_core.errors import ConfigError
 
     if not files and not overrides:
@@ -104,7 +134,7 @@ def _refuse_without_model(backend: str | None, best: bool, files: list[Path], ov
             "Nothing to serve: name a model or a run, or the server to forward to, such as ++server.host=localhost "
             "++server.port=5000."
         )
-    for option, is_given in (("--backend", backend is not None), ("--best", best)):
+    for option, is_given in options.items():
         if is_given:
             raise ConfigError(f"{option} is an option of models and runs, but none is named. Remove it, or name one.")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from rl_core.interfaces.generation import GenerationInterface
 
 _log = logging.getLogger(__name__)
 _END = object()
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,20 @@ class EngineThread:
                     return
         finally:
             future.cancel()
+
+    async def call(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Call a function of the backend in the engine's thread, which starts no row meanwhile.
+
+        Raises:
+            EngineClosedError: the engine was shut down.
+        """
+        if self._is_closed:
+            raise EngineClosedError("the engine was shut down")
+
+        async def run() -> ResultT:
+            return function(*arguments)
+
+        return await asyncio.wrap_future(self._loop.start(run()))
 
     def close(self) -> None:
         """Cancel all rows and stop the thread; the backend itself is not shut down. Idempotent."""

@@ -69,7 +69,7 @@ def started_model(
     registry = Registry(discover())
     label = name or (Path(target).resolve().name if Path(target).exists() else target)
     with ExitStack() as exits:
-        if _is_run(Path(target)):
+        if is_run(Path(target)):
             if backend is not None:
                 raise ConfigError(
                     f"--backend {backend}: {target} is a run, which has its own engine. To change it, add the override "
@@ -82,7 +82,8 @@ def started_model(
             yield _of_model(target, registry, backend, overrides, label, exits)
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a path is a run folder or a step folder, not a model."""
     return path.is_dir() and ((path / CONFIG).is_file() or (path / "manifest.json").is_file())
 
 

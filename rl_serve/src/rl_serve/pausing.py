@@ -1,0 +1,88 @@
+"""Pauses sampling while weights are updated: running requests finish, new ones are refused until the server resumes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rl_serve.errors import ApiError
+
+_RETRY_AFTER_S = 1
+
+
+class Pause:
+    """Whether the server is paused, and the number of requests that run."""
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self.running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> None:
+        """A request starts.
+
+        Raises:
+            ApiError: the server is paused.
+        """
+        if self.is_active:
+            raise ApiError(
+                503,
+                f"The server is paused while its weights are updated. Try again in {_RETRY_AFTER_S} s.",
+                code="paused",
+                headers={"Retry-After": str(_RETRY_AFTER_S)},
+            )
+        self.running += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        """A request has ended."""
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+
+    async def start(self, *, timeout_s: float) -> None:
+        """Refuse new requests and wait until the running ones have ended.
+
+        Raises:
+            ApiError: some did not end in time; the server is then not paused.
+        """
+        was_active, self.is_active = self.is_active, True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            self.is_active = was_active
+            raise ApiError(503, f"{self.running} requests still run after {timeout_s:g} s.", code="busy") from None
+
+    def end(self) -> None:
+        """Accept requests again."""
+        self.is_active = False
+
+
+class PauseGate:
+    """ASGI middleware that counts sampling requests and refuses them in a pause.
+
+    Args:
+        app: the application.
+        pause: shared with the endpoints that pause the server.
+        open_paths: paths that are never refused.
+    """
+
+    def __init__(self, app: ASGIApp, *, pause: Pause, open_paths: Collection[str]) -> None:
+        self._app, self._pause, self._open_paths = app, pause, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._pause.enter()
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._pause.leave()

@@ -1,0 +1,181 @@
+"""Training against `rlcore serve`: every step's weights reach the server and are verified; stale ones stop the run."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from openai_servers import KEY, MODEL, engine_of, listening, prompts
+
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.policy import HuggingFacePolicy
+from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.weights.disk import DiskTransport
+from rl_serve.app import create_app
+from rl_serve.engine import EngineThread
+from rl_serve.sampling import Limits
+from rl_serve.served_model import started_model
+from rl_serve.weights_api import WeightUpdates, add_weight_updates
+from rl_train.runtime.launch import train
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
+
+ADMIN = "an-admin-key-of-a-test"
+
+
+@contextmanager
+def updatable(folder):
+    """URL and engine of a server that accepts weight updates from a folder."""
+    overrides = ["policy.generation.max_new_tokens=8"]
+    with started_model(str(MODEL), backend="hf", overrides=overrides, name="addition") as model:
+        engine = EngineThread(model.generation)
+        app = create_app(model, engine, limits=Limits(), api_keys=[KEY])
+        add_weight_updates(app, WeightUpdates(model.generation, engine, folder.resolve(), ADMIN))
+        try:
+            with listening(app) as url:
+                yield url, model.generation
+        finally:
+            engine.close()
+
+
+@pytest.fixture
+def policy():
+    policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=str(MODEL), max_total_sequence_length=32))
+    yield policy
+    policy.shutdown()
+
+
+def synchronizer(policy, engine, folder):
+    return WeightSynchronizer(
+        policy,
+        engine,
+        transports=[DiskTransport],
+        policy_capabilities=["disk"],
+        generation_capabilities=["disk"],
+        buffer_bytes=2**21,
+        folder=folder,
+    )
+
+
+def connect(url, folder, **keys):
+    own = {"weight_updates": "rlcore", "admin_key": ADMIN, "refit_folder": str(folder), **keys}
+    return engine_of(url, model="addition", **own)
+
+
+def shift(policy, by):
+    """Change all weights of the policy, as a step does."""
+    with torch.no_grad():
+        for _, tensor in policy.group.worker.iter_weights():
+            tensor.add_(by)
+
+
+def test_weights_are_sent_verified_and_counted_and_a_stale_tensor_is_caught(tmp_path, policy, monkeypatch):
+    with updatable(tmp_path) as (url, served), connect(url, tmp_path) as engine:
+        sync = synchronizer(policy, engine, tmp_path)
+        assert (engine.weight_version, engine.has_own_weights) == (-1, False)
+        metrics = sync.sync()
+        assert metrics["refit/bytes"] > 0
+        assert engine.weight_version == policy.weight_version == 0
+        assert engine.weight_fingerprint() == policy.weight_fingerprint()
+        assert engine.facts["precision"] == "float32"
+        assert not list(tmp_path.iterdir())
+
+        # A load that forgets the embedding, which is also the tied output layer.
+        worker = served.group.worker
+        load = worker.load_weights
+        monkeypatch.setattr(
+            worker, "load_weights", lambda found: load({k: v for k, v in found.items() if k != "model.embed_tokens.weight"})
+        )
+        shift(policy, 1e-3)
+        with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight"):
+            sync.sync()
+        monkeypatch.undo()
+        sync.sync()
+        assert engine.weight_fingerprint() == policy.weight_fingerprint()
+        sync.close()
+
+
+def test_a_server_whose_weights_someone_else_replaced_is_noticed(tmp_path, policy, monkeypatch):
+    with updatable(tmp_path) as (url, served), connect(url, tmp_path, api="inference") as engine:
+        sync = synchronizer(policy, engine, tmp_path)
+        sync.sync()
+        assert engine.generate(prompts([4, 5]))["weight_version"].tolist() == [0]
+        monkeypatch.setattr(served.group.worker, "_weight_version", -1)  # as after a restart of the server
+        with pytest.raises(WeightSyncError, match="sampled with weight version -1, but the last sync sent version 0"):
+            engine.generate(prompts([4, 5]))
+        sync.close()
+
+
+def test_a_wrong_admin_key_and_another_folder_are_errors(tmp_path, policy):
+    with updatable(tmp_path / "..") as (url, _):
+        with (
+            connect(url, tmp_path, admin_key="wrong-key-of-a-test") as engine,
+            pytest.raises(ConfigError, match="admin_key") as caught,
+        ):
+            synchronizer(policy, engine, tmp_path).sync()
+        assert "wrong-key-of-a-test" not in str(caught.value)
+        with connect(url, tmp_path) as engine, pytest.raises(WeightSyncError, match="cannot be read on the server"):
+            synchronizer(policy, engine, tmp_path).sync()
+
+
+def run_config(url, folder, steps, api="completions", **server):
+    return {
+        "defaults": str(MODEL.parents[1] / "grpo_addition.yaml"),
+        "grpo": {"max_num_steps": steps, "val_at_end": True, "val_at_start": True, "val_period": 0},
+        "policy": {
+            "generation": {
+                "backend": "openai",
+                "refit_folder": str(folder),
+                "openai_cfg": {
+                    "base_url": f"{url}/v1",
+                    "api_key": "${oc.env:A_KEY}",
+                    "admin_key": "${oc.env:AN_ADMIN_KEY}",
+                    "model": "addition",
+                    "weight_updates": "rlcore",
+                    "api": api,
+                    **server,
+                },
+            }
+        },
+        "cluster": {"backend": "in_process", "workers_per_node": 1},
+    }
+
+
+def trained(config, tmp_path, *overrides):
+    """The metrics of a run by step, and everything that it wrote as text."""
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    folder = train(path, [f"logger.log_dir={tmp_path}", "logger.run_name=run", *overrides], console=False).folder
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    texts = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
+    return rows, b"".join(texts)
+
+
+def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
+    monkeypatch.setenv("AN_ADMIN_KEY", ADMIN)
+    updates = tmp_path / "updates"
+    updates.mkdir()
+    small = ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.max_val_samples=8"]
+    with updatable(updates) as (url, served):
+        rows, written = trained(run_config(url, updates, 2, api="inference"), tmp_path, *small)
+        assert served.weight_version == 2
+    steps = [row for row in rows if "refit/weight_version" in row]
+    assert [row["refit/weight_version"] for row in steps][:2] == [0.0, 1.0]
+    assert all(row["refit/canary_error"] < 1e-3 for row in steps)
+    assert KEY.encode() not in written
+    assert ADMIN.encode() not in written
+    assert b"${oc.env:AN_ADMIN_KEY}" in written
+
+
+@pytest.mark.full("trains for three minutes")
+def test_the_held_out_success_of_a_model_trained_with_a_server_rises(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
+    monkeypatch.setenv("AN_ADMIN_KEY", ADMIN)
+    updates = tmp_path / "updates"
+    updates.mkdir()
+    with updatable(updates) as (url, _):
+        rows, _ = trained(
+            run_config(url, updates, 40), tmp_path, "grpo.max_val_samples=256", "policy.generation.openai_cfg.max_retries=8"
+        )
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    assert accuracy[-1] > accuracy[0] + 0.2
