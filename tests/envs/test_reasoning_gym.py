@@ -61,6 +61,18 @@ def test_datasets_of_neighbouring_seeds_share_no_problems(task):
     assert not problems[0] & problems[1]
 
 
+def test_only_the_full_score_is_rewarded_with_reward_correct():
+    entry = {"question": "", "answer": "golfer", "metadata": {}}
+    info = {"task": "spell_backward", "params": {}, "entry": entry}
+    # The scorer adds 1/6 per letter in the right place, ignores letters after the last, and 6 * (1/6) is just below 1.
+    logs = [[_answer(f"<answer>{text}</answer>")] for text in ("golfer", "golfere", "golfre")]
+    score = ReasoningGymEnvironment().step(logs, [info] * 3)
+    assert score.rewards.tolist() == pytest.approx([1.0, 1.0, 4 / 6])
+    correct = ReasoningGymEnvironment({"reward": "correct"}).step(logs, [info] * 3)
+    assert correct.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert [row["score"] for row in correct.metadata] == [row["score"] for row in score.metadata]
+
+
 def test_the_last_tagged_answer_is_scored():
     assert read_answer("<answer>1</answer> no: <answer>\n2 </answer>", "answer") == "2"
     assert read_answer("2", "answer") is None

@@ -22,6 +22,8 @@ SCORE_KEY = "score"
 class ReasoningGymEnvironment(EnvironmentInterface):
     """Rewards the score, from 0.0 to 1.0, that the row's task gives to the answer; 0.0 without an answer.
 
+    With `reward: correct`, only the full score is rewarded.
+
     A row's metadata contains `task`, `params` and `entry`, as `ReasoningGymDataset` writes them; `step` adds `score`, None if
     the answer made the scorer raise, which counts as 0.0. Some scorers evaluate the answer as an expression; the only time
     limit is `step_timeout_s`.
@@ -43,7 +45,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         answers = [read_answer(str(log[-1]["content"]), self.config.answer_tag) for log in message_log_batch]
         scores = [self._score(answer, info) for answer, info in zip(answers, metadata, strict=True)]
         return ended(
-            [score or 0.0 for score in scores],
+            [self._reward(score) for score in scores],
             [{**info, SCORE_KEY: score} for info, score in zip(metadata, scores, strict=True)],
             answers=answers,
         )
@@ -55,11 +57,14 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         scores = [info[SCORE_KEY] for info in batch["extra_env_info"]]
         rows = len(scores)
         return batch, {
-            "accuracy": sum((score or 0.0) >= 1.0 for score in scores) / rows,
+            "accuracy": sum(map(_is_full, scores)) / rows,
             "score_mean": sum(score or 0.0 for score in scores) / rows,
             "answered_frac": sum(answer is not None for answer in batch["answers"]) / rows,
             "scorer_failed_frac": sum(score is None for score in scores) / rows,
         }
+
+    def _reward(self, score: float | None) -> float:
+        return float(_is_full(score)) if self.config.reward == "correct" else score or 0.0
 
     def _score(self, answer: str | None, info: Any) -> float | None:
         """The score of an answer; None if the scorer raised."""
@@ -76,6 +81,10 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             return float(self._scorers[key].score_answer(answer, info["entry"]))
         except Exception:  # the answer is the model's, and scorers parse it in many ways
             return None
+
+
+def _is_full(score: float | None) -> bool:
+    return score is not None and score >= 1.0
 
 
 def read_answer(completion: str, tag: str | None) -> str | None:
