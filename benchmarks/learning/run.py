@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/learning/run.py sliding_puzzle
     python benchmarks/learning/run.py tools --seeds 0 --work /tmp/trial --no-results grpo.max_num_steps=5
+    python benchmarks/learning/run.py reasoning_gym --label score env.reasoning_gym.reward=score
 
 A model with random weights is warmed up with SFT on demonstrations, and then trained from each seed. Success is decided by
 `tasks.py` from the text of the rollouts, not by the reward. Results: benchmarks/results/learning_<task>.json, a curve in
@@ -144,11 +145,12 @@ def rate(trials: Sequence[bool]) -> dict[str, Any]:
 
 
 def write_review(path: Path, runs: Sequence[Path]) -> None:
-    """Rollouts to read: of the last step of each run the best paid, the worst paid, and some at random."""
+    """Rollouts to read: of the last step of each run the best paid, without repetitions, the worst paid, and some at random."""
     lines = []
     for run in runs:
         rows = read_jsonl(max(run.glob("rollouts/step_*.jsonl")))
-        ranked = sorted(rows, key=lambda row: -row["reward"])
+        distinct = list({(row["prompt"], row["completion"]): row for row in rows}.values())
+        ranked = sorted(distinct, key=lambda row: -row["reward"])
         chosen = {"best paid": ranked[:10], "worst paid": ranked[-5:], "at random": random.Random(0).sample(rows, 10)}
         for title, some in chosen.items():
             for row in some:
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "learning")
+    parser.add_argument("--label", help="name of a variant, which has its own runs and results, but the same warmed-up model")
     parser.add_argument("--no-results", action="store_true", help="write nothing outside the work folder")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the GRPO config")
     chosen = parser.parse_intermixed_args()
@@ -185,24 +188,25 @@ def main() -> None:
     model = warm_up(name, task, work, data)
     start = [f"policy.model_name={model}", *data, *chosen.overrides]
     before = evaluate(config, work / "before.json", *start)
-    results: dict[str, Any] = {"task": name, "config": config.name, **machine(), "seeds": {}}
+    label = f"-{chosen.label}" if chosen.label else ""
+    results: dict[str, Any] = {"task": name, "config": config.name, "overrides": chosen.overrides, **machine(), "seeds": {}}
     for seed in chosen.seeds:
-        run = work / f"seed_{seed}"
-        after = work / f"after_{seed}.json"
+        run = work / f"seed_{seed}{label}"
+        after = work / f"after_{seed}{label}.json"
         if not after.exists():
             rlcore("train", str(config), *start, f"grpo.seed={seed}", f"logger.log_dir={work}", f"logger.run_name={run.name}")
         results["seeds"][seed] = compare(before, evaluate(config, after, *start, "--checkpoint", str(run)), task)
         print(json.dumps({seed: results["seeds"][seed]}, indent=1), flush=True)
     results.update(machine())
-    runs = [work / f"seed_{seed}" for seed in chosen.seeds]
-    write_review(work / "review.md", runs)
+    runs = [work / f"seed_{seed}{label}" for seed in chosen.seeds]
+    write_review(work / f"review{label}.md", runs)
     if chosen.no_results:
         return
-    (ROOT / "benchmarks" / "results" / f"learning_{name}.json").write_text(
+    (ROOT / "benchmarks" / "results" / f"learning_{name}{label}.json").write_text(
         json.dumps(results, indent=1) + "\n", encoding="utf-8"
     )
     drawing = [f"seed {seed}={run}" for seed, run in zip(chosen.seeds, runs, strict=True)]
-    curve = ROOT / "docs" / "curves" / f"learning-{name.replace('_', '-')}.svg"
+    curve = ROOT / "docs" / "curves" / f"learning-{name.replace('_', '-')}{label}.svg"
     subprocess.run([sys.executable, ROOT / "docs" / "make_curves.py", curve, "validation/accuracy", *drawing], check=True)
 
 

@@ -95,11 +95,11 @@ def _solves(prompt: str, completion: str) -> bool:
 
 
 def _calculate(record: Record, draw: random.Random) -> Messages:
-    """One answer in three calls the calculator; the others are a number of about the right size."""
+    """Two answers in five call the calculator; the others are a number of about the right size."""
     answer = str(record["extra_env_info"]["expected_answer"])
     left, right = re.findall(r"\d+", str(record["messages"][-1]["content"]))
     log = list(record["messages"])
-    if draw.random() > 0.35:
+    if draw.random() > 0.4:
         guess = "".join(draw.choice("123456789") for _ in answer)
         return [*log, {"role": "assistant", "content": f"\\boxed{{{guess}}}"}]
     function = {"name": "calculator", "arguments": json.dumps({"expression": f"{left} * {right}"})}
@@ -241,6 +241,7 @@ TASKS: Mapping[str, Task] = {
     "tools": Task(
         demonstrate=_calculate,
         succeeded=_multiplied,
+        warm_up=500,
         tools=ToolsEnvironment.offered_tools({"tools": ["calculator"]}),
         whole=(
             "calculator: Calculates the value of an arithmetic expression.",
