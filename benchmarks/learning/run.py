@@ -145,13 +145,13 @@ def rate(trials: Sequence[bool]) -> dict[str, Any]:
 
 
 def write_review(path: Path, runs: Sequence[Path]) -> None:
-    """Rollouts to read: of the last step of each run the best paid, without repetitions, the worst paid, and some at random."""
+    """Rollouts to read, of the last step of each run: highest rewards without repetitions, lowest rewards, and random ones."""
     lines = []
     for run in runs:
         rows = read_jsonl(max(run.glob("rollouts/step_*.jsonl")))
         distinct = list({(row["prompt"], row["completion"]): row for row in rows}.values())
         ranked = sorted(distinct, key=lambda row: -row["reward"])
-        chosen = {"best paid": ranked[:10], "worst paid": ranked[-5:], "at random": random.Random(0).sample(rows, 10)}
+        chosen = {"highest reward": ranked[:10], "lowest reward": ranked[-5:], "at random": random.Random(0).sample(rows, 10)}
         for title, some in chosen.items():
             for row in some:
                 talk = "\n".join(f"[{m['role']}] {m['content']} {m.get('tool_calls') or ''}" for m in row["messages"])

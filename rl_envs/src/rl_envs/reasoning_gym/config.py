@@ -15,8 +15,8 @@ class ReasoningGymEnvironmentConfig(EnvironmentConfig):
     answer_tag: str | None = "answer"
     """XML tag around the final answer, whose last occurrence is scored; null scores the whole completion."""
     reward: Literal["score", "correct"] = "score"
-    """`score` is the number that the task's scorer gives. Many scorers also pay for wrong answers that are close, which training
-    can exploit. `correct` is 1.0 for the full score, else 0.0."""
+    """`score` is the number that the task's scorer gives. Many scorers give credit for wrong answers that are close, which
+    training can exploit. `correct` is 1.0 for the full score, else 0.0."""
 
 
 class ReasoningGymDatasetConfig(DatasetConfig):
