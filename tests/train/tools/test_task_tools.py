@@ -11,6 +11,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, Tool, ToolEnvironment
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_envs.tools.environment import ToolsEnvironment
 from rl_train.data.processors import prompt_datum
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import rollout_records
@@ -123,17 +124,17 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 TWICE = CALL + '\n<tool_call>\n{"name": "add", "arguments": {"a": }}\n</tool_call>'
 
 
-def play(tokenizer_with, *texts):
+def play(tokenizer_with, *texts, environment=None, info=None, longest=10_000):
     tokenizer = tokenizer_with("hermes")
-    environment = Sums({"invalid_call_penalty": 0.5})
+    environment = environment or Sums({"invalid_call_penalty": 0.5})
     tools = tools_of_instances({"sums": environment}, tokenizer)
-    record = {"messages": [{"role": "user", "content": "2+3?"}], "task_name": "sums"}
+    record = {"messages": [{"role": "user", "content": "2+3?"}], "task_name": "sums", "extra_env_info": info}
     datum = prompt_datum({**record, "tools": tools.of_record(record)}, idx=0, tokenizer=tokenizer)
     batch = {key: [datum.get(key)] for key in ("message_log", "idx", "task_name", "tools", "loss_multiplier", "extra_env_info")}
     rows = start_rollouts(BatchedDataDict(batch), 1)
     collector = Collector(
         generation=Scripted(tokenizer, *texts), environments={"sums": environment}, tokenizer=tokenizer, seed=0,
-        max_turns={"sums": 5}, max_total_length=10_000, tool_parsers=tools.parsers,
+        max_turns={"sums": 5}, max_total_length=longest, tool_parsers=tools.parsers,
     )  # fmt: skip
     collector.collect(rows, stream=SampleStream.TRAINING)
     return rows[0], tokenizer, collector
@@ -183,3 +184,25 @@ def test_messages_of_tasks_without_a_parser_are_not_parsed(tokenizer_with):
     again = replace(row, message_log=row.message_log[:1], metadata=None, turns=0, done=False, reward_parts={})
     plain.collect([again], stream=SampleStream.TRAINING)
     assert again.conversation()[1] == {"role": "assistant", "content": CALL}
+
+
+def python(code):
+    return f'<tool_call>\n{{"name": "python", "arguments": {{"code": "{code}"}}}}\n</tool_call>'
+
+
+def test_python_keeps_variables_during_a_rollout_and_its_session_ends_with_it_also_if_it_is_truncated(tokenizer_with):
+    limits = {"require": "rlimits", "timeout_s": 20.0, "memory_mb": 256}
+    environment = ToolsEnvironment({"tools": ["python"], "call_timeout_s": 120.0, "sandbox": limits})
+    answers = {"environment": environment, "info": {"expected_answer": "42"}}
+    try:
+        row, _, _ = play(tokenizer_with, python("x = 6 * 7"), python("x"), r"\boxed{42}", **answers)
+        assert [message["content"] for message in row.conversation() if message["role"] == "tool"] == ["(no output)", "42"]
+        assert (row.reward, row.truncated) == (1.0, False)
+        first_turn = sum(len(message["token_ids"]) for message in row.message_log[:2])
+        cut, _, _ = play(tokenizer_with, python("x = 6 * 7"), python("x"), longest=first_turn + 1, **answers)
+        assert (cut.turns, cut.truncated) == (1, True)
+        [tool] = environment._sandboxes
+        assert tool._interpreters == {}
+        assert not tool._sandbox._sessions
+    finally:
+        environment.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -45,11 +45,11 @@ class ToolsEnvironment(ToolEnvironment):
 
     def __init__(self, config: ToolsEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
+        self._servers = list_servers(self.config.mcp_servers)
         self._math = MathEnvironment({"require_box": self.config.require_box, "timeout_s": self.config.grading_timeout_s})
         self._grading = Lock()
         owners = [getattr(tool.function, "__self__", None) for tool in self.tools.values()]
         self._sandboxes = [owner for owner in owners if isinstance(owner, SandboxedPython)]
-        self._servers = list_servers(self.config.mcp_servers)
         try:
             for sandbox in self._sandboxes:
                 sandbox.start()
@@ -62,9 +62,11 @@ class ToolsEnvironment(ToolEnvironment):
     @classmethod
     def offered_tools(cls, config: Any = None) -> list[ToolSpec]:
         """See `EnvironmentInterface`. MCP servers are started, asked for their tools, and ended."""
-        tools = {tool.name: tool for tool in map(Tool.of, cls.functions_of(cls._read(config)))}
-        for server in list_servers(cls._read(config).mcp_servers):
-            with closing(server):
+        section = cls._read(config)
+        assert isinstance(section, ToolsEnvironmentConfig)
+        tools = {tool.name: tool for tool in map(Tool.of, cls.functions_of(section))}
+        with ExitStack() as ended:
+            for server in [ended.enter_context(closing(server)) for server in list_servers(section.mcp_servers)]:
                 add_tools(tools, server.start())
         return [tool.spec for tool in tools.values()]
 
@@ -84,8 +86,10 @@ class ToolsEnvironment(ToolEnvironment):
 
     def close(self, session: str) -> None:
         """End what the tools keep for a rollout."""
-        for owner in (*self._sandboxes, *self._servers):
-            owner.end(session)
+        for sandbox in self._sandboxes:
+            sandbox.end(session)
+        for server in self._servers:
+            server.end(session)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -101,8 +105,10 @@ class ToolsEnvironment(ToolEnvironment):
         }
 
     def shutdown(self) -> None:
-        for owner in (*self._sandboxes, *self._servers):
-            owner.close()
+        for sandbox in self._sandboxes:
+            sandbox.close()
+        for server in self._servers:
+            server.close()
         self._math.shutdown()
 
 
