@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_core.config.schema import EnvironmentConfig, RunConfig
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, Tool, ToolEnvironment
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_envs.tools.environment import ToolsEnvironment
+from rl_train.config.schema import RunConfig
 from rl_train.data.processors import prompt_datum
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import rollout_records
