@@ -89,6 +89,31 @@ def whole_batches():
     return DistributedGeneration(worker_class=WholeBatchWorker, config=GenerationConfig(backend="x", model_name="x"))
 
 
+class PathWorker(CountingWorker):
+    """Keeps the paths of its checkpoints."""
+
+    def __init__(self, context, config):
+        super().__init__(context, config)
+        self.paths = []
+
+    def save_checkpoint(self, weights_path, optimizer_path):
+        self.paths.append((weights_path, optimizer_path))
+
+    load_checkpoint = save_checkpoint
+
+
+def test_paths_of_checkpoints_are_absolute_for_workers_with_another_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    made = DistributedPolicy(worker_class=PathWorker, config=PolicyConfig(backend="tiny", model_name="tiny"), cluster=None)
+    made.save_checkpoint("step/weights", "step/optimizer")
+    made.load_checkpoint(tmp_path / "weights")
+    assert made.group.worker.paths == [
+        (tmp_path / "step" / "weights", tmp_path / "step" / "optimizer"),
+        (tmp_path / "weights", None),
+    ]
+    made.shutdown()
+
+
 def test_an_engine_whose_worker_has_no_poll_does_not_stream_rows(whole_batches):
     assert not whole_batches.streams_rows
     with pytest.raises(NotSupportedError, match="generate_async"):

@@ -244,7 +244,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         self._run("finish_training")
 
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
-        paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
+        paths = _absolute(weights_path), _absolute(optimizer_path)
         self._run("save_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
 
     def find_non_finite(self) -> str | None:
@@ -262,7 +262,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         return trained * (width + (4 * (moments + float32_copies) if optimizer else 0))
 
     def load_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None, **kwargs: Any) -> None:
-        paths = Path(weights_path), Path(optimizer_path) if optimizer_path is not None else None
+        paths = _absolute(weights_path), _absolute(optimizer_path)
         try:
             self._run("load_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
         except WorkerError as error:
@@ -322,6 +322,11 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         """Call every rank, because gathering weights is collective; returns rank 0's result."""
         self.wait_ready()
         return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)[0]
+
+
+def _absolute(path: str | Path | None) -> Path | None:
+    """The path as it is understood by workers, whose working directory may be another one."""
+    return None if path is None else Path(path).absolute()
 
 
 def _widened(column: torch.Tensor, width: int) -> torch.Tensor:
