@@ -80,6 +80,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_unconfigure(config):
+    gc.unfreeze()
     if folder := config.stash.get(IMPORTS, None):
         shutil.rmtree(folder, ignore_errors=True)
     if config.getoption("--closing-line"):
@@ -191,6 +192,12 @@ def rlcore(monkeypatch, capfd):
         return code, said.out + said.err
 
     return call
+
+
+@pytest.fixture
+def own_messages(caplog):
+    """The messages of our own loggers so far. Libraries log too, some in threads that earlier tests have started."""
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith(("rlcore", "rl_"))]
 
 
 @pytest.fixture

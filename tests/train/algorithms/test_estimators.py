@@ -128,20 +128,20 @@ def test_gdpo_distinguishes_rewards_with_equal_sums():
     assert apart[1] == pytest.approx(-0.5 / math.sqrt(1 / 3) + 1.5, rel=1e-5)
 
 
-def test_gdpo_continues_without_a_reward_that_no_row_has_and_warns_once(caplog):
+def test_gdpo_continues_without_a_reward_that_no_row_has_and_warns_once(own_messages):
     config = AdvantageConfig(name="gdpo", reward_weights={"tone": 3.0, "a": 1.0})
     estimator, plain = make_estimator(config), make_estimator(AdvantageConfig(name="gdpo"))
     without = batch_of([1.0, 0.0], [0, 0], parts=[{"a": 1.0}, {"a": 0.0, "b": 0.5}])
     for _ in range(2):
         assert estimator.is_informative(without).tolist() == [True, True]
         assert torch.equal(estimator(without).values, plain(without).values)
-    [warning] = [record.getMessage() for record in caplog.records]
+    [warning] = own_messages()
     assert "reward_weights names tone" in warning
     assert "returned a, b" in warning
     # A step that has it counts it.
     later = batch_of([1.0, 0.0], [0, 0], parts=[{"a": 1.0, "tone": 0.0}, {"a": 0.0, "tone": 1.0}])
     assert estimator(later).values[:, 0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-    assert len(caplog.records) == 1
+    assert len(own_messages()) == 1
 
 
 def test_gdpo_divides_by_the_unbiased_deviation_of_the_batch():

@@ -9,7 +9,7 @@ from rl_train.rollouts.trajectory import Trajectory
 
 
 @pytest.fixture
-def watched(caplog):
+def watched(caplog, own_messages):
     """Passes draws (a step and the rewards of each group) to one watch; returns the warnings so far."""
     watch = EqualRewardWatch()
 
@@ -24,7 +24,7 @@ def watched(caplog):
                 rows.append(row)
         with caplog.at_level(logging.WARNING, logger="rlcore"):
             watch.observe(step, rows)
-        return [record.getMessage() for record in caplog.records]
+        return own_messages()
 
     return observe
 
