@@ -1,8 +1,6 @@
 """A custom loss and algorithm by import path: the examples learn, and invalid configs are explained."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,11 +138,9 @@ def test_the_page_shows_the_current_files():
 
 
 @pytest.mark.slow
-def test_workers_of_ray_find_a_loss_by_its_path(tmp_path):
-    changes = ["sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_start=false"]
-    command = [sys.executable, "-m", "rlcore_cli.main", "train", "examples/custom_loss/train.yaml", *changes]
-    done = subprocess.run(
-        [*command, f"logger.log_dir={tmp_path}", "logger.run_name=run"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 steps done" in done.stdout
+def test_workers_of_ray_find_a_loss_by_its_path(rlcore, tmp_path, local_ray):
+    changes = ["sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.enabled=false"]
+    names = [f"logger.log_dir={tmp_path}", "logger.run_name=run"]
+    code, output = rlcore("train", "examples/custom_loss/train.yaml", *changes, *names, folder=ROOT)
+    assert code == 0, output
+    assert "2 steps done" in output

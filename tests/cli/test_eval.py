@@ -389,6 +389,9 @@ def test_the_command_imports_nothing_heavy_before_it_runs():
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.full(
+    "e2e/test_vllm_runs.py has vLLM over Ray; test_check_logprobs.py looks for processes left by a command over Ray"
+)
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_over_ray_scores_a_checkpoint_as_hf_does_in_process_and_leaves_no_process(config, run):

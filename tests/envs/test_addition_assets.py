@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -18,7 +18,10 @@ ADDITION = Path(__file__).parents[2] / "examples" / "addition"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("addition") / "model"
-    subprocess.run([sys.executable, ADDITION / "make_init_model.py", folder], check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.syspath_prepend(str(ADDITION))
+        patch.setattr(sys, "argv", ["make_init_model.py", str(folder)])
+        runpy.run_path(str(ADDITION / "make_init_model.py"), run_name="__main__")
     return folder
 
 

@@ -15,6 +15,7 @@ import yaml
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_serve.served_model import started_model
+from rl_train.runtime.launch import train
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 SERVE = [sys.executable, "-m", "rlcore_cli.main", "serve"]
@@ -80,9 +81,7 @@ def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
         "cluster": {"backend": "in_process", "workers_per_node": 1},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    train = [sys.executable, "-m", "rlcore_cli.main", "train", "config.yaml"]
-    subprocess.run(train, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=300)
-    run = tmp_path / "runs" / "config"
+    run = train(tmp_path / "config.yaml", [f"logger.log_dir={tmp_path / 'runs'}"], console=False).folder
 
     def logprobs(target, backend):
         with started_model(str(target), backend=backend) as model:

@@ -37,26 +37,39 @@ def cluster(local_ray):
         yield made
 
 
+def make_policy(cluster, policy_class=TinyPolicy):
+    """Two ranks at version 1."""
+    policy = DistributedPolicy(
+        worker_class=policy_class, config=PolicyConfig(backend="tiny", model_name="tiny"), cluster=cluster
+    )
+    policy.group.run_all("step")
+    return policy
+
+
+@pytest.fixture(scope="module")
+def policy(cluster):
+    """The policy of all tests that leave it alive."""
+    made = make_policy(cluster)
+    yield made
+    made.shutdown()
+
+
 @pytest.fixture
-def sides(cluster):
-    """Two policy ranks at version 1 and two replicas."""
+def engine_of(cluster):
+    """Makes two replicas."""
     started = []
 
-    def make(policy_class=TinyPolicy, engine_class=TinyEngine):
-        policy = DistributedPolicy(
-            worker_class=policy_class, config=PolicyConfig(backend="tiny", model_name="tiny"), cluster=cluster
+    def make(engine_class=TinyEngine):
+        started.append(
+            DistributedGeneration(
+                worker_class=engine_class, config=GenerationConfig(backend="tiny"), cluster=cluster, num_workers=2
+            )
         )
-        started.append(policy)
-        engine = DistributedGeneration(
-            worker_class=engine_class, config=GenerationConfig(backend="tiny"), cluster=cluster, num_workers=2
-        )
-        started.append(engine)
-        policy.group.run_all("step")
-        return policy, engine
+        return started[-1]
 
     yield make
-    for face in reversed(started):
-        face.shutdown()
+    for engine in started:
+        engine.shutdown()
 
 
 def synchronizer(policy, engine, transport):
@@ -79,8 +92,8 @@ def assert_equal_on_all(policy, engine):
         assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
-def test_both_transports_send_every_step_to_every_replica(sides):
-    policy, engine = sides(engine_class=HalfPrecisionEngine)
+def test_both_transports_send_every_step_to_every_replica(policy, engine_of):
+    engine = engine_of(HalfPrecisionEngine)
     for transport in (SharedMemoryTransport, CollectiveTransport):
         sync = synchronizer(policy, engine, transport)
         for _ in range(2):
@@ -91,23 +104,26 @@ def test_both_transports_send_every_step_to_every_replica(sides):
         sync.close()
 
 
-@pytest.mark.full("test_refit_between_processes.py has the faults of both sides, without Ray")
-def test_faults_in_actors_stop_the_run_and_name_the_tensor(sides):
-    policy, engine = sides(PolicyThatRepeats, ForgetfulEngine)
-    for transport in (SharedMemoryTransport, CollectiveTransport):
-        with pytest.raises(WeightSyncError, match=r"'q\.weight' arrived twice"):
-            synchronizer(policy, engine, transport).sync()
-
-
-def test_a_tensor_that_one_replica_does_not_load_is_named(sides):
-    policy, engine = sides(TinyPolicy, ForgetfulSecondReplica)
+def test_a_tensor_that_one_replica_does_not_load_is_named(policy, engine_of):
+    engine = engine_of(ForgetfulSecondReplica)
     with pytest.raises(WeightSyncError, match=r"(?s)replicas do not have.*k\.weight: .* in replica 0, .* in replica 1"):
         synchronizer(policy, engine, SharedMemoryTransport).sync()
 
 
+@pytest.mark.full("test_refit_between_processes.py has the faults of both sides, without Ray")
+def test_faults_in_actors_stop_the_run_and_name_the_tensor(cluster, policy, engine_of):
+    policy.shutdown()
+    policy, engine = make_policy(cluster, PolicyThatRepeats), engine_of(ForgetfulEngine)
+    for transport in (SharedMemoryTransport, CollectiveTransport):
+        with pytest.raises(WeightSyncError, match=r"'q\.weight' arrived twice"):
+            synchronizer(policy, engine, transport).sync()
+    policy.shutdown()
+
+
 @pytest.mark.full("test_revival_in_refit.py kills such a worker; test_refit_between_processes.py looks for what is left")
-def test_a_policy_actor_that_is_killed_in_the_middle_of_a_refit_is_named_and_leaves_nothing(sides):
-    policy, engine = sides()
+def test_a_policy_actor_that_is_killed_in_the_middle_of_a_refit_is_named_and_leaves_nothing(cluster, policy, engine_of):
+    policy.shutdown()
+    policy, engine = make_policy(cluster), engine_of()
     victim = policy.group.pids()[0]
     push = engine.update_weights
 
@@ -123,3 +139,4 @@ def test_a_policy_actor_that_is_killed_in_the_middle_of_a_refit_is_named_and_lea
     psutil.wait_procs([process], timeout=120)
     sync.close()
     assert sweep() == []
+    policy.shutdown()

@@ -149,14 +149,16 @@ def assert_equal_on_all(policy, engine):
         assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
-FULL = pytest.mark.full("in make test a replica dies before, in the middle of and after a transfer by each transport")
+FULL = pytest.mark.full(
+    "in make test replicas die before and in a transfer by the collective, and in and after one by shared memory"
+)
 
 
 @pytest.mark.parametrize(
     ("transport", "verb", "call", "ranks"),
     [
         pytest.param("shared_memory", "get_weight_version", 1, [0], marks=FULL),
-        ("shared_memory", "prepare_refit_info", 1, [1]),
+        pytest.param("shared_memory", "prepare_refit_info", 1, [1], marks=FULL),
         ("shared_memory", "load_weights", 2, [1]),
         ("shared_memory", "weight_fingerprint", 1, [0, 1]),
         pytest.param("shared_memory", "invalidate_kv_cache", 1, [1], marks=FULL),
@@ -164,7 +166,7 @@ FULL = pytest.mark.full("in make test a replica dies before, in the middle of an
         pytest.param("collective", "load_weights", 1, [0], marks=FULL),
         ("collective", "load_weights", 3, [1]),
         pytest.param("collective", "load_weights", 2, [1], marks=FULL),
-        ("collective", "weight_fingerprint", 1, [1]),
+        pytest.param("collective", "weight_fingerprint", 1, [1], marks=FULL),
     ],
 )
 def test_a_refit_whose_replica_is_killed_is_restarted_and_verified(sides, synchronizers, deaths, transport, verb, call, ranks):
@@ -202,6 +204,34 @@ def test_the_collective_never_reuses_a_rendezvous_address(sides, synchronizers):
     assert len({port for _, port in transport._left}) == len(transport._left)
 
 
+@pytest.mark.parametrize("transport", [pytest.param("shared_memory", marks=FULL), "collective"])
+def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(
+    sides, synchronizers, deaths, transport, caplog, monkeypatch
+):
+    policy, engine = sides
+    sync, limit = synchronizers[transport], engine.restarts + 1
+    policy.group.run_all("step")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._revival, "_max_restarts", limit)
+        (deaths / "load_weights-1").write_text("2")
+        pids = engine.group.pids()
+        with caplog.at_level(logging.WARNING, "rl_core"):
+            sync.sync()
+        assert (
+            f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {pids[1]} exited; restarting it" in caplog.text
+        )
+        assert f"a generation worker died in the refit by {transport}; the refit is repeated" in caplog.text
+        policy.group.run_all("step")
+        (deaths / "load_weights-0").write_text("2")
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=rf"rank 0 .*pid {pids[0]} exited and .*max_restarts` \({limit}\)"):
+            sync.sync()
+        assert time.monotonic() - started < LIMIT_S
+    assert sweep() == []
+    sync.sync()
+    assert_equal_on_all(policy, engine)
+
+
 def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_replicas(sides, synchronizers, deaths):
     """The last test with this fixture, because it kills the policy."""
     policy, engine = sides
@@ -215,42 +245,3 @@ def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_repl
     assert len(engine.group.run_all("weights")) == REPLICAS
     assert time.monotonic() - started < LIMIT_S
     assert engine.restarts == before
-
-
-@pytest.mark.parametrize("transport", [pytest.param(SharedMemoryTransport, marks=FULL), CollectiveTransport])
-def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(cluster, sides, deaths, transport, caplog):
-    sides[0].shutdown()
-    sides[1].shutdown()
-    policy = make_policy(cluster, deaths)
-    engine = make_engine(cluster, deaths, max_restarts=1)
-    sync = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[transport],
-        policy_capabilities=[transport.name],
-        generation_capabilities=[transport.name],
-        buffer_bytes=700,
-        num_receivers=REPLICAS,
-        wait=wait_together,
-    )
-    try:
-        engine.wait_ready()
-        (deaths / "load_weights-1").write_text("2")
-        pids = engine.group.pids()
-        with caplog.at_level(logging.WARNING, "rl_core"):
-            sync.sync()
-        assert (
-            f"rank 1 (data=1) of 'generation', host {os.uname().nodename}, pid {pids[1]} exited; restarting it" in caplog.text
-        )
-        assert f"a generation worker died in the refit by {transport.name}; the refit is repeated" in caplog.text
-        policy.group.run_all("step")
-        (deaths / "load_weights-0").write_text("2")
-        started = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=rf"rank 0 .*pid {pids[0]} exited and .*max_restarts` \(1\)"):
-            sync.sync()
-        assert time.monotonic() - started < LIMIT_S
-    finally:
-        sync.close()
-        engine.shutdown()
-        policy.shutdown()
-    assert sweep() == []
