@@ -11,13 +11,14 @@ from typing import Any
 from rl_core.config.diagnostics import Problems
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.source_tree import SourceLocation, dotted, written_from
-from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
+from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.config.overrides import apply_overrides
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.runtime.checkpoint_paths import find_weights
 from rl_train.runtime.run_provenance import CONFIG
 from rl_train.runtime.workers import Builder, make_cluster

@@ -16,7 +16,7 @@ def test_the_single_worker_supports_every_kind_of_call():
         assert group.world_size == 1
         assert group.run_all("add", 1, y=2) == [13]
         assert group.run_one("add", 1) == 11
-        assert group.run_each("add", [(1, 2)]) == [13]
+        assert group.submit_some("add", {0: (1, 2)}).result() == [13]
         assert group.run_sharded("seen", ["shard"], "!") == [(0, "shard", "!")]
         assert wait_together([group.submit_all("add", 1), group.submit_one("add", 2)], 5.0) == [[11], 12]
         assert group.run_one("whoami").run_in_process

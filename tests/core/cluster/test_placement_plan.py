@@ -11,8 +11,8 @@ def _node(name, cpus, gpus=0, free=None):
     return Node(node_id=name, address=name, cpus=cpus, gpus=gpus, free_cpus=free_cpus, free_gpus=gpus)
 
 
-def _request(entries, strategy="STRICT_SPREAD", cpus=1.0, gpus=0.0):
-    return Request(entries=tuple(entries), cpus_per_bundle=cpus, gpus_per_bundle=gpus, strategy=strategy)
+def _request(entries, cpus=1.0, gpus=0.0):
+    return Request(entries=tuple(entries), cpus_per_bundle=cpus, gpus_per_bundle=gpus)
 
 
 def _names(request, nodes, free=False):
@@ -24,15 +24,9 @@ def test_the_largest_entry_takes_the_largest_node_in_any_order():
     assert _names(_request([2, 8, 4]), [_node("a", 8), _node("b", 2), _node("c", 4)]) == ["b", "a", "c"]
 
 
-def test_strictly_spread_entries_never_share_a_node():
+def test_entries_never_share_a_node():
     assert _names(_request([2, 2]), [_node("a", 8)]) is None
-    assert _names(_request([2, 2], "SPREAD"), [_node("a", 8)]) == ["a", "a"]
-    assert _names(_request([2, 2], "SPREAD"), [_node("a", 8), _node("b", 2)]) == ["a", "b"]
-
-
-def test_packing_fills_one_node_before_using_another():
-    assert _names(_request([2, 2], "PACK"), [_node("a", 8), _node("b", 8)]) == ["a", "a"]
-    assert _names(_request([4, 4], "STRICT_PACK"), [_node("a", 6), _node("b", 6)]) is None
+    assert _names(_request([2, 2]), [_node("a", 8), _node("b", 2)]) == ["a", "b"]
 
 
 def test_a_bundle_needs_all_of_its_kinds_of_resource():
@@ -50,11 +44,11 @@ def test_free_resources_count_only_on_request():
 def test_the_error_names_requested_and_available_resources_and_a_fix():
     nodes = [_node("10.0.0.1", 4)]
     text = str(insufficient(_request([2, 2]), nodes, free=False))
-    for part in ("[2, 2]", "4 bundles", "2 nodes", "10.0.0.1 with 4 CPUs", "at most bundle_ct_per_node_list=[4]", "'PACK'"):
+    for part in ("[2, 2]", "4 bundles", "2 nodes", "10.0.0.1 with 4 CPUs", "at most bundle_ct_per_node_list=[4]"):
         assert part in text
 
 
-@pytest.mark.parametrize(("entries", "strategy"), [([], "PACK"), ([0], "PACK"), ([1], "ANYWHERE")])
-def test_an_invalid_resource_request_is_an_error(entries, strategy):
+@pytest.mark.parametrize(("entries", "cpus"), [([], 1.0), ([0], 1.0), ([1], 0.0)])
+def test_an_invalid_resource_request_is_an_error(entries, cpus):
     with pytest.raises(UserError):
-        _request(entries, strategy)
+        _request(entries, cpus)

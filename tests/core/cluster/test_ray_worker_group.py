@@ -89,7 +89,7 @@ def test_the_environment_of_a_process_agrees_with_its_context(square):
 def test_each_kind_of_call_returns_one_result_per_input_in_order(square):
     assert square.run_all("add", 1, y=2) == [13, 13, 13, 13]
     assert square.run_one("add", 5, rank=3) == 15
-    assert square.run_each("add", [(1, 2), 2, (3,), (4, 1)]) == [13, 12, 13, 15]
+    assert square.submit_some("add", {0: (1, 2), 1: 2, 2: (3,), 3: (4, 1)}).result() == [13, 12, 13, 15]
 
 
 @pytest.mark.parametrize(("axis", "expected"), [("data", ["A", "A", "B", "B"]), ("tensor", ["A", "B", "A", "B"])])

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from rl_core.plugins.static_lookup import static_attribute
+from rl_train.config.static_attribute import static_attribute
 from rl_train.config.turn_checks import imported_turn_conflicts
 
 GAME = """

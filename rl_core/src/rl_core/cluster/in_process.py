@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
+from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_shards
 from rl_core.errors import RLCoreError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext, construct
 
@@ -67,19 +67,15 @@ class InProcessWorkerGroup(WorkerGroup):
         """The worker itself; None after `shutdown`."""
         return self._worker
 
-    def submit_each(
-        self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
-    ) -> PendingCall:
-        check_per_rank(self._sharding, per_rank_args)
-        args = per_rank_args[0] if isinstance(per_rank_args[0], tuple) else (per_rank_args[0],)
-        return self.submit_all(method, *args, deadline_s=deadline_s, **kwargs)
-
     def submit_some(
         self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
         for rank in args_by_rank:
             self._sharding.get_worker_coords(rank)
-        return self.submit_each(method, list(args_by_rank.values()), deadline_s=deadline_s, **kwargs)
+        if not args_by_rank:
+            raise UserError(f"{method}() of group '{self._name}' was called on no rank")
+        [item] = args_by_rank.values()
+        return self._run(method, item if isinstance(item, tuple) else (item,), kwargs, as_list=True)
 
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         return self._run(method, args, kwargs, as_list=True)

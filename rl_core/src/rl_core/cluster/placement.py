@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from rl_core.errors import ResourceInsufficientError, UserError
-
-Strategy = Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"]
-_STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +42,12 @@ class Request:
     entries: tuple[int, ...]
     cpus_per_bundle: float
     gpus_per_bundle: float
-    strategy: Strategy
 
     def __post_init__(self) -> None:
         if not self.entries or any(entry < 1 for entry in self.entries):
             raise UserError(
                 f"bundle_ct_per_node_list={list(self.entries)} must name at least one node, each with at least one bundle"
             )
-        if self.strategy not in _STRATEGIES:
-            raise UserError(f"placement_group_strategy={self.strategy!r} is not one of {', '.join(_STRATEGIES)}")
         if self.cpus_per_bundle <= 0:
             raise UserError(f"cpus_per_bundle={self.cpus_per_bundle} must be positive")
 
@@ -65,15 +58,15 @@ class Request:
         count = len(self.entries)
         return (
             f"bundle_ct_per_node_list={list(self.entries)}: {sum(self.entries)} bundles of {per_bundle} each on "
-            f"{count} {'node' if count == 1 else 'nodes'} ({self.strategy})"
+            f"{count} {'node' if count == 1 else 'nodes'}"
         )
 
 
 def plan(request: Request, nodes: Sequence[Node], *, free: bool) -> list[Node] | None:
-    """The node of each entry, in entry order; None if they do not fit.
+    """The node of each entry, in entry order, each a different one; None if they do not fit.
 
-    The largest entry gets the node with the most capacity, which is optimal for STRICT_SPREAD (all bundles are equal, so
-    a node's capacity is one number). PACK fills the fullest node with enough capacity.
+    The largest entry gets the node with the most capacity, which is optimal because all bundles are equal, so that a node's
+    capacity is one number.
 
     Args:
         request: The requested bundles.
@@ -81,32 +74,13 @@ def plan(request: Request, nodes: Sequence[Node], *, free: bool) -> list[Node] |
         free: Count only resources that are free now.
     """
     room = {node.node_id: node.room(request, free=free) for node in nodes}
-    used: dict[str, int] = dict.fromkeys(room, 0)
+    left = sorted(nodes, key=lambda node: -room[node.node_id])
     chosen: dict[int, Node] = {}
     for index in sorted(range(len(request.entries)), key=lambda at: -request.entries[at]):
-        entry = request.entries[index]
-        candidates = [node for node in nodes if room[node.node_id] >= entry]
-        node = _choose(request.strategy, candidates, used, room)
-        if node is None:
+        if not left or room[left[0].node_id] < request.entries[index]:
             return None
-        chosen[index] = node
-        used[node.node_id] += 1
-        room[node.node_id] -= entry
+        chosen[index] = left.pop(0)
     return [chosen[index] for index in range(len(request.entries))]
-
-
-def _choose(strategy: Strategy, candidates: list[Node], used: dict[str, int], room: dict[str, int]) -> Node | None:
-    if strategy == "STRICT_SPREAD":
-        candidates = [node for node in candidates if not used[node.node_id]]
-    if strategy == "STRICT_PACK" and any(used.values()):
-        candidates = [node for node in candidates if used[node.node_id]]
-    if not candidates:
-        return None
-    if strategy == "SPREAD":
-        return min(candidates, key=lambda node: (used[node.node_id], -room[node.node_id]))
-    if strategy == "PACK":
-        return min(candidates, key=lambda node: (not used[node.node_id], room[node.node_id]))
-    return max(candidates, key=lambda node: room[node.node_id])
 
 
 def insufficient(request: Request, nodes: Sequence[Node], *, free: bool) -> ResourceInsufficientError:
@@ -134,7 +108,5 @@ def _advice(request: Request, nodes: Sequence[Node]) -> str:
         advice.append("use CPUs with use_gpus=False")
     elif request.cpus_per_bundle > 1:
         advice.append(f"lower cpus_per_bundle={request.cpus_per_bundle:g}")
-    if plan(replace(request, strategy="PACK"), nodes, free=False) is not None:
-        advice.append("let entries share a node with placement_group_strategy='PACK'")
     advice.append(f"or add nodes with more {kind} (`ray start --address=...`, then set RAY_ADDRESS)")
     return "Change: " + "; ".join(advice) + "."

@@ -18,7 +18,7 @@ from rl_core.cluster.ray_calls import PendingRayCall, collect
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, own_options, pack_worker, wait_gone
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_per_rank, check_shards
+from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_shards
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.rendezvous.loopback import interface_variables
@@ -45,11 +45,8 @@ class RayWorkerGroup(WorkerGroup):
         num_workers: Number of workers, in the first bundles; one per bundle by default.
         name: Name of the group in errors and logs.
         env_vars: Additional environment variables; they override those above.
-        runtime_env: Additional fields of Ray's runtime environment.
         python: Interpreter of the workers, if not the driver's.
         deadlines: Deadlines of starting, calling and stopping.
-        cpus_per_worker: Ray CPUs of a worker, and its threads; its share of the bundle by default.
-        gpus_per_worker: Ray GPUs of a worker; its share of the bundle by default.
         bundles_per_worker: Bundles of a worker, on one node; its process sees the GPUs of all of them.
 
     Raises:
@@ -68,11 +65,8 @@ class RayWorkerGroup(WorkerGroup):
         num_workers: int | None = None,
         name: str = "",
         env_vars: Mapping[str, str] | None = None,
-        runtime_env: Mapping[str, Any] | None = None,
         python: str | Path | None = None,
         deadlines: Deadlines | None = None,
-        cpus_per_worker: float | None = None,
-        gpus_per_worker: float | None = None,
         bundles_per_worker: int = 1,
     ) -> None:
         self._cluster = cluster
@@ -81,9 +75,8 @@ class RayWorkerGroup(WorkerGroup):
         self._class = worker_class
         self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
-        self._cpus, self._gpus = cpus_per_worker, gpus_per_worker
         self._env_vars = dict(env_vars or {})
-        self._runtime_env = {**(runtime_env or {}), **runtime_env_of(python)}
+        self._runtime_env = runtime_env_of(python)
         self._actors: list[RemoteActor] = []
         self._contexts: dict[int, WorkerContext] = {}
         cluster.attach(self, self._name)
@@ -107,12 +100,6 @@ class RayWorkerGroup(WorkerGroup):
     def pids(self) -> list[int]:
         """The process id of each rank, on its host."""
         return [actor.identity.pid for actor in self._actors if actor.identity is not None]
-
-    def submit_each(
-        self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
-    ) -> PendingCall:
-        check_per_rank(self._sharding, per_rank_args)
-        return self.submit_some(method, dict(enumerate(per_rank_args)), deadline_s=deadline_s, **kwargs)
 
     def submit_some(
         self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
@@ -203,10 +190,9 @@ class RayWorkerGroup(WorkerGroup):
         bundle = self._places.first(rank)
         coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
-        gpus = share["num_gpus"] if self._gpus is None else self._gpus
         env = {
             # Ray makes all GPUs of the node visible to a process without any.
-            **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+            **({} if share["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}),
             **interface_variables(self._places.first(0).node.address),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
@@ -221,8 +207,7 @@ class RayWorkerGroup(WorkerGroup):
             group=self._name,
             options={
                 **own_options(self._class),
-                "num_cpus": share["num_cpus"] if self._cpus is None else self._cpus,
-                "num_gpus": gpus,
+                **share,
                 "scheduling_strategy": strategy_of(bundle),
             },
             env=env,
@@ -267,13 +252,11 @@ class RayWorkerGroup(WorkerGroup):
             master_address=address,
             master_port=port,
             coords=self._sharding.get_worker_coords(rank),
-            device="cuda" if self._cluster.use_gpus and self._gpus != 0 else "cpu",
+            device="cuda" if self._cluster.use_gpus else "cpu",
             num_threads=self._threads(rank),
         )
 
     def _threads(self, rank: int) -> int:
-        if self._cpus is not None:
-            return max(1, int(self._cpus))
         return self._cluster.threads_of(self._places.first(rank))
 
     def _local_rank(self, rank: int) -> int:

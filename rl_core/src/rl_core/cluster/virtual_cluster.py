@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.cluster import daemons
-from rl_core.cluster.placement import Node, Request, Strategy, insufficient, plan
+from rl_core.cluster.placement import Node, Request, insufficient, plan
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.errors import ResourceInsufficientError, UserError
@@ -51,13 +51,10 @@ class RayVirtualCluster:
     interface, which ends with the cluster.
 
     Args:
-        bundle_ct_per_node_list: Ranks on each node: [8, 8] is two nodes with eight each.
+        bundle_ct_per_node_list: Ranks on each node: [8, 8] is two different nodes with eight each.
         use_gpus: Whether each bundle has a GPU; None uses GPUs if there are any, else CPUs.
         max_colocated_worker_groups: Number of worker groups that may share a bundle. Each gets that fraction of it,
             but all its threads, because their phases alternate.
-        num_gpus_per_node: Maximum number of GPUs that an entry may request per node; None for no limit.
-        placement_group_strategy: STRICT_SPREAD: a separate node for every entry. SPREAD: the same as far as possible.
-            PACK: as few nodes as possible. STRICT_PACK: all on one node.
         cpus_per_bundle: CPUs reserved for a bundle, and its number of threads; None reserves one, with an equal
             share of the node as threads.
         name: Name of the cluster in errors.
@@ -72,8 +69,6 @@ class RayVirtualCluster:
         bundle_ct_per_node_list: Sequence[int],
         use_gpus: bool | None = None,
         max_colocated_worker_groups: int = 1,
-        num_gpus_per_node: int | None = None,
-        placement_group_strategy: Strategy = "STRICT_SPREAD",
         cpus_per_bundle: float | None = None,
         name: str = "",
     ) -> None:
@@ -93,13 +88,7 @@ class RayVirtualCluster:
                 entries=tuple(bundle_ct_per_node_list),
                 cpus_per_bundle=1.0 if cpus_per_bundle is None else float(cpus_per_bundle),
                 gpus_per_bundle=1.0 if self.use_gpus else 0.0,
-                strategy=placement_group_strategy,
             )
-            if self.use_gpus and num_gpus_per_node is not None and max(request.entries) > num_gpus_per_node:
-                raise ResourceInsufficientError(
-                    f"Requested {request}, but num_gpus_per_node={num_gpus_per_node}. Spread the bundles over "
-                    "more nodes, each with at most that many, or raise num_gpus_per_node."
-                )
             self._place(request, _choose_nodes(request))
         except BaseException:
             self.shutdown()

@@ -82,16 +82,13 @@ class WorkerGroup(ABC):
         return self.sharding.size
 
     @abstractmethod
-    def submit_each(
-        self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
-    ) -> PendingCall:
-        """Start `method(*per_rank_args[rank], **kwargs)` on every rank; an item that is not a tuple is the only argument."""
-
-    @abstractmethod
     def submit_some(
         self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
-        """Start `method(*args_by_rank[rank], **kwargs)` on those ranks; one result each, in the mapping's order."""
+        """Start `method(*args_by_rank[rank], **kwargs)` on those ranks; one result each, in the mapping's order.
+
+        An item that is not a tuple is the only positional argument.
+        """
 
     @abstractmethod
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
@@ -121,16 +118,6 @@ class WorkerGroup(ABC):
     def run_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call the method on one rank; returns its result."""
         return self.submit_one(method, *args, rank=rank, deadline_s=deadline_s, **kwargs).result()
-
-    def run_each(
-        self, method: str, per_rank_args: Sequence[Any], *, deadline_s: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """Call `method(*per_rank_args[rank], **kwargs)` on every rank; one result per rank, in rank order.
-
-        An item that is not a tuple is the only positional argument.
-        """
-        results: list[Any] = self.submit_each(method, per_rank_args, deadline_s=deadline_s, **kwargs).result()
-        return results
 
     def run_sharded(
         self,
@@ -244,9 +231,3 @@ def check_shards(sharding: NamedSharding, shards: Sequence[Any], axis: str) -> N
             f"{len(shards)} shards were given for axis {axis!r} of size {size} in {sharding}; "
             f"split the batch into exactly {size}"
         )
-
-
-def check_per_rank(sharding: NamedSharding, per_rank_args: Sequence[Any]) -> None:
-    """Raise a UserError unless there is one item per rank."""
-    if len(per_rank_args) != sharding.size:
-        raise UserError(f"{len(per_rank_args)} per-rank arguments were given for {sharding.size} ranks; pass one per rank")

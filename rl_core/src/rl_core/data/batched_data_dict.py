@@ -194,16 +194,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return batch
 
     @overload
-    def shard_by_batch_size(
-        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-    ) -> list[SlicedDataDict[DictT]]: ...
+    def shard_by_batch_size(self, shards: int, batch_size: int | None = None) -> list[SlicedDataDict[DictT]]: ...
 
     @overload
     def shard_by_batch_size(
         self,
         shards: int,
         batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
         *,
         dynamic_batching_args: DynamicBatchingArgs,
         rows_per_unit: int = 1,
@@ -214,7 +211,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self,
         shards: int,
         batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
         *,
         sequence_packing_args: SequencePackingArgs,
         rows_per_unit: int = 1,
@@ -224,7 +220,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self,
         shards: int,
         batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
         rows_per_unit: int = 1,
@@ -237,8 +232,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Args:
             shards: Number of shards (data-parallel ranks).
             batch_size: Rows of a global batch over all shards; None for all rows.
-            allow_uneven_shards: Allow shards to differ by one row, and a shorter last global batch. With a token budget or
-                packing, shards may differ anyway; only their numbers of microbatches are equal.
             dynamic_batching_args: Microbatches of length-sorted rows under a token budget.
             sequence_packing_args: Microbatches of packed rows.
             rows_per_unit: Rows that a loss reads together, from row 0 on: they stay adjacent, in order, within one shard
@@ -261,7 +254,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 PromptRows(prompt_ids=self[keep_together], rows_per_unit=rows_per_unit),
                 shards,
                 batch_size=batch_size,
-                allow_uneven=allow_uneven_shards,
                 args=dynamic_batching_args or sequence_packing_args,
             )
         elif dynamic_batching_args is not None:
@@ -279,10 +271,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 lengths, shards, batch_size=batch_size, args=sequence_packing_args, rows_per_unit=rows_per_unit
             )
         else:
-            return [
-                self._shard(plan)
-                for plan in shard_by_count(self.size, shards, batch_size=batch_size, allow_uneven=allow_uneven_shards)
-            ]
+            return [self._shard(plan) for plan in shard_by_count(self.size, shards, batch_size=batch_size)]
         return [self._shard(plan) for plan in plans], [row for plan in plans for row in plan.rows]
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[DictT]]:

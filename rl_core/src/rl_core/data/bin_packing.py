@@ -5,18 +5,8 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 from rl_core.errors import DataError
-
-
-class PackingAlgorithm(Enum):
-    """Packing algorithms; see each packer's docstring."""
-
-    CONCATENATIVE = "concatenative"
-    FIRST_FIT_DECREASING = "first_fit_decreasing"
-    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
-    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
 
 
 class SequencePacker(ABC):
@@ -207,24 +197,22 @@ class _Filling:
         return True
 
 
-_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
-    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
-    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
-    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
-    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+PACKERS: dict[str, type[SequencePacker]] = {
+    "concatenative": ConcatenativePacker,
+    "first_fit_decreasing": FirstFitDecreasingPacker,
+    "first_fit_shuffle": FirstFitShufflePacker,
+    "modified_first_fit_decreasing": ModifiedFirstFitDecreasingPacker,
 }
+"""Packing algorithms by name."""
 
 
 def get_packer(
-    algorithm: PackingAlgorithm | str,
-    bin_capacity: int,
-    min_bin_count: int | None = None,
-    bin_count_multiple: int | None = None,
+    algorithm: str, bin_capacity: int, *, min_bin_count: int | None = None, bin_count_multiple: int | None = None
 ) -> SequencePacker:
     """Create a packer.
 
     Args:
-        algorithm: A `PackingAlgorithm` or its name, in any case.
+        algorithm: A name in `PACKERS`.
         bin_capacity: Maximum number of tokens in a bin.
         min_bin_count: Minimum number of bins.
         bin_count_multiple: Make the number of bins a multiple of this.
@@ -232,13 +220,6 @@ def get_packer(
     Raises:
         DataError: Unknown algorithm.
     """
-    if not isinstance(algorithm, PackingAlgorithm):
-        names = {known.value: known for known in PackingAlgorithm}
-        if not isinstance(algorithm, str) or algorithm.lower() not in names:
-            raise DataError(f"Unknown packing algorithm {algorithm!r}: choose one of {sorted(names)} or a PackingAlgorithm.")
-        algorithm = names[algorithm.lower()]
-    return _PACKERS[algorithm](
-        bin_capacity,
-        min_bin_count=min_bin_count,
-        bin_count_multiple=bin_count_multiple,
-    )
+    if algorithm not in PACKERS:
+        raise DataError(f"Unknown packing algorithm {algorithm!r}: choose one of {sorted(PACKERS)}.")
+    return PACKERS[algorithm](bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
-from rl_core.data.bin_packing import PackingAlgorithm, get_packer
+from rl_core.data.bin_packing import get_packer
 from rl_core.errors import DataError
 
 
@@ -40,14 +40,14 @@ class SequencePackingArgs(TypedDict):
         max_tokens_per_microbatch: Maximum sum of padded lengths.
         input_key: The [B, T] column of tokens.
         input_lengths_key: The [B] column of row lengths, in tokens.
-        algorithm: A `PackingAlgorithm` or its name.
+        algorithm: Name of a packing algorithm (`bin_packing.PACKERS`).
         sequence_length_pad_multiple: Each row's length is rounded up to a multiple of this (default 1).
     """
 
     max_tokens_per_microbatch: int
     input_key: str
     input_lengths_key: str
-    algorithm: PackingAlgorithm | str
+    algorithm: str
     sequence_length_pad_multiple: NotRequired[int]
 
 
@@ -87,29 +87,26 @@ class ShardPlan:
         self.micro_batch_lengths = [*(self.micro_batch_lengths or []), [each.length for each in microbatches]]
 
 
-def shard_by_count(rows: int, shards: int, *, batch_size: int | None, allow_uneven: bool) -> list[ShardPlan]:
+def shard_by_count(rows: int, shards: int, *, batch_size: int | None) -> list[ShardPlan]:
     """Split each global batch into equal runs of rows: [A A B B C C D D], 2 by 2 → [A B C D] twice.
 
     Args:
         rows: Number of rows in the batch.
         shards: Number of shards.
         batch_size: Rows of a global batch; None for all.
-        allow_uneven: Allow shards to differ by one row (the first ones have more), and a shorter last global batch.
 
     Raises:
-        DataError: The rows do not split evenly, and `allow_uneven` is false.
+        DataError: The rows do not split evenly.
     """
     plans = [ShardPlan() for _ in range(shards)]
-    for start, end in global_batches(rows, batch_size, allow_short=allow_uneven):
-        share, more = divmod(end - start, shards)
-        if more and not allow_uneven:
+    for start, end in global_batches(rows, batch_size):
+        count, more = divmod(end - start, shards)
+        if more:
             raise DataError(
-                f"a global batch of {end - start} rows does not split evenly over {shards} shards: use a multiple "
-                "of the shards, or allow_uneven_shards=True"
+                f"a global batch of {end - start} rows does not split evenly over {shards} shards: use a multiple of the shards"
             )
         for shard, plan in enumerate(plans):
-            first = start + shard * share + min(shard, more)
-            count = share + (shard < more)
+            first = start + shard * count
             plan.rows.extend(range(first, first + count))
             plan.elem_counts_per_gb.append(count)
     return plans
@@ -215,13 +212,12 @@ def runs_of(size: int, rows: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + rows, size)
 
 
-def global_batches(rows: int, batch_size: int | None, *, allow_short: bool = False) -> Iterator[tuple[int, int]]:
+def global_batches(rows: int, batch_size: int | None) -> Iterator[tuple[int, int]]:
     """The (start, end) rows of each global batch.
 
     Args:
         rows: number of rows.
         batch_size: rows of a global batch; None for all.
-        allow_short: allow a shorter last global batch.
 
     Raises:
         DataError: there are no rows, or they do not divide evenly.
@@ -229,7 +225,7 @@ def global_batches(rows: int, batch_size: int | None, *, allow_short: bool = Fal
     if rows == 0:
         raise DataError("a batch of 0 rows cannot be sharded: skip empty batches")
     batch_size = rows if batch_size is None else batch_size
-    if batch_size < 1 or (rows % batch_size and not allow_short):
+    if batch_size < 1 or rows % batch_size:
         raise DataError(f"{rows} rows do not make whole global batches of {batch_size}: use a divisor of {rows}")
     return runs_of(rows, batch_size)
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from rl_core.data.bin_packing import PackingAlgorithm, get_packer
+from rl_core.data.bin_packing import get_packer
 from rl_core.data.microbatches import (
     DynamicBatchingArgs,
     Microbatch,
@@ -60,7 +60,6 @@ def shard_by_prompt(
     shards: int,
     *,
     batch_size: int | None,
-    allow_uneven: bool,
     args: DynamicBatchingArgs | SequencePackingArgs | None,
 ) -> list[ShardPlan]:
     """Plan shards, and with a token budget or packing also microbatches, with the rows of a prompt together.
@@ -70,14 +69,13 @@ def shard_by_prompt(
         prompts: the rows.
         shards: number of shards.
         batch_size: rows of a global batch; None for all.
-        allow_uneven: see `shard_by_count`; has no effect with `args`.
         args: the budget; None for a fixed number of rows.
 
     Raises:
         DataError: see `shard_by_count` and `shard_prompts_by_tokens`.
     """
     if args is None:
-        return shard_prompts_by_count(prompts, shards, batch_size=batch_size, allow_uneven=allow_uneven)
+        return shard_prompts_by_count(prompts, shards, batch_size=batch_size)
     return shard_prompts_by_tokens(
         prompts,
         columns[args["input_key"]],
@@ -85,21 +83,21 @@ def shard_by_prompt(
         shards,
         batch_size=batch_size,
         max_tokens=args["max_tokens_per_microbatch"],
-        algorithm=cast(Any, args).get("algorithm", PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING),
+        algorithm=cast(Any, args).get("algorithm", "modified_first_fit_decreasing"),
     )
 
 
-def shard_prompts_by_count(prompts: PromptRows, shards: int, *, batch_size: int | None, allow_uneven: bool) -> list[ShardPlan]:
+def shard_prompts_by_count(prompts: PromptRows, shards: int, *, batch_size: int | None) -> list[ShardPlan]:
     """`shard_by_count` of the rows, ordered by prompt within each global batch."""
     rows = len(prompts.prompt_ids)
     order = [
         row
-        for start, end in global_batches(rows, batch_size, allow_short=allow_uneven)
+        for start, end in global_batches(rows, batch_size)
         for units in prompts.units(start, end)
         for unit in units
         for row in unit
     ]
-    plans = shard_by_count(rows, shards, batch_size=batch_size, allow_uneven=allow_uneven)
+    plans = shard_by_count(rows, shards, batch_size=batch_size)
     for plan in plans:
         plan.rows = [order[place] for place in plan.rows]
     return plans
@@ -113,7 +111,7 @@ def shard_prompts_by_tokens(
     *,
     batch_size: int | None,
     max_tokens: int,
-    algorithm: PackingAlgorithm | str,
+    algorithm: str,
 ) -> list[ShardPlan]:
     """Plan microbatches of at most `max_tokens` computed tokens, the fullest first; all shards get the same number of them.
 
@@ -169,7 +167,7 @@ def _fitting(units: list[list[int]], max_tokens: int, cost: Cost) -> list[list[l
     return parts
 
 
-def _bins_needed(algorithm: PackingAlgorithm | str, max_tokens: int, costs: list[int], shards: int) -> int:
+def _bins_needed(algorithm: str, max_tokens: int, costs: list[int], shards: int) -> int:
     packed = len(get_packer(algorithm, max_tokens).pack(costs))
     return -(-packed // shards) * shards
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.policy_sections import PolicyConfig, TokenizerConfig
+from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.data.hub import refuse_unreachable
 from rl_core.errors import DataError
@@ -97,19 +97,6 @@ def load_tokenizer_if_there(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
         trust_remote_code=trust_remote_code,
-    )
-
-
-def load_policy_tokenizer(policy: PolicyConfig) -> Any:
-    """The tokenizer of a policy's section, with its chat template and template variables.
-
-    Raises:
-        DataError: As `load_tokenizer`.
-    """
-    return load_tokenizer(
-        policy.tokenizer.name or policy.model_name,
-        chat_template=policy.tokenizer.chat_template,
-        chat_template_kwargs=policy.tokenizer.chat_template_kwargs,
     )
 
 

@@ -28,36 +28,27 @@ if TYPE_CHECKING:
     from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
     from rl_core.interfaces.weights import WeightTransport
 
-_MODULE_OF = {
-    "ColocatablePolicyInterface": "rl_core.interfaces.policy",
-    "Dataset": "rl_core.interfaces.dataset",
-    "EnvironmentInterface": "rl_core.interfaces.environment",
-    "EnvironmentReturn": "rl_core.interfaces.environment",
-    "GenerationDatumSpec": "rl_core.interfaces.generation",
-    "GenerationInterface": "rl_core.interfaces.generation",
-    "GenerationOutputSpec": "rl_core.interfaces.generation",
-    "ImagePart": "rl_core.interfaces.messages",
-    "LogprobOutputSpec": "rl_core.interfaces.policy",
-    "LogprobsSpec": "rl_core.interfaces.policy",
-    "LossFunction": "rl_core.interfaces.loss",
-    "LossType": "rl_core.interfaces.loss",
-    "Message": "rl_core.interfaces.messages",
-    "PartsMessage": "rl_core.interfaces.messages",
-    "PolicyInterface": "rl_core.interfaces.policy",
-    "Record": "rl_core.interfaces.dataset",
-    "ReferenceLogprobOutputSpec": "rl_core.interfaces.policy",
-    "TextPart": "rl_core.interfaces.messages",
-    "Tool": "rl_core.interfaces.tool_specs",
-    "ToolCall": "rl_core.interfaces.messages",
-    "ToolEnvironment": "rl_core.interfaces.tool_environment",
-    "ToolSpec": "rl_core.interfaces.messages",
-    "TopkLogprobOutputSpec": "rl_core.interfaces.policy",
-    "TrainableInterface": "rl_core.interfaces.trainable",
-    "TrainingDatumSpec": "rl_core.interfaces.trainable",
-    "ValueInterface": "rl_core.interfaces.value",
-    "ValueOutputSpec": "rl_core.interfaces.value",
-    "WeightTransport": "rl_core.interfaces.weights",
+_NAMES = {
+    "dataset": ["Dataset", "Record"],
+    "environment": ["EnvironmentInterface", "EnvironmentReturn"],
+    "generation": ["GenerationDatumSpec", "GenerationInterface", "GenerationOutputSpec"],
+    "loss": ["LossFunction", "LossType"],
+    "messages": ["ImagePart", "Message", "PartsMessage", "TextPart", "ToolCall", "ToolSpec"],
+    "policy": [
+        "ColocatablePolicyInterface",
+        "LogprobOutputSpec",
+        "LogprobsSpec",
+        "PolicyInterface",
+        "ReferenceLogprobOutputSpec",
+        "TopkLogprobOutputSpec",
+    ],
+    "tool_environment": ["ToolEnvironment"],
+    "tool_specs": ["Tool"],
+    "trainable": ["TrainableInterface", "TrainingDatumSpec"],
+    "value": ["ValueInterface", "ValueOutputSpec"],
+    "weights": ["WeightTransport"],
 }
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "ColocatablePolicyInterface",

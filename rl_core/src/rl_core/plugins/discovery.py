@@ -38,20 +38,14 @@ class InstalledPlugin:
         return _version(self.distribution)
 
 
-def installed_plugins(search_path: list[str] | None = None) -> list[InstalledPlugin]:
+def installed_plugins() -> list[InstalledPlugin]:
     """The installed plugins, sorted by distribution and name.
 
     If a distribution is found in several folders, the first one on the path is used, as for `import`. Two versions in one
     folder are reported, because the code may belong to either.
-
-    Args:
-        search_path: Folders to search; None means `sys.path`.
     """
     copies: dict[str, dict[tuple[Path, str], importlib.metadata.Distribution]] = {}
-    distributions = (
-        importlib.metadata.distributions() if search_path is None else importlib.metadata.distributions(path=search_path)
-    )
-    for distribution in distributions:
+    for distribution in importlib.metadata.distributions():
         # Reading the text first avoids parsing the files of unrelated distributions, and errors from malformed ones.
         if f"[{ENTRY_POINT_GROUP}]" in (distribution.read_text("entry_points.txt") or ""):
             location = Path(str(distribution.locate_file(""))).resolve()

@@ -161,12 +161,11 @@ class PluginManager:
             )
 
 
-def discover(*, strict: bool | None = None, search_path: list[str] | None = None) -> PluginManager:
+def discover(*, strict: bool | None = None) -> PluginManager:
     """Find and load every installed plugin; imports only their light modules.
 
     Args:
         strict: Whether a plugin that does not work is an error; None reads `RLCORE_STRICT_PLUGINS`.
-        search_path: Folders to search for installed distributions; None means `sys.path`.
 
     Raises:
         BrokenPluginError: In strict mode, if a plugin does not work.
@@ -175,7 +174,7 @@ def discover(*, strict: bool | None = None, search_path: list[str] | None = None
     manager = PluginManager()
     disabled = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
     unused = set(disabled)
-    for found in installed_plugins(search_path):
+    for found in installed_plugins():
         matches = {name for name in disabled if _is_named(name, found)}
         unused -= matches
         if matches:

@@ -9,9 +9,9 @@ from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.plugins.component import is_path
 from rl_core.plugins.registry import Registry
-from rl_core.plugins.static_lookup import static_attribute
 from rl_train.config.component_checks import Finding
 from rl_train.config.schema import RunConfig
+from rl_train.config.static_attribute import static_attribute
 
 _AT = ("policy", "generation", "backend")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.paths import PathRule, folders, locate, looks_like_path
+from rl_core.config.paths import PathRule
 from rl_core.config.source_tree import KeyPath, Node
+from rl_train.config.path_lookup import folders, locate, looks_like_path
 from rl_train.config.section_resolver import ConfigLayout
 
 

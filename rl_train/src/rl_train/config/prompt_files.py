@@ -14,12 +14,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from rl_core.config.diagnostics import Problems, listed
-from rl_core.config.paths import locate
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation
 from rl_core.config.validation import Validator
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
+from rl_train.config.path_lookup import locate
 from rl_train.config.prompt_examples import find_examples, read_examples
 from rl_train.config.yaml_reader import read_yaml
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.plugins.registry import Registry
-from rl_core.plugins.static_lookup import static_attribute
 from rl_train.config.component_checks import Finding
 from rl_train.config.schema import RunConfig
+from rl_train.config.static_attribute import static_attribute
 
 
 def turn_conflicts(run: RunConfig) -> Iterator[Finding]:

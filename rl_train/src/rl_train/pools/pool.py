@@ -149,7 +149,7 @@ class InProcessPool(Pool):
         self._group.shutdown()
 
     def _run(self, method: str, call: Any) -> Any:
-        return self._group.run_each(method, [call])[0]
+        return self._group.submit_some(method, {0: call}).result()[0]
 
 
 def class_path(worker_class: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.source_tree import dotted
-from rl_core.data.tokenizer import load_policy_tokenizer, load_tokenizer
+from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -31,6 +31,7 @@ from rl_train.config.schema import RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.config.turn_checks import check_turns
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
 from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.rollouts.collect import Collector

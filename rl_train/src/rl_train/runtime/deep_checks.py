@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import UserError
 from rl_core.plugins.registry import Registry
 from rl_train.config.component_checks import Finding, sections_of
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.turn_checks import imported_turn_conflicts
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
 from rl_train.runtime.late_errors import problem_in_section, with_key
 from rl_train.runtime.reward_checks import settle_reward_functions

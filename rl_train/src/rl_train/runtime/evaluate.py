@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -21,6 +20,7 @@ from rl_train.config.own_weights_checks import declares_own_weights
 from rl_train.config.schema import RunConfig
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import judge
 from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_ks

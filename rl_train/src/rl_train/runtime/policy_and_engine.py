@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -19,6 +18,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.config.schema import RunConfig
 from rl_train.config.sources import ConfigFiles
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.rollouts.seeds import sample_seed
 from rl_train.runtime.data import prompt_loader, read_data
 from rl_train.runtime.workers import Builder, make_cluster

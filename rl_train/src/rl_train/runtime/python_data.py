@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_core.config.paths import looks_like_path
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import DatasetConfig
 from rl_core.errors import ConfigError, DataError
@@ -17,6 +16,7 @@ from rl_core.interfaces.dataset import Dataset
 from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import expand_data_paths
+from rl_train.config.path_lookup import looks_like_path
 from rl_train.config.schema import DataConfig
 from rl_train.config.section_resolver import section_of
 from rl_train.data.arrow_rows import ArrowRows, is_split, is_table

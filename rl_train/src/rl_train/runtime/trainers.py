@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.config.schema import EnvironmentConfig, PolicyConfig
 from rl_core.config.source_tree import dotted
-from rl_core.data.tokenizer import load_policy_tokenizer
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
@@ -28,6 +27,7 @@ from rl_train.config.checks import section_conflicts
 from rl_train.config.own_weights_checks import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, DataConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.section_resolver import COMPANIONS
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
