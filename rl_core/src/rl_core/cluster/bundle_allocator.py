@@ -19,11 +19,6 @@ from rl_core.errors import ResourceInsufficientError
 class BundleAllocator:
     """Bundles by rank: rank i has `per_worker` consecutive bundles, starting at `i * per_worker`.
 
-    Args:
-        cluster: the cluster that owns the bundles.
-        per_worker: number of bundles per rank.
-        num_workers: number of ranks.
-
     Raises:
         ResourceInsufficientError: there are too few bundles, or those of one rank are on several nodes.
     """

@@ -31,10 +31,7 @@ print("rlcore-probe " + json.dumps(found))
 
 
 def runtime_env_of(python: str | Path | None) -> dict[str, Any]:
-    """The Ray runtime environment that runs workers with this interpreter; empty for None.
-
-    Args:
-        python: Path of an interpreter, such as `envs/vllm/bin/python`; it must be the same on every node.
+    """The Ray runtime environment that runs workers with this interpreter, on every node at the same path; empty for None.
 
     Raises:
         UserError: It does not exist or run, its Python or Ray version differs from the driver's, or it lacks rl-core.

@@ -66,12 +66,7 @@ def plan(request: Request, nodes: Sequence[Node], *, free: bool) -> list[Node] |
     """The node of each entry, in entry order, each a different one; None if they do not fit.
 
     The largest entry gets the node with the most capacity, which is optimal because all bundles are equal, so that a node's
-    capacity is one number.
-
-    Args:
-        request: The requested bundles.
-        nodes: Earlier nodes are preferred at equal capacity.
-        free: Count only resources that are free now.
+    capacity is one number. Earlier nodes are preferred at equal capacity. `free` counts only resources that are free now.
     """
     room = {node.node_id: node.room(request, free=free) for node in nodes}
     left = sorted(nodes, key=lambda node: -room[node.node_id])

@@ -14,10 +14,7 @@ _given: set[int] = set()
 
 
 def free_port(address: str = "") -> int:
-    """A port that is free now and that this process has not returned before.
-
-    Args:
-        address: Address to listen on; empty for every interface.
+    """A port of `address` (empty for every interface) that is free now and that this process has not returned before.
 
     Raises:
         ResourceInsufficientError: 200 random ports were all taken.

@@ -15,10 +15,7 @@ from rl_core.rendezvous.stores import open_store
 def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta | None = None) -> None:
     """Create the default process group of this worker and its peers; returns once all have joined.
 
-    Args:
-        context: Rank, world size and rendezvous address.
-        backend: As in `torch.distributed`, such as `cpu:gloo,cuda:nccl`.
-        timeout: Maximum time of a collective, and of waiting for the peers; torch's default if None.
+    `backend` is as in `torch.distributed`, such as `cpu:gloo,cuda:nccl`; `timeout` is that of a collective, and of joining.
     """
     timeout = timeout or dist.default_pg_timeout
     for variable, value in interface_variables(context.master_address).items():

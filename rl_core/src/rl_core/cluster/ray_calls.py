@@ -21,14 +21,7 @@ _GRACE_S = 5.0
 
 
 class PendingRayCall(PendingCall):
-    """Pending calls, one per actor.
-
-    Args:
-        flights: In the order of the results.
-        deadline_s: Default deadline of `result`.
-        deadlines: The group's.
-        shape: Converts the list of values to the result.
-    """
+    """Pending calls, one per actor, in the order of the results; `shape` converts the list of values to the result."""
 
     def __init__(
         self,

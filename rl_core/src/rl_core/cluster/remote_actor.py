@@ -218,13 +218,7 @@ def wait_gone(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
 
 
 class ActorCall:
-    """A pending call on an actor.
-
-    Attributes:
-        actor: The actor.
-        method: The method's name in errors.
-        ref: Ray's reference to the result.
-    """
+    """A pending call on an actor: its method's name in errors, and Ray's reference to the result."""
 
     def __init__(self, actor: RemoteActor, method: str, ref: Any) -> None:
         self.actor = actor

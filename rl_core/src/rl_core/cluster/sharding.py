@@ -12,11 +12,7 @@ from rl_core.errors import UserError
 
 
 class NamedSharding:
-    """Maps ranks to named coordinates.
-
-    Args:
-        layout: Nested sequence (or integer array) of distinct ranks, one dimension per name.
-        names: The axis names, outermost first.
+    """Maps ranks to named coordinates: `layout` has the distinct ranks, one dimension per name, outermost first.
 
     Raises:
         UserError: The numbers of names and dimensions differ, a name or a rank is repeated, a rank is not an integer, or the

@@ -28,14 +28,7 @@ class _Tenant(Protocol):
 
 
 class Bundle:
-    """One rank's share of a node.
-
-    Attributes:
-        group: Ray's placement group of the bundle.
-        index: Its index there.
-        node: Its node.
-        node_rank: Index of the node within the cluster.
-    """
+    """One rank's share of a node: bundle `index` of Ray's placement group `group`, on the node with index `node_rank`."""
 
     def __init__(self, group: PlacementGroup, index: int, node: Node, node_rank: int) -> None:
         self.group = group

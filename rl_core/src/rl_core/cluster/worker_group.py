@@ -50,14 +50,7 @@ class PendingCall(ABC):
     def settle(self, deadline_s: float | None = None) -> list[Any]:
         """One entry per called worker: its answer, or the WorkerDiedError of one that died.
 
-        Unlike in `result`, a death does not end the wait for the others, and their answers are kept.
-
-        Args:
-            deadline_s: Seconds from now; None for the group's own deadline.
-
-        Raises:
-            WorkerError: A worker raised.
-            DeadlineExceededError: Some did not answer in time; names them with their stacks.
+        As `result`, but a death does not end the wait for the others, and their answers are kept.
         """
 
 
@@ -108,7 +101,11 @@ class WorkerGroup(ABC):
         deadline_s: float | None = None,
         **kwargs: Any,
     ) -> PendingCall:
-        """Start `method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i."""
+        """Start `method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i.
+
+        Raises:
+            UserError: There is no such axis, or the number of shards does not match its size.
+        """
 
     def run_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call the method with the same arguments on every rank; one result per rank, in rank order."""
@@ -128,14 +125,7 @@ class WorkerGroup(ABC):
         deadline_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i.
-
-        The shard is replicated over the other axes. One result per shard, in shard order: that of the rank whose
-        other coordinates are all 0.
-
-        Raises:
-            UserError: There is no such axis, or the number of shards does not match its size.
-        """
+        """Call `submit_sharded` and wait: one result per shard, that of the rank whose other coordinates are all 0."""
         pending = self.submit_sharded(method, shards, *args, axis=axis, deadline_s=deadline_s, **kwargs)
         results: list[Any] = pending.result()
         return results

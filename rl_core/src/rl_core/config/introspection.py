@@ -60,13 +60,7 @@ class Field:
 
 
 def find_field(model: Model, path: KeyPath, *, prefix: KeyPath = ()) -> Field | None:
-    """The field at a path within a model, or None if the model has no such key.
-
-    Args:
-        model: The model to start at.
-        path: The key, relative to the model.
-        prefix: The key of the model itself.
-    """
+    """The field at a path within a model, whose own key is `prefix`, or None if the model has no such key."""
     if not path:
         return None
     name, rest = str(path[0]), path[1:]

@@ -276,11 +276,8 @@ class PolicyConfig(ComponentSection):
 
 
 def rows_per_optimizer_step(rows: int, *, asked: int | None, multiple_of: int) -> int:
-    """Number of rows of one optimizer step, including filler rows.
+    """Number of rows of one optimizer step, including filler rows, so that each data-parallel rank has the same number.
 
-    Args:
-        rows: number of rows in the batch.
-        asked: `train_global_batch_size`; None takes all rows at once.
-        multiple_of: data-parallel ranks times the rows that stay together, so that each rank has the same number of rows.
+    `asked` is `train_global_batch_size`; None takes all rows at once.
     """
     return -(-(asked or rows) // multiple_of) * multiple_of

@@ -55,13 +55,7 @@ class Validator:
     find_elsewhere: Callable[[str], list[KeyPath]]
 
     def validate(self, model: Model, values: Mapping[str, Any], *, path: KeyPath) -> BaseModel | None:
-        """The section as its model, or None if something is wrong with it.
-
-        Args:
-            model: The section's model.
-            values: Its plain values; sections within it may already be instances.
-            path: The section's key.
-        """
+        """The section at `path` as its model, or None if something is wrong; sections within it may already be instances."""
         before = len(self.problems.found)
         self._reject_accidental_numbers(model, values, path=path)
         try:

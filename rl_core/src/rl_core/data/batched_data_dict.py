@@ -133,9 +133,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
         """Undo a sort in place: row j moves to index indices[j]. Drops the microbatch plan, which becomes invalid.
 
-        Args:
-            indices: The permutation returned by `shard_by_batch_size`: `indices[j]` is the original index of row j.
-
         Raises:
             DataError: It is not a permutation of the rows.
         """
@@ -170,11 +167,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.slice(rank * rows, (rank + 1) * rows)
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict[DictT]:
-        """Global batch `batch_idx` of this shard, with its microbatch plan.
+        """Global batch `batch_idx` (from 0) of this shard, with its microbatch plan.
 
-        Args:
-            batch_idx: Its index, from 0.
-            batch_size: Rows of this shard in a global batch; ignored if the batch was sharded.
+        `batch_size` is the number of rows of this shard in a global batch; it is ignored if the batch was sharded.
 
         Raises:
             DataError: There is no such global batch, or the batch was not sharded and no size is given.

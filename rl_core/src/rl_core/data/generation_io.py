@@ -107,13 +107,7 @@ class SampledRow:
 class PromptReader:
     """Reads the batches of one engine replica; rows without a seed get one from the replica's seed and the number of the call.
 
-    Args:
-        limits: limits of every row.
-        stop_strings: strings that end every row.
-        reads_text: whether the replica has a tokenizer.
-        reads_sampling: whether rows may have their own temperature (`sampling`).
-        seed: the engine's seed.
-        rank: index of the replica: with the same seed, all replicas would sample the same rows.
+    Arguments as `read_prompts`; `rank` is the index of the replica, because replicas with one seed would sample the same rows.
     """
 
     def __init__(
@@ -145,11 +139,7 @@ class PromptReader:
 
 
 def refuse_text(data: Any) -> None:
-    """Check that a caller passed columns of token ids, not text.
-
-    Raises:
-        DataError: `data` is not a mapping of columns.
-    """
+    """Raise a DataError if a caller passed text instead of columns of token ids."""
     if not isinstance(data, Mapping):
         raise DataError(
             f"Expected a BatchedDataDict with `input_ids` [B, T] and `input_lengths` [B], found {type(data).__name__}. "
@@ -229,12 +219,7 @@ def to_output(completions: Sequence[Completion]) -> BatchedDataDict[Any]:
 
 
 def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozenset[int]:
-    """Ids that end a completion.
-
-    Args:
-        *sources: objects with an `eos_token_id` (an int, a list or None), such as a generation config or a tokenizer, or None.
-        further: the user's stop tokens.
-    """
+    """Ids that end a completion: the `eos_token_id` (an int, a list or None) of each source that is not None, and `further`."""
     ids = set(further or ())
     for source in sources:
         found = getattr(source, "eos_token_id", None)

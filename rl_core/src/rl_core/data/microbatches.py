@@ -123,13 +123,7 @@ def shard_by_token_budget(
 ) -> list[ShardPlan]:
     """Plan microbatches of length-sorted rows under a token budget, the most expensive first.
 
-    Args:
-        lengths: Tokens of each row.
-        shards: Number of shards.
-        batch_size: Rows of a global batch; None for all.
-        width: T of the batch, the maximum width of a microbatch.
-        args: The budget.
-        rows_per_unit: Number of rows that are read together.
+    Other arguments as `shard_by_packing`; `width` is T of the batch, the maximum width of a microbatch.
 
     Raises:
         DataError: A unit exceeds the budget, or a global batch has too few rows for an equal number of microbatches per shard.

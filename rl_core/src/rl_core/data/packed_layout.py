@@ -44,7 +44,7 @@ def pack_rows(
     input_key: str = "input_ids",
     input_lengths_key: str = "input_lengths",
 ) -> PackedBatch:
-    """Pack the rows of a microbatch.
+    """Pack the rows of a microbatch, each padded with `pad_value` to a multiple of `pad_multiple` tokens.
 
     Args:
         data: Has `input_key` [R, T] and `input_lengths_key` [R].

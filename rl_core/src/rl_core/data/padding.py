@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 def cat_right_padded(parts: Sequence[torch.Tensor], *, pad_value: float) -> torch.Tensor:
-    """Concatenate rows, padding the narrower ones on the right: [sum of B, largest T, ...].
-
-    Args:
-        parts: Tensors [B, T, ...] (padded along axis 1), or [B].
-        pad_value: Padding value.
-    """
+    """Concatenate tensors [B, T, ...], padded on the right along axis 1, or [B]: [sum of B, largest T, ...]."""
     if parts[0].ndim < 2:
         return torch.cat(list(parts))
     width = max(part.shape[1] for part in parts)

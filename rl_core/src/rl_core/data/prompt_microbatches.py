@@ -62,17 +62,9 @@ def shard_by_prompt(
     batch_size: int | None,
     args: DynamicBatchingArgs | SequencePackingArgs | None,
 ) -> list[ShardPlan]:
-    """Plan shards, and with a token budget or packing also microbatches, with the rows of a prompt together.
+    """Plan shards, and with a token budget or packing (`args`) also microbatches, with the rows of a prompt together.
 
-    Args:
-        columns: the columns that `args` names.
-        prompts: the rows.
-        shards: number of shards.
-        batch_size: rows of a global batch; None for all.
-        args: the budget; None for a fixed number of rows.
-
-    Raises:
-        DataError: see `shard_by_count` and `shard_prompts_by_tokens`.
+    `columns` has the columns that `args` names. Other arguments and errors as `shard_by_count` and `shard_prompts_by_tokens`.
     """
     if args is None:
         return shard_prompts_by_count(prompts, shards, batch_size=batch_size)

@@ -155,12 +155,7 @@ PAD_VALUES: Mapping[str, int | float | bool] = MappingProxyType(
 
 
 def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
-    """Padding value of a column; 0 for a key that is not in the table.
-
-    Args:
-        key: The batch key.
-        pad_token_id: The tokenizer's padding id, for the columns that hold token ids.
-    """
+    """Padding value of a column: `pad_token_id` if it holds token ids; 0 for a key that is not in the table."""
     spec = SCHEMA.get(key)
     if spec is not None and spec.holds_tokens:
         return pad_token_id

@@ -93,12 +93,7 @@ def common_prefix(input_ids: torch.Tensor, lengths: torch.Tensor) -> int:
 
 
 def computed_tokens(groups: Sequence[PrefixGroup], lengths: Sequence[int]) -> int:
-    """Number of tokens to compute if the rows of each group share their prefix.
-
-    Args:
-        groups: the groups.
-        lengths: tokens of each row of the batch.
-    """
+    """Number of tokens to compute if the rows of each group share their prefix; `lengths` are those of the whole batch."""
     return sum(group.prefix + sum(lengths[row] - group.prefix for row in group.rows) for group in groups)
 
 

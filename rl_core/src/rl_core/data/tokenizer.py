@@ -78,12 +78,7 @@ def load_tokenizer_if_there(
 ) -> Any:
     """The named tokenizer, or the model's; None if none is named and the model's folder has none.
 
-    Args:
-        model_name: A model's name, a folder, or a GGUF file.
-        tokenizer_name: Likewise, for another tokenizer.
-        chat_template: As `load_tokenizer`.
-        chat_template_kwargs: As `load_tokenizer`.
-        trust_remote_code: As `load_tokenizer`.
+    Arguments as `load_tokenizer`.
 
     Raises:
         DataError: The tokenizer exists or is named, but cannot be loaded.

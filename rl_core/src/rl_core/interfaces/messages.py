@@ -34,12 +34,7 @@ ContentPart = TextPart | ImagePart
 
 
 class FunctionCall(TypedDict):
-    """The function that a tool call names.
-
-    Attributes:
-        name: Name of the function.
-        arguments: Arguments by parameter name; empty if the call is invalid.
-    """
+    """The function that a tool call names, and its arguments by parameter name, which are empty if the call is invalid."""
 
     name: str
     arguments: dict[str, Any]
@@ -62,13 +57,7 @@ class ToolCall(TypedDict):
 
 
 class FunctionSpec(TypedDict):
-    """A function that is offered to the model.
-
-    Attributes:
-        name: Name of the function.
-        description: What it does.
-        parameters: JSON schema of its arguments, an object.
-    """
+    """A function that is offered to the model; `parameters` is the JSON schema of its arguments, an object."""
 
     name: str
     description: NotRequired[str]
@@ -123,11 +112,7 @@ def messages_of(observation: Observation) -> list[Message]:
 
 
 def text_of(content: Any, what: str) -> str:
-    """The text of a message's content: the text itself, or its joined text parts.
-
-    Args:
-        content: Text, or a list of `TextPart`.
-        what: The message's name in errors.
+    """The text of a message's content: the text itself, or its joined text parts. Errors name the message as `what`.
 
     Raises:
         DataError: It is neither, or a part is an image.

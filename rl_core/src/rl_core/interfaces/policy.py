@@ -81,10 +81,6 @@ class PolicyInterface(TrainableInterface):
     def get_topk_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], k: int) -> BatchedDataDict[TopkLogprobOutputSpec]:
         """The `k` most likely tokens at every position under the current weights, at the sampling temperature.
 
-        Args:
-            data: `input_ids` [B, T] and `input_lengths` [B]; other keys are ignored.
-            k: number of tokens.
-
         Raises:
             DataError: the vocabulary has fewer tokens than `k`.
         """

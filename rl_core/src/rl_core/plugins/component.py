@@ -43,11 +43,7 @@ class Kind(StrEnum):
 class KnownComponent:
     """A component that a distribution provides which may not be installed; lets errors say what to install.
 
-    Attributes:
-        kind: The kind of the component.
-        name: The component's name, as in a config.
-        distribution: The distribution that registers it.
-        install: How to install the distribution, as a clause: "pip install rl-backends-acme".
+    `install` says how to install the distribution, as a clause: "pip install rl-backends-acme".
     """
 
     kind: Kind
@@ -117,9 +113,6 @@ class Component:
 
     def load(self, *, expect: type | None = None) -> Any:
         """Import the target, which may import torch, ray or an engine.
-
-        Args:
-            expect: The interface that the target must be a subclass of; not checked if None.
 
         Raises:
             ComponentImportError: The module cannot be imported, or has no such attribute.

@@ -15,11 +15,7 @@ ENTRY_POINT_GROUP = "rl_core.plugins"
 class InstalledPlugin:
     """One entry point of the group, before its module is imported.
 
-    Attributes:
-        entry_point: Its name is the plugin's name, its value the plugin's module.
-        distribution: The distribution that contains it.
-        location: The folder of the distribution's metadata.
-        leftover: Other versions with metadata in the same folder, left by broken upgrades.
+    `location` is the folder of the metadata, `leftover` other versions with metadata there, left by broken upgrades.
     """
 
     entry_point: importlib.metadata.EntryPoint

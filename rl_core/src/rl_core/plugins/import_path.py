@@ -10,11 +10,7 @@ from rl_core.plugins.component import did_you_mean
 
 
 def resolve(dotted: str, *, key: str) -> Any:
-    """The object at a dotted path.
-
-    Args:
-        dotted: such as `torch.optim.AdamW` or `torch.optim:AdamW`.
-        key: The config key, for errors.
+    """The object at a dotted path such as `torch.optim.AdamW` or `torch.optim:AdamW`; `key` is the config key, for errors.
 
     Raises:
         ConfigError: A component of the path does not exist.

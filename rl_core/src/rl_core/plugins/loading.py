@@ -23,17 +23,9 @@ _WHAT_PLUGINS_RAISE = (Exception, SystemExit)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModule:
-    """Result of loading one plugin.
+    """Result of loading one plugin: the object with the hooks, or None if the import failed; for the rest see `Plugin`.
 
-    Attributes:
-        plugin: The object with the hooks; None if the import failed.
-        components: What its noun hooks returned, those that did not raise.
-        known: What `rlcore_known_components` returned.
-        hooks: The names of the hooks that it implements.
-        import_ms: Milliseconds of wall-clock for the import.
-        heavy_modules: Members of `HEAVY_MODULES` that the import brought in.
-        reason: What went wrong, or None.
-        error: The first exception behind the reason.
+    `reason` is what went wrong, or None, and `error` the first exception behind it.
     """
 
     plugin: Any
@@ -47,11 +39,7 @@ class LoadedModule:
 
 
 def load_module(load: Callable[[], Any]) -> LoadedModule:
-    """Call `load`, check the hooks of the result against their specifications, and call the component hooks.
-
-    Args:
-        load: Returns the object with the hooks, usually by importing a module.
-    """
+    """Call `load`, which returns the object with the hooks, check these, and call the component hooks."""
     heavy_before = _heavy_modules()
     plugin: Any = None
     components: list[tuple[Kind, Component]] = []

@@ -65,15 +65,8 @@ class PluginManager:
     ) -> Plugin:
         """Load one plugin and register its components; an exception becomes its status.
 
-        Args:
-            name: The plugin's name.
-            load: Returns the object with the hooks, usually by importing a module.
-            distribution: The distribution that errors name.
-            version: Its version.
-            module: The module that `load` imports, for listings.
-            location: The folder of the distribution, for listings.
-            requirements: The checked requirements of the distribution.
-            faults: Known problems of the distribution, one clause each.
+        `load` returns the object with the hooks, usually by importing a module; `faults` are known problems of the
+        distribution, one clause each. The other arguments are fields of `Plugin`.
         """
         loaded = load_module(load)
         alternatives = dict.fromkeys((c.one_of, c.install) for _, c in loaded.components if c.one_of)
@@ -164,11 +157,8 @@ class PluginManager:
 def discover(*, strict: bool | None = None) -> PluginManager:
     """Find and load every installed plugin; imports only their light modules.
 
-    Args:
-        strict: Whether a plugin that does not work is an error; None reads `RLCORE_STRICT_PLUGINS`.
-
     Raises:
-        BrokenPluginError: In strict mode, if a plugin does not work.
+        BrokenPluginError: If a plugin does not work and `strict` is set, by default by `RLCORE_STRICT_PLUGINS`.
         PluginError: `RLCORE_STRICT_PLUGINS` is neither true nor false.
     """
     manager = PluginManager()

@@ -42,9 +42,6 @@ def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[R
     Requirements of the distribution's own extras are ignored, because it is unknown which were installed. Those of a
     requirement's extras are included: `ray[default]` needs what `ray` names for `default`.
 
-    Args:
-        distribution: The installed distribution whose `Requires-Dist` is read.
-
     Raises:
         packaging.requirements.InvalidRequirement: A line of the metadata is not a valid requirement.
     """
@@ -58,11 +55,7 @@ def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[R
 
 
 def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> RequirementCheck:
-    """Combine alternative requirements into one: the first that fits, or how each fails.
-
-    Raises:
-        packaging.requirements.InvalidRequirement: One of them is not a valid requirement.
-    """
+    """Combine alternative requirements into one: the first that fits, or how each fails."""
     checks = [check for text in requirements for check in _check(Requirement(text), set())]
     chosen = next((check for check in checks if check.fits), None)
     if chosen is not None:
@@ -72,11 +65,7 @@ def check_one_of(requirements: Sequence[str], *, install: str | None = None) -> 
 
 
 def unmet_needs(needs: Sequence[str]) -> str | None:
-    """What is wrong with the requirements of one component, as one clause; None if all are installed.
-
-    Raises:
-        packaging.requirements.InvalidRequirement: One of them is not a valid requirement.
-    """
+    """What is wrong with the requirements of one component, as one clause; None if all are installed."""
     checks = [check for text in needs for check in _check(Requirement(text), set())]
     return "; ".join(check.problem for check in checks if check.problem is not None) or None
 

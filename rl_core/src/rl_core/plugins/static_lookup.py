@@ -18,11 +18,7 @@ from rl_core.plugins.component import did_you_mean
 
 
 def missing_target(path: str) -> str | None:
-    """Why `package.module.name` or `package.module:name` cannot be imported, as a sentence; None if it can, or may.
-
-    Args:
-        path: The dotted path of a class or function.
-    """
+    """Why `package.module.name` or `package.module:name` cannot be imported, as a sentence; None if it can, or may."""
     module, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     name = attribute.partition(".")[0]
     package = module.partition(".")[0]

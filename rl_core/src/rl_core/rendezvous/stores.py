@@ -11,16 +11,10 @@ from rl_core.rendezvous.loopback import is_loopback
 
 
 def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TCPStore:
-    """A store at `ip:port`; the master serves it.
+    """A store at `ip:port`; the master serves it. `timeout` is the maximum wait for the master, and for a key.
 
     A store server listens on every interface, whatever its address. If `ip` is loopback, the master therefore passes it a
     socket bound to that address.
-
-    Args:
-        ip: Address of the master.
-        port: A port that is free there.
-        is_master: Whether this process serves it.
-        timeout: Maximum wait for the master, and for a key.
 
     Raises:
         RuntimeError: The port is taken, or the master does not answer in time.

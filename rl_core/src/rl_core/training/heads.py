@@ -23,12 +23,7 @@ def classifier_of(config: Any) -> str | None:
 
 
 def refuse_other_head(config: Any, head: Head, *, name: str) -> None:
-    """Check that a saved model supports this head; a causal LM supports both.
-
-    Args:
-        config: the model's Hugging Face config.
-        head: `policy.head`.
-        name: the model's, for errors.
+    """Check that a saved model, by its Hugging Face config, supports this head; a causal LM supports both.
 
     Raises:
         UserError: it was saved with another head.

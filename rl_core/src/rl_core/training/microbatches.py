@@ -31,14 +31,7 @@ class MicrobatchRows:
 
 
 class MicrobatchCutter:
-    """Splits batches into microbatches as configured: by number of rows, by token budget, or packed.
-
-    Args:
-        config: the section `policy` of any backend.
-
-    Attributes:
-        packing: whether the rows of a microbatch are concatenated into one sequence.
-    """
+    """Splits batches into microbatches as configured: by number of rows, by token budget, or packed into one sequence."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self._limit = config.max_total_sequence_length

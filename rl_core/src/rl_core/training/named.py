@@ -11,14 +11,7 @@ from rl_core.plugins.component import did_you_mean
 
 
 def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also: tuple[str, ...] = ()) -> Any:
-    """Call `factory(first, **kwargs)`.
-
-    Args:
-        factory: the result of `rl_core.plugins.import_path.resolve`.
-        first: its first argument.
-        kwargs: keyword arguments from the config.
-        key: the config section, for errors.
-        also: keywords handled elsewhere, for the list of allowed ones.
+    """Call `factory(first, **kwargs)`; other arguments as `check_arguments`.
 
     Raises:
         UserError: it is not callable, an argument is missing or unknown, or it raises on one.
@@ -43,7 +36,7 @@ def check_arguments(
         kwargs: keyword arguments from the config.
         key: the config section, for errors.
         given: arguments passed by position.
-        also: as in `call`.
+        also: keywords handled elsewhere, for the list of allowed ones.
 
     Raises:
         UserError: one is missing or unknown.

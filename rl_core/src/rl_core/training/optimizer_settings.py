@@ -16,21 +16,12 @@ from rl_core.training.schedules import build_scheduler
 
 
 class OptimizerSettings:
-    """The optimizer and schedule settings of a config, and their state after some steps.
+    """The optimizer and schedule settings of a config, and their state after some steps. No schedule: a constant learning rate.
 
     A checkpoint contains the settings under which it was written. If the current ones are equal, everything continues as
     saved, bit for bit. If they differ, the current ones apply: the schedule is at the position it would have if the run had
     had them from its first step. Values in an optimizer's parameter groups other than its arguments, such as an estimated step
     size, are state and always continue.
-
-    Args:
-        optimizer: newly created, before any step.
-        config: the section `optimizer` that it was created from.
-        scheduler: the section `scheduler`; None is a constant learning rate.
-
-    Attributes:
-        optimizer: the optimizer.
-        scheduler: its schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, scheduler: SchedulerConfig | None) -> None:

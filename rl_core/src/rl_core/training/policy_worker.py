@@ -214,12 +214,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
             )
 
     def require_reference(self, enabled: bool, *, key: str) -> None:
-        """Raise `NotSupportedError` if the reference policy is disabled; call it before loading the reference.
-
-        Args:
-            enabled: the value of the setting.
-            key: its key in the config, such as `policy.hf_cfg.reference`.
-        """
+        """Raise `NotSupportedError` if the setting `key` does not enable the reference policy; call it before loading one."""
         if not enabled:
             raise NotSupportedError(
                 f"This policy has no reference: `{key}` is false. Set it to true, or use a loss without a KL term against "

@@ -19,10 +19,6 @@ from rl_core.training.named import call, check_arguments
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | None) -> Any:
     """The learning-rate schedule; it steps once per optimizer step. Constant without a config.
 
-    Args:
-        optimizer: the optimizer.
-        config: `linear`, `cosine` or `constant`, or the dotted path of a torch schedule, and its arguments.
-
     Raises:
         UserError: the name does not exist, or an argument is missing or unknown.
     """

@@ -39,12 +39,9 @@ def first_broken(losses: Sequence[float | torch.Tensor]) -> int | None:
 
 
 def step_not_taken(step: int, where: str, *, norm: float) -> NonFiniteError:
-    """The error of an optimizer step that would not have been finite.
+    """The error of an optimizer step (the first is 1) that would not have been finite; `norm` is that of the whole gradient.
 
-    Args:
-        step: its number, the first is 1.
-        where: a sentence that names the tensor at fault, or says where to look for it.
-        norm: norm of the whole gradient.
+    `where` is a sentence that names the tensor at fault, or says where to look for it.
     """
     return NonFiniteError(
         f"Optimizer step {step} was not taken: its gradient norm is {norm}. {where} Weights and optimizer are unchanged. "
