@@ -24,9 +24,5 @@ def rlcore_weight_transports() -> list[Component]:
             target="rl_core.weights.collective:CollectiveTransport",
             summary="Broadcast over a process group, gloo or NCCL",
         ),
-        Component(
-            "disk",
-            target="rl_core.weights.disk:DiskTransport",
-            summary="Files in a folder that both sides can access",
-        ),
+        Component("disk", target="rl_core.weights.disk:DiskTransport", summary="Files in a folder that both sides can access"),
     ]

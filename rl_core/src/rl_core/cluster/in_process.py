@@ -85,13 +85,7 @@ class InProcessWorkerGroup(WorkerGroup):
         return self._run(method, args, kwargs, as_list=False)
 
     def submit_sharded(
-        self,
-        method: str,
-        shards: Sequence[Any],
-        *args: Any,
-        axis: str = "data",
-        deadline_s: float | None = None,
-        **kwargs: Any,
+        self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
         check_shards(self._sharding, shards, axis)
         return self._run(method, (shards[0], *args), kwargs, as_list=True)

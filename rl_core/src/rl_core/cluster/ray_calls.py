@@ -24,12 +24,7 @@ class PendingRayCall(PendingCall):
     """Pending calls, one per actor, in the order of the results; `shape` converts the list of values to the result."""
 
     def __init__(
-        self,
-        flights: Sequence[ActorCall],
-        *,
-        deadline_s: float,
-        deadlines: Deadlines,
-        shape: Callable[[list[Any]], Any] = list,
+        self, flights: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines, shape: Callable[[list[Any]], Any] = list
     ) -> None:
         self._flights = list(flights)
         self._deadline_s = deadline_s

@@ -124,13 +124,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._pending([flight], deadline_s, shape=lambda values: values[0])
 
     def submit_sharded(
-        self,
-        method: str,
-        shards: Sequence[Any],
-        *args: Any,
-        axis: str = "data",
-        deadline_s: float | None = None,
-        **kwargs: Any,
+        self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
         check_shards(self._sharding, shards, axis)
         self._reject_if_shut_down()
@@ -205,11 +199,7 @@ class RayWorkerGroup(WorkerGroup):
         return RemoteActor(
             f"rank {rank} ({coords}) of '{self._name}'",
             group=self._name,
-            options={
-                **own_options(self._class),
-                **share,
-                "scheduling_strategy": strategy_of(bundle),
-            },
+            options={**own_options(self._class), **share, "scheduling_strategy": strategy_of(bundle)},
             env=env,
             runtime_env=self._runtime_env,
         )

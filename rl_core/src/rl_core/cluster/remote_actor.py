@@ -22,11 +22,7 @@ from rl_core.cluster.deadlines import Unanswered
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 
-_DEATHS = (
-    ray.exceptions.RayActorError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.OutOfMemoryError,
-)
+_DEATHS = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
 
 _CLOCK_S = 2.0
 """Tolerance when comparing process start times: both are relative to the boot time, which the kernel reports in whole seconds
@@ -79,13 +75,7 @@ class RemoteActor:
     """
 
     def __init__(
-        self,
-        label: str,
-        *,
-        options: Mapping[str, Any],
-        env: Mapping[str, str],
-        runtime_env: Mapping[str, Any],
-        group: str = "",
+        self, label: str, *, options: Mapping[str, Any], env: Mapping[str, str], runtime_env: Mapping[str, Any], group: str = ""
     ) -> None:
         daemons.raise_if_dead()
         self.label = label
@@ -257,11 +247,7 @@ class ActorCall:
         """The worker's entry in the report of an expired deadline."""
         seconds = time.monotonic() - self.started
         return Unanswered(
-            who=self.actor.label,
-            where=self.actor.where(),
-            method=self.method,
-            seconds=seconds,
-            doing=self.actor.stack(stack_s),
+            who=self.actor.label, where=self.actor.where(), method=self.method, seconds=seconds, doing=self.actor.stack(stack_s)
         )
 
     def _headline(self) -> str:
@@ -308,8 +294,7 @@ def _worker_error(headline: str, failure: Failure) -> WorkerError:
 def _stack_elsewhere(identity: Identity, timeout_s: float) -> str:
     """Run a Ray task on the worker's node that reads the stack there."""
     task = ray.remote(stacks.read_stack).options(
-        num_cpus=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(identity.node_id, soft=False),
+        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(identity.node_id, soft=False)
     )
     try:
         ref = task.remote(identity.pid, identity.stack_file, timeout_s=timeout_s / 2)

@@ -167,9 +167,7 @@ class RayVirtualCluster:
         for count, node in zip(request.entries, nodes, strict=True):
             # Pinned by node id, so that ranks are in order and a lack of resources is known before Ray waits for them.
             group = placement_group(
-                [resources] * count,
-                strategy="STRICT_PACK",
-                bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
+                [resources] * count, strategy="STRICT_PACK", bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count
             )
             self._groups.append(group)
         distinct = list(dict.fromkeys(node.node_id for node in nodes))

@@ -93,13 +93,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def submit_sharded(
-        self,
-        method: str,
-        shards: Sequence[Any],
-        *args: Any,
-        axis: str = "data",
-        deadline_s: float | None = None,
-        **kwargs: Any,
+        self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
         """Start `method(shards[i], *args, **kwargs)` on every rank whose coordinate on `axis` is i.
 
@@ -117,13 +111,7 @@ class WorkerGroup(ABC):
         return self.submit_one(method, *args, rank=rank, deadline_s=deadline_s, **kwargs).result()
 
     def run_sharded(
-        self,
-        method: str,
-        shards: Sequence[Any],
-        *args: Any,
-        axis: str = "data",
-        deadline_s: float | None = None,
-        **kwargs: Any,
+        self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call `submit_sharded` and wait: one result per shard, that of the rank whose other coordinates are all 0."""
         pending = self.submit_sharded(method, shards, *args, axis=axis, deadline_s=deadline_s, **kwargs)

@@ -11,15 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_core.config.diagnostics import Problems, listed, nearest, show
-from rl_core.config.introspection import (
-    Field,
-    Model,
-    allows_bool,
-    choices,
-    describe_type,
-    find_field,
-    inner_annotation,
-)
+from rl_core.config.introspection import Field, Model, allows_bool, choices, describe_type, find_field, inner_annotation
 from rl_core.config.source_tree import KeyPath, Node, dotted
 
 _MOST_KEYS_LISTED = 30

@@ -58,9 +58,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @classmethod
     def from_batches(
-        cls,
-        batches: Iterable[Mapping[str, Any]],
-        pad_value_dict: Mapping[str, int | float | bool] | None = None,
+        cls, batches: Iterable[Mapping[str, Any]], pad_value_dict: Mapping[str, int | float | bool] | None = None
     ) -> Self:
         """Concatenate batches.
 
@@ -119,8 +117,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         place = torch.as_tensor(indices)
         place = place.nonzero().flatten() if place.dtype == torch.bool else place.to(torch.int64)
         return self._mapped(
-            lambda column: column[place.to(column.device)],
-            lambda column: [column[row] for row in place.tolist()],
+            lambda column: column[place.to(column.device)], lambda column: [column[row] for row in place.tolist()]
         )
 
     def repeat_interleave(self, num_repeats: int) -> Self:
@@ -193,22 +190,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @overload
     def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        *,
-        dynamic_batching_args: DynamicBatchingArgs,
-        rows_per_unit: int = 1,
+        self, shards: int, batch_size: int | None = None, *, dynamic_batching_args: DynamicBatchingArgs, rows_per_unit: int = 1
     ) -> tuple[list[SlicedDataDict[DictT]], list[int]]: ...
 
     @overload
     def shard_by_batch_size(
-        self,
-        shards: int,
-        batch_size: int | None = None,
-        *,
-        sequence_packing_args: SequencePackingArgs,
-        rows_per_unit: int = 1,
+        self, shards: int, batch_size: int | None = None, *, sequence_packing_args: SequencePackingArgs, rows_per_unit: int = 1
     ) -> tuple[list[SlicedDataDict[DictT]], list[int]]: ...
 
     def shard_by_batch_size(

@@ -18,13 +18,7 @@ class SequencePacker(ABC):
         bin_count_multiple: Make the number of bins a multiple of this, by splitting full ones.
     """
 
-    def __init__(
-        self,
-        bin_capacity: int,
-        *,
-        min_bin_count: int | None = None,
-        bin_count_multiple: int | None = None,
-    ) -> None:
+    def __init__(self, bin_capacity: int, *, min_bin_count: int | None = None, bin_count_multiple: int | None = None) -> None:
         for name, value in (
             ("bin_capacity", bin_capacity),
             ("min_bin_count", min_bin_count),
@@ -212,7 +206,7 @@ def get_packer(
     """Create a packer.
 
     Args:
-        algorithm: A name in `PACKERS`.
+        algorithm: A name in `PACKERS`, in any case.
         bin_capacity: Maximum number of tokens in a bin.
         min_bin_count: Minimum number of bins.
         bin_count_multiple: Make the number of bins a multiple of this.
@@ -220,6 +214,7 @@ def get_packer(
     Raises:
         DataError: Unknown algorithm.
     """
-    if algorithm not in PACKERS:
+    packer = PACKERS.get(str(algorithm).lower())
+    if packer is None:
         raise DataError(f"Unknown packing algorithm {algorithm!r}: choose one of {sorted(PACKERS)}.")
-    return PACKERS[algorithm](bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
+    return packer(bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)

@@ -175,12 +175,7 @@ def shard_by_packing(
     Raises:
         DataError: A unit exceeds the budget, or a global batch has fewer units than required microbatches.
     """
-    packer = get_packer(
-        args["algorithm"],
-        args["max_tokens_per_microbatch"],
-        min_bin_count=shards,
-        bin_count_multiple=shards,
-    )
+    packer = get_packer(args["algorithm"], args["max_tokens_per_microbatch"], min_bin_count=shards, bin_count_multiple=shards)
     units = _units(len(lengths), batch_size, rows_per_unit)
     padded = [_round_up(length, args.get("sequence_length_pad_multiple", 1)) for length in lengths]
     whole = [sum(padded[row] for row in unit) for unit in units]

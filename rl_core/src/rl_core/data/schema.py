@@ -44,14 +44,7 @@ class KeySpec:
 def _tokens(name: str, dtype: str, unit: str, written_by: str, meaning: str, **more: Any) -> KeySpec:
     padding: int | float | bool = 0 if dtype == "int64" else 0.0
     return KeySpec(
-        name=name,
-        shape="[B, T]",
-        dtype=dtype,
-        unit=unit,
-        padding=padding,
-        written_by=written_by,
-        meaning=meaning,
-        **more,
+        name=name, shape="[B, T]", dtype=dtype, unit=unit, padding=padding, written_by=written_by, meaning=meaning, **more
     )
 
 

@@ -118,10 +118,7 @@ def share_prefixes(input_ids: torch.Tensor, lengths: torch.Tensor, prompt_ids: t
     tokens[index] = input_ids[rows, columns]
     positions[index] = columns
     return SharedPrefixBatch(
-        input_ids=tokens.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        token_index=token_index,
-        segments=tuple(segments),
+        input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), token_index=token_index, segments=tuple(segments)
     )
 
 

@@ -68,15 +68,9 @@ def construct(worker_class: type, context: WorkerContext, kwargs: Mapping[str, A
 
 def _context_parameter(worker_class: type) -> inspect.Parameter | None:
     parameters = list(inspect.signature(worker_class).parameters.values())
-    if parameters and parameters[0].kind in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    ):
+    if parameters and parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
         first = parameters[0]
         annotation = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
         if first.name == "context" or annotation.split(".")[-1] == "WorkerContext":
             return first
-    return next(
-        (p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name == "context"),
-        None,
-    )
+    return next((p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name == "context"), None)

@@ -51,9 +51,7 @@ def installed_plugins() -> list[InstalledPlugin]:
     return sorted(found, key=lambda plugin: (plugin.name, plugin.entry_point.name))
 
 
-def _plugins_of(
-    copies: dict[tuple[Path, str], importlib.metadata.Distribution],
-) -> list[InstalledPlugin]:
+def _plugins_of(copies: dict[tuple[Path, str], importlib.metadata.Distribution]) -> list[InstalledPlugin]:
     (location, version), distribution = next(iter(copies.items()))
     leftover = tuple(other for folder, other in copies if folder == location and other != version)
     return [

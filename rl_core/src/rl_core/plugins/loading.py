@@ -105,11 +105,7 @@ def _checked_hooks(plugin: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _call_noun_hook(
-    name: str,
-    function: Callable[[], Any],
-    *,
-    components: list[tuple[Kind, Component]],
-    errors: list[tuple[str, BaseException]],
+    name: str, function: Callable[[], Any], *, components: list[tuple[Kind, Component]], errors: list[tuple[str, BaseException]]
 ) -> None:
     kind = hookspecs.KIND_OF_HOOK[name]
     try:

@@ -72,12 +72,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
 
     @abstractmethod
     def train_step(
-        self,
-        microbatches: Iterator[BatchedDataDict[Any]],
-        loss_fn: LossFunction,
-        counts: GlobalCounts,
-        *,
-        eval_mode: bool,
+        self, microbatches: Iterator[BatchedDataDict[Any]], loss_fn: LossFunction, counts: GlobalCounts, *, eval_mode: bool
     ) -> StepResult:
         """Take one optimizer step on the microbatches of one global batch; in eval mode, compute loss and metrics only."""
 
