@@ -81,7 +81,7 @@ def test_an_environment_with_tools_is_refused_if_no_parser_fits_the_chat_templat
     assert tools_of_instances({"deaf": Deaf()}, tokenizer_with("own")) == TaskTools()
 
 
-def test_a_class_that_is_no_environment_is_refused_before_the_run(tokenizer_with):
+def test_a_class_that_is_not_an_environment_is_refused_before_the_run(tokenizer_with):
     run = RunConfig.model_construct(env={"odd": EnvironmentConfig(env_cls="collections.OrderedDict")})
     with pytest.raises(
         ConfigError, match=r"OrderedDict.* is not a subclass of rl_core\.interfaces\.EnvironmentInterface"
