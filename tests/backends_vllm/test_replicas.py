@@ -65,7 +65,7 @@ def make_policy(path, cluster):
 
 
 def synchronizer(policy, engine, cluster, name="shared_memory"):
-    sync = WeightSynchronizer(
+    return WeightSynchronizer(
         policy,
         engine,
         transports=[TRANSPORTS[name]],
@@ -77,8 +77,6 @@ def synchronizer(policy, engine, cluster, name="shared_memory"):
         rendezvous=cluster.get_master_address_and_port,
         canary=lambda: make_canary(range(3, VOCABULARY), num_receivers=engine.num_workers, max_length=LENGTH, exact=True),
     )
-    engine.refit_with(sync.sync)
-    return sync
 
 
 def agrees_with_plain(policy, output, folder):

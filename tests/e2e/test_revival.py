@@ -110,9 +110,7 @@ GUESS = {
 }
 
 
-@pytest.mark.full(
-    "train/rollouts/test_concurrent_rollouts.py restarts a replica between the turns of rollouts without a run around it"
-)
+@pytest.mark.full("core/dispatch/test_revival.py restarts a replica with rows in progress without a run around it")
 def test_a_replica_that_is_killed_between_turns_does_not_change_the_rollouts(train, tmp_path):
     changes = {**GUESS, "cluster": {"workers_per_node": 2}, "grpo": {"max_num_steps": 2}}
     undisturbed = train(changes, folder=tmp_path / "undisturbed")

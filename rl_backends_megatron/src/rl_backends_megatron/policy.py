@@ -18,8 +18,8 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import ROW_KEYS
 from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.replica_rows import ROW_KEYS
 from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.training.heads import refuse_other_head

@@ -194,9 +194,9 @@ class VllmGenerationWorker(GenerationWorker):
         self._running.refit("update_weights", ipc_handles)
         self._update_version()
 
-    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
-        """See `GenerationInterface.init_collective`."""
-        self._running.refit("init_collective", ip, port, world_size, timeout_s=timeout_s)
+    def init_collective(self, ip: str, port: int, world_size: int, left_out: int = 0, *, timeout_s: float = 600.0) -> None:
+        """See `WeightReceiver.init_collective`."""
+        self._running.refit("init_collective", ip, port, world_size, left_out, timeout_s=timeout_s)
 
     def update_weights_from_collective(self) -> None:
         """See `GenerationInterface.update_weights_from_collective`."""

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -23,9 +24,11 @@ from mortal_workers import FOLDER, MortalWorker, ScoringPolicy, StreamingMortalW
 from rl_core.cluster import RayVirtualCluster, wait_together
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.generation import DistributedGeneration, _of_one_version
+from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.replica_rows import of_one_version
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.interfaces.generation import WeightOwner
 from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
@@ -82,6 +85,13 @@ def policy():
     made.shutdown()
 
 
+class IdleOwner(WeightOwner):
+    """An owner that sends nothing."""
+
+    def provide_weights(self):
+        return None
+
+
 def synchronizer(policy, engine, **options):
     return WeightSynchronizer(
         policy,
@@ -99,6 +109,15 @@ def prompts(rows=24):
     ids = torch.randint(5, 15, (rows // 2, 4), generator=torch.Generator().manual_seed(1)).repeat_interleave(2, dim=0)
     seeds = torch.arange(rows) * 101
     return BatchedDataDict(input_ids=ids, input_lengths=torch.full((rows,), 4), sample_seeds=seeds)
+
+
+async def streamed(generation, rows, after=lambda count: None):
+    """The outputs of `generate_async` in the order of the rows; calls `after` with the number of outputs so far."""
+    found = {}
+    async for row, output in generation.generate_async(rows):
+        found[row] = output
+        after(len(found))
+    return BatchedDataDict.from_batches([found[row] for row in range(rows.size)])
 
 
 def assert_same_rows(found, expected):
@@ -144,20 +163,14 @@ def test_all_rows_are_sampled_again_if_all_replicas_are_killed(engine, tmp_path)
     assert two.restarts == 2
 
 
-def test_a_streaming_call_on_a_dead_replica_fails_and_replaces_it_for_the_next_call(engine, tmp_path):
+def test_a_streaming_call_on_a_dead_replica_ends_after_a_restart_and_fails_without_one(engine, tmp_path):
     two = engine(max_restarts=1, worker_class=StreamingMortalWorker)
-
-    async def rows():
-        return sorted([row async for row, _ in two.generate_async(prompts(4))])
-
     condemn(tmp_path, "poll", 1)
-    with pytest.raises(WorkerDiedError, match="rank 1"):
-        asyncio.run(rows())
+    assert asyncio.run(streamed(two, prompts(4))).size == 4
     assert two.restarts == 1
-    assert asyncio.run(rows()) == [0, 1, 2, 3]
     condemn(tmp_path, "poll", 0)
     with pytest.raises(WorkerDiedError, match=r"generation\.max_restarts` \(1\) does not allow another restart"):
-        asyncio.run(rows())
+        asyncio.run(streamed(two, prompts(4)))
 
 
 def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy, tmp_path):
@@ -169,15 +182,16 @@ def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy
     assert undisturbed["weight_version"].unique().tolist() == [policy.weight_version]
     assert not torch.equal(undisturbed["output_ids"], untrained["output_ids"])
 
+    one.weight_owner = None
     condemn(tmp_path, "generate", 0)
-    with pytest.raises(WeightSyncError, match=r"replica 0 died and was restarted.*refit_with\(synchronizer\.sync\)"):
+    with pytest.raises(WeightSyncError, match=r"replica 0 was restarted.*creating a `WeightSynchronizer` does that"):
         one.generate(prompts())
     assert one.weight_version == -1
     assert sync.is_stale
     sync.sync(only_if_stale=True)
     assert_same_rows(one.generate(prompts()), undisturbed)
 
-    one.refit_with(sync.sync)
+    one.weight_owner = sync
     condemn(tmp_path, "generate", 0)
     assert_same_rows(one.generate(prompts()), undisturbed)
     os.kill(one.group.run_one("process"), signal.SIGKILL)
@@ -193,34 +207,16 @@ def test_a_refit_that_sends_nothing_is_rejected(monkeypatch, tmp_path):
     one = make_engine(None, tmp_path, replicas=1, max_restarts=0)
     one.wait_ready()
     one._without_weights.add(0)  # as after a restart
-    one.refit_with(lambda: None)
-    with pytest.raises(WeightSyncError, match=r"still has no weights.*WeightSynchronizer\.sync"):
+    one.weight_owner = IdleOwner()
+    with pytest.raises(WeightSyncError, match=r"replica 0 .* still has them although IdleOwner\.provide_weights returned"):
         one.generate(prompts())
     one.shutdown()
 
 
-@pytest.mark.full("the test before this one rejects such a refit without the restart")
-def test_a_refit_that_sends_nothing_to_a_new_replica_is_rejected(engine, policy, tmp_path):
-    one = engine(replicas=1)
-    synchronizer(policy, one).sync()
-    one.refit_with(lambda: None)
-    condemn(tmp_path, "generate", 0)
-    with pytest.raises(WeightSyncError, match=r"still has no weights.*WeightSynchronizer\.sync"):
-        one.generate(prompts())
-
-
-FULL = pytest.mark.full("an engine with a refit function dies during the canary in make test")
-
-
-@pytest.mark.parametrize(
-    "has_refit", [True, pytest.param(False, marks=FULL)], ids=["with a refit function", "refitted from outside"]
-)
-def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path, has_refit):
+def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path):
     one = engine(replicas=1)
     canary = make_canary(range(5, 15), num_receivers=1, max_length=12, exact=True)
     sync = synchronizer(policy, one, canary=lambda: canary)
-    if has_refit:
-        one.refit_with(sync.sync)
     condemn(tmp_path, "generate", 0)
     assert sync.sync()["refit/canary_error"] < 1e-4
     assert one.restarts == 1
@@ -228,11 +224,60 @@ def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy,
     sync.close()
 
 
+def test_rows_in_progress_on_a_dead_replica_wait_for_its_refit_and_other_rows_do_not(engine, policy, tmp_path):
+    two = engine(worker_class=StreamingMortalWorker)
+    canary = make_canary(range(5, 15), num_receivers=2, max_length=12, exact=True)
+    sync = synchronizer(policy, two, canary=lambda: canary)
+    sync.sync()
+    undisturbed = two.generate(prompts())
+    refits = two.group.run_all("num_changes")
+    worker, gate = policy.group.worker, threading.Event()
+    gather = worker.iter_weights
+
+    def held_back(names=None):
+        gate.wait()
+        yield from gather(names)
+
+    worker.iter_weights = held_back
+    condemn(tmp_path, "poll", 1)
+    # The refit cannot continue before all 12 rows of the other replica have ended.
+    found = asyncio.run(streamed(two, prompts(), lambda count: gate.set() if count == 12 else None))
+    assert_same_rows(found, undisturbed)
+    assert two.restarts == 1
+    assert two.weight_version == policy.weight_version
+    assert two.group.run_all("num_changes") == [refits[0], 1], "only the new replica is refitted"
+    sync.close()
+    assert sweep() == []
+
+
+def test_rows_fail_with_the_reason_if_the_new_replica_cannot_be_refitted(engine, policy, tmp_path):
+    one = engine(replicas=1, worker_class=StreamingMortalWorker)
+    sync = synchronizer(policy, one)
+    sync.sync()
+    worker = policy.group.worker
+    gather = worker.iter_weights
+
+    def broken(names=None):
+        raise OSError("the disk of the policy is gone")
+
+    worker.iter_weights = broken
+    condemn(tmp_path, "poll", 0)
+    for _ in range(2):
+        with pytest.raises(WeightSyncError, match="the disk of the policy is gone"):
+            asyncio.run(streamed(one, prompts()))
+        with pytest.raises(WeightSyncError, match="the disk of the policy is gone"):
+            one.generate(prompts())
+    assert one.restarts == 1
+    worker.iter_weights = gather
+    policy.group.run_all("step")
+    assert asyncio.run(streamed(one, prompts()))["weight_version"].unique().tolist() == [policy.weight_version]
+    sync.close()
+
+
 def test_answers_of_the_survivor_are_kept_and_all_rows_have_the_policys_version(engine, policy, tmp_path):
     two = engine()
     sync = synchronizer(policy, two)
     sync.sync()
-    two.refit_with(sync.sync)
     undisturbed = two.generate(prompts())
     asked = []
     submit = two.group.submit_some
@@ -276,6 +321,6 @@ def test_answers_of_older_weights_are_dropped():
         return part, BatchedDataDict(weight_version=torch.full((len(part),), version))
 
     old, new = answer([0, 2], 3), answer([1], 4)
-    assert _of_one_version([old, new]) == [new]
-    assert _of_one_version([old]) == [old]
-    assert _of_one_version([]) == []
+    assert of_one_version([old, new]) == [new]
+    assert of_one_version([old]) == [old]
+    assert of_one_version([]) == []

@@ -84,6 +84,10 @@ class ProcessEngine(ProcessPolicy):
 
     restarts = 0
 
+    @property
+    def num_workers(self) -> int:
+        return len(self.ranks)
+
     def restart_dead(self, cause=None):
         return False
 

@@ -186,6 +186,37 @@ def test_a_refit_whose_replica_is_killed_is_restarted_and_verified(sides, synchr
     assert sweep() == []
 
 
+def restart(engine, deaths, *, rank):
+    (deaths / f"get_weight_version-{rank}").write_text("1")
+    with pytest.raises(WorkerDiedError) as caught:
+        _ = engine.weight_version
+    assert engine.restart_dead(caught.value)
+
+
+def test_a_replica_that_was_restarted_between_refits_is_refitted_alone(sides, synchronizers, deaths):
+    policy, engine = sides
+    policy.group.run_all("step")
+    owner = synchronizers["collective"]
+    owner.sync()
+    refits = engine.group.run_all("num_changes")
+    restart(engine, deaths, rank=1)
+    assert engine.weight_version == -1
+    owner.provide_weights()
+    assert engine.weight_version == policy.weight_version
+    assert engine.group.run_all("num_changes") == [refits[0], 1]
+    assert_equal_on_all(policy, engine)
+    policy.group.run_all("step")
+    owner.sync()  # the other replica joins again
+    assert engine.group.run_all("num_changes") == [refits[0] + 1, 2]
+    assert_equal_on_all(policy, engine)
+
+    restart(engine, deaths, rank=0)
+    policy.group.run_all("step")  # the other replica is behind as well
+    owner.provide_weights()
+    assert engine.weight_version == policy.weight_version
+    assert engine.group.run_all("num_changes") == [1, 3]
+
+
 def test_ranks_that_wait_for_a_missing_rank_are_released(sides, synchronizers, deaths):
     policy, engine = sides
     policy.group.run_all("step")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_core.errors import RLCoreError, WorkerDiedError
+from rl_core.errors import RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.pools.pool import ActorKey, InProcessPool, Pool
 from rl_train.rollouts import collect
@@ -186,39 +186,6 @@ def test_an_error_of_the_engine_ends_the_other_rollouts_and_is_raised_as_it_is(t
         play(engine, environments, tokenizer, rows_of(tokenizer, TASKS))
     assert engine.cancelled == 3
     assert len(set(engine.closed)) == 4
-
-
-@pytest.mark.parametrize("allowed", [1, 0])
-def test_turns_of_a_replica_that_dies_are_sampled_again_after_one_restart(tokenizer, streaming, environments, allowed):
-    engine = streaming(lambda _: ("yes[EOS]", False), delays=[1, 2, 3])
-
-    class Mortal(type(engine)):
-        dead = False
-        restarts = 0
-
-        async def generate_async(self, data, greedy=False):
-            first = self.sampled < len(TASKS)
-            async for row, output in super().generate_async(data, greedy):
-                if first:  # all turns that were in progress fail
-                    self.dead = self.restarts == 0
-                    raise WorkerDiedError("replica 0 died")
-                yield row, output
-
-        def restart_dead(self, cause=None):
-            if self.dead and not allowed:
-                raise WorkerDiedError("max_restarts (0) does not allow another restart")
-            was_dead, self.dead = self.dead, False
-            self.restarts += was_dead
-            return was_dead
-
-    engine.__class__ = Mortal
-    if not allowed:
-        with pytest.raises(WorkerDiedError, match="does not allow another restart"):
-            play(engine, environments, tokenizer, rows_of(tokenizer, TASKS))
-        return
-    rows = play(engine, environments, tokenizer, rows_of(tokenizer, TASKS))
-    assert [row.turns for row in rows] == [1, 3, 1, 1]
-    assert engine.restarts == 1
 
 
 def test_rollouts_can_be_collected_where_an_event_loop_runs(tokenizer, streaming, environments):

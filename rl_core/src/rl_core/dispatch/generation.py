@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import LengthLimits, read_prompts, refuse_text
-from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
-from rl_core.dispatch.rows import select_columns
+from rl_core.data.generation_io import LengthLimits, read_prompts
+from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
+from rl_core.dispatch.replica_rows import Answer, in_order, of_one_version, one_of, prompt_columns, sample_rows
 from rl_core.dispatch.streaming import RowStream
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.dispatch.worker_restarts import WorkerRestarter
 from rl_core.errors import WeightSyncError, WorkerDiedError
-from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_core.interfaces.worker import GenerationWorker
-from rl_core.weights.replicas import same_digests_on_every_replica
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 _log = logging.getLogger(__name__)
 
-ROW_KEYS = (
-    *("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids", "prompt_id", "sampling"),
-)
 
-
-class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
+class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
     """A group of `GenerationWorker`s as one engine.
 
-    A replica that dies is restarted, up to `config.max_restarts` times in total. `generate` then sends the policy's weights
-    to all replicas again (`refit_with`) and samples only the missing rows. An engine that was never refitted continues with
-    its initial weights. The refit methods raise WorkerDiedError: the caller calls `restart_dead` and starts the refit again. A
-    replica that dies before it has first loaded is an error.
+    A replica that dies is restarted, up to `config.max_restarts` times in total. It then waits until the owner of weight
+    synchronization (`weight_owner`) has sent and verified the policy's weights, and samples the rows that it had not finished.
+    Rows of other replicas continue meanwhile. An engine that was never refitted continues with its initial weights. The refit
+    methods raise WorkerDiedError: the owner calls `restart_dead` and repeats the refit. A replica that dies before it has
+    first loaded is an error.
 
     Args:
         worker_class: the backend's worker.
@@ -73,9 +69,11 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         self._can_poll = _overrides(worker_class, "poll")
         self._keeps_sessions = _overrides(worker_class, "close_sessions")
         self._attach()
-        self._refit: Callable[[], object] | None = None
         self._was_refitted = False
         self._without_weights: set[int] = set()
+        """Replicas that were restarted since the last refit and must not sample."""
+        self._restarting = threading.RLock()
+        """Held while workers are restarted and while `_without_weights` changes; never while weights are awaited."""
         self._is_prepared = False
 
     def generate(
@@ -86,50 +84,40 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
         Raises:
             DataError: a row cannot be completed; raised before any replica starts.
             WorkerDiedError: a replica died and its restarts are used up.
-            WeightSyncError: a replica was restarted and `refit_with` was not called.
+            WeightSyncError: a restarted replica could not be refitted, or the engine has no `weight_owner`.
         """
         self._check_rows(data)
-        rows = _prompt_columns(data)
-        answers: list[_Answer] = []
+        rows = prompt_columns(data)
+        answers: list[Answer] = []
         missing = list(range(rows.size))
         while missing:
-            while self._without_weights:
-                self._bring_weights()
-            found, deaths = _sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
-            answers = _of_one_version([*answers, *found])
+            self.await_weights()
+            found, deaths = sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
+            answers = of_one_version([*answers, *found])
             missing = sorted(set(range(rows.size)).difference(*(part for part, _ in answers)))
             if deaths:
                 self.restart_dead(deaths[0])
                 _log.warning("%d of %d rows of the generation call are sampled again", len(missing), rows.size)
-        return _in_order(answers)
+        return in_order(answers)
 
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """See `GenerationInterface`; the rows of concurrent calls are sampled together.
 
-        If a replica dies, its calls fail, and the first of them restarts the replica, which blocks the event loop until it has
-        loaded; it streams again once it has the policy's weights.
+        Rows in progress on a replica that dies are sampled again from their start, once it is restarted and refitted.
 
         Raises:
             NotSupportedError: the worker has no `poll`.
             DataError: a row cannot be completed; raised before any replica starts.
-            WorkerDiedError: a replica with rows of this call died; the call may be repeated if `restarts` has increased.
+            WorkerDiedError: a replica with rows of this call died and its restarts are used up.
+            WeightSyncError: it was restarted and could not be refitted, or the engine has no `weight_owner`.
         """
         if not self.streams_rows:
             raise self._not_supported("generate_async")
         self._check_rows(data)
-        if self._without_weights:
-            self._bring_weights()
-        restarts = self.restarts
-        try:
-            async for row, output in self._stream.rows(_prompt_columns(data), greedy=greedy):
-                yield row, output
-        except WorkerDiedError as error:
-            # A dead replica has no rows in progress, so it would get all new ones: replace it now.
-            if self.restarts == restarts:
-                self.restart_dead(error)
-            raise
+        async for row, output in self._stream.rows(prompt_columns(data), greedy=greedy):
+            yield row, output
 
     def close_sessions(self, sessions: Sequence[str]) -> None:
         self._stream.close_sessions(sessions, tell_replicas=self._keeps_sessions)
@@ -150,20 +138,83 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
 
     @property
     def restarts(self) -> int:
-        return self._revival.count
-
-    def refit_with(self, refit: Callable[[], object]) -> None:
-        self._refit = refit
+        return self._restarter.count
 
     def restart_dead(self, cause: Exception | None = None) -> bool:
         if self._closed:
             return False
-        replaced = self._revival.restart_dead(self.wait_ready(), cause)
-        if self._was_refitted:
-            self._without_weights |= replaced
-        elif replaced:
+        with self._restarting:
+            replaced = self._restarter.restart_dead(self.wait_ready(), cause)
+            if self._was_refitted:
+                self._without_weights |= replaced
+        if replaced and not self._was_refitted:
             _log.warning("the new generation workers have the initial weights, like the others: there was no refit yet")
         return bool(replaced)
+
+    def restarted_replicas(self) -> RestartedReplicas | None:
+        ranks = sorted(self._without_weights)
+        if not ranks:
+            return None
+        versions = self._run_on(ranks, "get_weight_version")
+        waiting = [rank for rank, version in zip(ranks, versions, strict=True) if version < 0]
+        if not waiting:
+            return None
+        return RestartedReplicas(
+            self.group,
+            waiting,
+            processes=self.num_workers // self.group.world_size,
+            restarts=self.restarts,
+            deadlines=self._deadlines,
+        )
+
+    def lacks_weights(self, rank: int) -> bool:
+        """Whether a replica was restarted and must not sample before `await_weights`."""
+        return rank in self._without_weights
+
+    def recover(self, cause: WorkerDiedError, restarts_before: int) -> None:
+        """Restart dead replicas, unless that happened since, and wait for their weights; may be called in any thread.
+
+        Args:
+            cause: the error of a replica.
+            restarts_before: `restarts` when the failed call started.
+
+        Raises:
+            WorkerDiedError: no restart explains the error, or the restarts are used up.
+            WeightSyncError: see `await_weights`.
+        """
+        with self._restarting:
+            if self.restarts == restarts_before and not self.restart_dead(cause):
+                raise cause
+        self.await_weights()
+
+    def await_weights(self) -> None:
+        """Wait until all restarted replicas have the policy's weights; may be called in any thread.
+
+        Raises:
+            WeightSyncError: the refit failed, there is no owner of weight synchronization, or it is the caller.
+            WorkerDiedError: a replica died and its restarts are used up.
+        """
+        while True:
+            with self._restarting:  # waits for a restart of another thread
+                ranks, before = sorted(self._without_weights), self.restarts
+            if not ranks:
+                return
+            try:
+                if self.weight_owner is not None:
+                    self.weight_owner.provide_weights()
+                version = min(self._run_on(ranks, "get_weight_version"))
+                if version >= 0 and self._is_prepared:
+                    self._run_on(ranks, "prepare_for_generation")
+            except WorkerDiedError as error:
+                if self.restarts == before and not self.restart_dead(error):
+                    raise
+                continue
+            with self._restarting:
+                if self.restarts != before:
+                    continue
+                if version < 0:
+                    raise self._no_weights(ranks)
+                self._without_weights.difference_update(ranks)
 
     @property
     def has_own_weights(self) -> bool:
@@ -193,37 +244,21 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
         self._was_refitted = True
-        dtypes: Mapping[str, str] = _one_of(self._run("prepare_refit_info", info), "prepare_refit_info")
-        return dtypes
-
-    def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
-        self._run("update_weights", ipc_handles)
+        return super().prepare_refit_info(info)
 
     def update_weights_from_collective(self) -> list[Any]:
         self.wait_ready()
         return [self.group.submit_all("update_weights_from_collective")]
 
-    def weight_fingerprint(self) -> str:
-        fingerprints: list[str] = self._run("weight_fingerprint")
-        if len(set(fingerprints)) > 1:
-            self.weight_digests()  # names the tensors
-        return fingerprints[0]
-
-    def weight_digests(self) -> dict[str, str]:
-        return same_digests_on_every_replica(self._run("weight_digests"))
-
-    def invalidate_kv_cache(self) -> bool:
-        return all(self._run("invalidate_kv_cache"))
-
     def _attach(self) -> None:
         """Restart and stream the workers of the current group."""
-        self._revival = WorkerRestarter(
+        self._restarter = WorkerRestarter(
             self.group,
             max_restarts=self.config.max_restarts,
             key="policy.generation.max_restarts",
             start_s=self._deadlines.start_s,
         )
-        self._stream = RowStream(self.group, deadline_s=self._deadlines.generate_s)
+        self._stream = RowStream(self.group, deadline_s=self._deadlines.generate_s, recovery=self)
 
     def _check_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
         """Check rows before dispatch, so that errors name the caller's row; a worker without these facts checks its own."""
@@ -241,32 +276,22 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
             reads_sampling=facts.get("reads_sampling", False),
         )
 
-    def _bring_weights(self) -> None:
-        """Refit all replicas, unless that has already been done."""
-        if self._version_of(self._run_revived("get_weight_version")) >= 0:
-            return
-        if self._refit is None:
-            ranks = ", ".join(map(str, sorted(self._without_weights)))
-            raise WeightSyncError(
-                f"Generation replica {ranks} died and was restarted with the model's initial weights. The engine had been "
-                "refitted, so the replica would sample with a different model. Refit the engine and call generate again, or "
-                "call `generation.refit_with(synchronizer.sync)` once, so that generate does it automatically."
+    def _no_weights(self, ranks: Sequence[int]) -> WeightSyncError:
+        replicas = f"Generation replica {', '.join(map(str, ranks))} was restarted with the model's initial weights"
+        if self.weight_owner is not None:
+            return WeightSyncError(
+                f"{replicas}, and still has them although {type(self.weight_owner).__name__}.provide_weights returned. It must "
+                "send and verify the policy's weights before it returns."
             )
-        before = self.restarts
-        self._refit()
-        if self._is_prepared:
-            self._run_revived("prepare_for_generation")
-        if self._version_of(self._run_revived("get_weight_version")) < 0 and self.restarts == before:
-            raise WeightSyncError(
-                "The function passed to `refit_with` returned, but a restarted generation replica still has no weights. "
-                "Pass one that sends all weights to every replica, such as `WeightSynchronizer.sync`."
-            )
+        return WeightSyncError(
+            f"{replicas}. The engine had been refitted, so the replica would sample with a different model. Refit the engine "
+            "and call generate again, or set `generation.weight_owner`; creating a `WeightSynchronizer` does that."
+        )
 
     def _version_of(self, versions: Sequence[int]) -> int:
         if any(versions[rank] < 0 for rank in self._without_weights):
             return -1
-        version: int = _one_of(versions, "get_weight_version")
-        self._without_weights.clear()
+        version: int = one_of(versions, "get_weight_version")
         return version
 
     def _run_revived(self, method: str) -> list[Any]:
@@ -278,76 +303,16 @@ class DistributedGeneration(WorkerFacade, TextGeneration, GenerationInterface):
                 if not self.restart_dead(error):
                     raise
 
-    def _run(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _run(self, method: str, *args: Any) -> list[Any]:
         self.wait_ready()
-        return self.group.run_all(method, *args, deadline_s=self._deadlines.refit_s, **kwargs)
+        return self.group.run_all(method, *args, deadline_s=self._deadlines.refit_s)
+
+    def _run_on(self, ranks: Sequence[int], method: str) -> list[Any]:
+        calls = self.group.submit_some(method, dict.fromkeys(ranks, ()), deadline_s=self._deadlines.refit_s)
+        results: list[Any] = calls.result()
+        return results
 
 
 def _overrides(worker_class: type, method: str) -> bool:
     default = getattr(GenerationWorker, method)
     return getattr(worker_class, method, default) is not default
-
-
-def generate_on(
-    group: WorkerGroup, data: BatchedDataDict[Any], *, greedy: bool, deadline_s: float
-) -> BatchedDataDict[GenerationOutputSpec]:
-    """Split the rows over the ranks of `group`, sample, and return the outputs in the order of `data`.
-
-    Raises:
-        WorkerDiedError: a rank died.
-    """
-    rows = _prompt_columns(data)
-    answers, deaths = _sample_rows(group, rows, list(range(rows.size)), greedy=greedy, deadline_s=deadline_s)
-    if deaths:
-        raise deaths[0]
-    return _in_order(answers)
-
-
-_Answer = tuple[list[int], BatchedDataDict[Any]]
-"""Row indices, and one replica's output for them."""
-
-
-def _prompt_columns(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    refuse_text(data)
-    return select_columns(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
-
-
-def _sample_rows(
-    group: WorkerGroup, rows: BatchedDataDict[Any], wanted: list[int], *, greedy: bool, deadline_s: float
-) -> tuple[list[_Answer], list[WorkerDiedError]]:
-    """The outputs of the `wanted` rows, spread over all ranks, and the deaths of ranks without output."""
-    prompts = prompt_keys(rows.select_indices(wanted))
-    parts = [[wanted[row] for row in part] for part in split_by_prompt(prompts, group.world_size)]
-    shards = {rank: (rows.select_indices(part),) for rank, part in enumerate(parts)}
-    outcomes = group.submit_some("generate", shards, greedy=greedy).settle(deadline_s)
-    deaths = [outcome for outcome in outcomes if isinstance(outcome, WorkerDiedError)]
-    answers = [(part, o) for part, o in zip(parts, outcomes, strict=True) if not isinstance(o, WorkerDiedError)]
-    return answers, deaths
-
-
-def _of_one_version(answers: Sequence[_Answer]) -> list[_Answer]:
-    """The answers sampled with the newest weights: the policy may have been updated between a death and the next refit."""
-    newest = max((int(output["weight_version"].max()) for _, output in answers), default=-1)
-    kept = [answer for answer in answers if bool((answer[1]["weight_version"] == newest).all())]
-    if len(kept) < len(answers):
-        _log.warning("answers sampled before weight version %d are dropped: the rows of a call must have one version", newest)
-    return kept
-
-
-def _in_order(answers: Sequence[_Answer]) -> BatchedDataDict[GenerationOutputSpec]:
-    output: BatchedDataDict[Any] = BatchedDataDict.from_batches([answer for _, answer in answers])
-    output.reorder_data([row for part, _ in answers for row in part])
-    return output
-
-
-def _one_of(answers: Sequence[Any], method: str) -> Any:
-    """The answer of all replicas, which must be equal.
-
-    Raises:
-        WeightSyncError: the replicas differ.
-    """
-    if any(answer != answers[0] for answer in answers):
-        raise WeightSyncError(
-            f"The {len(answers)} generation replicas do not have the same weights ({method} differs): a refit was incomplete."
-        )
-    return answers[0]

@@ -232,7 +232,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        from rl_core.dispatch.generation import generate_on
+        from rl_core.dispatch.replica_rows import generate_on
 
         self.wait_ready()
         return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)

@@ -2,16 +2,20 @@
 
 A replica is polled repeatedly (`GenerationWorker.poll`): each call passes the rows that arrived since the last one and returns
 those that have ended. A row is cancelled if its consumer goes away. Other methods, such as those of a refit, run between polls.
+
+While a replica that died is restarted and receives its weights, in a thread, its rows wait and are then sampled again; the rows
+of other replicas continue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.worker_group import PendingCall, WorkerGroup
@@ -27,6 +31,24 @@ _IN_PROCESS_WAIT_S = 0.01
 _LOOK_S = 1.0
 """Interval of checks, while a call is pending, that Ray itself is alive."""
 _names = itertools.count()
+_log = logging.getLogger(__name__)
+
+
+class ReplicaRecovery(Protocol):
+    """Restarts dead replicas; `DistributedGeneration` implements it. The last two methods block and are called in threads."""
+
+    @property
+    def restarts(self) -> int:
+        """Number of workers restarted so far."""
+
+    def lacks_weights(self, rank: int) -> bool:
+        """Whether a replica was restarted and must not sample yet."""
+
+    def await_weights(self) -> None:
+        """Wait until every restarted replica has its weights."""
+
+    def recover(self, cause: WorkerDiedError, restarts_before: int) -> None:
+        """Restart dead replicas and wait for their weights."""
 
 
 @dataclass
@@ -34,9 +56,11 @@ class _Replica:
     """Messages to one replica, and its rows in flight."""
 
     arrivals: list[GenerationRequest] = field(default_factory=list)
-    in_flight: dict[str, asyncio.Queue[Any]] = field(default_factory=dict)
+    in_flight: dict[str, tuple[GenerationRequest, asyncio.Queue[Any]]] = field(default_factory=dict)
     cancellations: list[PendingCall] = field(default_factory=list)
     last_news: float = 0.0
+    is_recovering: bool = False
+    """Whether it is being restarted or refitted; it is not called meanwhile."""
 
 
 class RowStream:
@@ -45,10 +69,11 @@ class RowStream:
     Args:
         group: workers with `poll`.
         deadline_s: maximum time without any row of a replica ending.
+        recovery: restarts dead replicas; without it, the rows of a dead replica fail.
     """
 
-    def __init__(self, group: WorkerGroup, *, deadline_s: float) -> None:
-        self._group, self._deadline_s = group, deadline_s
+    def __init__(self, group: WorkerGroup, *, deadline_s: float, recovery: ReplicaRecovery | None = None) -> None:
+        self._group, self._deadline_s, self._recovery = group, deadline_s, recovery
         self._wait_s = _IN_PROCESS_WAIT_S if isinstance(group, InProcessWorkerGroup) else _WAIT_S
         self._replicas = [_Replica() for _ in range(group.world_size)]
         self._affinity = ReplicaAffinity(group.world_size)
@@ -68,6 +93,8 @@ class RowStream:
             if rank is not None and tell_replicas:
                 closed.setdefault(rank, []).append(session)
         for rank, names in closed.items():
+            if self._replicas[rank].is_recovering:
+                continue  # a new process keeps nothing
             self._group.submit_one("close_sessions", names, rank=rank, deadline_s=self._deadline_s)
 
     async def rows(self, data: BatchedDataDict[Any], *, greedy: bool) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
@@ -75,7 +102,8 @@ class RowStream:
 
         Raises:
             DataError: a row of this call cannot be completed.
-            WorkerError: a replica failed or died with rows of this call.
+            WorkerError: a replica failed with rows of this call, or died and could not be restarted and refitted.
+            WeightSyncError: a restarted replica could not be refitted.
             DeadlineExceededError: a replica finished no row for too long.
             UserError: rows are in flight in another event loop that is still running.
         """
@@ -119,7 +147,7 @@ class RowStream:
             replica.last_news = asyncio.get_running_loop().time()
             replica.cancellations.clear()
         replica.arrivals.append(arrival)
-        replica.in_flight[arrival.name] = consumer
+        replica.in_flight[arrival.name] = arrival, consumer
         if pump is None or pump.done():
             self._pumps[rank] = asyncio.ensure_future(self._pump(rank))
 
@@ -132,7 +160,7 @@ class RowStream:
 
     def _tell(self, rank: int, cancelled: Sequence[str]) -> None:
         """Cancel rows of the replica; results of other rows in the same call are left to the pump."""
-        if not cancelled:
+        if not cancelled or self._replicas[rank].is_recovering:
             return
         try:
             self._replicas[rank].cancellations.append(self._call(rank, [], cancelled=cancelled, wait_s=0.0))
@@ -147,13 +175,40 @@ class RowStream:
         replica = self._replicas[rank]
         while replica.in_flight:
             try:
-                await self._exchange(rank)
+                await self._exchange_or_recover(rank)
             except Exception as error:  # passed to every consumer of this replica, which raises it
                 names = list(replica.in_flight)
                 self._fail(replica, error)
                 if not isinstance(error, WorkerDiedError | DeadlineExceededError):
                     self._tell(rank, names)
             await asyncio.sleep(0)  # let consumers run first: a replica in this process blocks the loop while it works
+
+    async def _exchange_or_recover(self, rank: int) -> None:
+        recovery = self._recovery
+        if recovery is None:
+            await self._exchange(rank)
+            return
+        if recovery.lacks_weights(rank):
+            await self._recover(rank, recovery.await_weights)
+        restarts = recovery.restarts
+        try:
+            await self._exchange(rank)
+        except WorkerDiedError as error:
+            cause = error
+            await self._recover(rank, lambda: recovery.recover(cause, restarts))
+
+    async def _recover(self, rank: int, step: Callable[[], None]) -> None:
+        """Run a blocking step of a restart in a thread, then send all rows in progress to the new worker."""
+        replica = self._replicas[rank]
+        _log.warning("%d rows in progress wait for the restart of generation replica %d", len(replica.in_flight), rank)
+        replica.is_recovering = True
+        try:
+            await asyncio.to_thread(step)
+        finally:
+            replica.is_recovering = False
+        replica.cancellations.clear()
+        replica.arrivals = [request for request, _ in replica.in_flight.values()]
+        replica.last_news = asyncio.get_running_loop().time()
 
     async def _exchange(self, rank: int) -> None:
         replica = self._replicas[rank]
@@ -184,10 +239,11 @@ class RowStream:
 
     def _end(self, replica: _Replica, name: str) -> asyncio.Queue[Any] | None:
         """The consumer of a row that is no longer in flight; None if it was not."""
-        consumer = replica.in_flight.pop(name, None)
-        if consumer is not None:
-            self._affinity.release(name)
-        return consumer
+        found = replica.in_flight.pop(name, None)
+        if found is None:
+            return None
+        self._affinity.release(name)
+        return found[1]
 
     def _fail(self, replica: _Replica, error: Exception) -> None:
         for name in list(replica.in_flight):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
@@ -64,11 +64,31 @@ class GenerationOutputSpec(TypedDict):
     completion. Absent if no row failed."""
 
 
+class WeightOwner(ABC):
+    """The one owner of weight synchronization: it alone starts refits and decides which version an engine gets."""
+
+    @abstractmethod
+    def provide_weights(self) -> None:
+        """Refit the engine's restarted replicas and verify them; an engine calls it and waits, in any thread.
+
+        Rows in progress on other replicas are not interrupted, unless the policy has changed since the last refit.
+
+        Raises:
+            WeightSyncError: the weights could not be verified, or a refit is running in the calling thread.
+            WorkerDiedError: a policy worker died, or a generation worker that may not be restarted.
+            DeadlineExceededError: the refit took too long.
+        """
+
+
 class GenerationInterface(ABC):
     """An engine that samples from a copy of the policy's weights.
 
     Only the first three methods are required; most others raise `NotSupportedError` by default.
     """
+
+    weight_owner: WeightOwner | None = None
+    """The one owner of weight synchronization, which starts all refits. A replica that was restarted waits for its weights
+    (`WeightOwner.provide_weights`) and does not sample before."""
 
     @abstractmethod
     def generate(
@@ -135,7 +155,7 @@ class GenerationInterface(ABC):
     def restart_dead(self, cause: Exception | None = None) -> bool:
         """Restart dead workers before a refit; new workers do not have the policy's weights yet.
 
-        `generate` and the related methods restart workers by themselves.
+        `generate` and `generate_async` restart workers, and sample their rows again, by themselves.
 
         Args:
             cause: the error that led to this call.
@@ -148,11 +168,8 @@ class GenerationInterface(ABC):
         """
         return False
 
-    def refit_with(self, refit: Callable[[], object]) -> None:
-        """Set the function that sends the policy's weights and verifies them (`WeightSynchronizer.sync`).
-
-        An engine that restarts a worker during `generate` calls it before it continues; other engines ignore it.
-        """
+    def restarted_replicas(self) -> GenerationInterface | None:
+        """The replicas that were restarted and have no weights yet, as an engine for a refit; None if there are none."""
         return None
 
     def generate_async(

@@ -38,7 +38,7 @@ class TransportContext:
     """Name to the dtype that the generation backend stores, such as "bfloat16", in the current refit; a tensor not listed is
     sent as it is."""
     num_receivers: int = 1
-    """Number of generation workers that load weights."""
+    """Number of generation workers that load weights in a refit of the whole engine; `generation.num_workers` in `push`."""
     on_sent: Callable[[], None] = _nothing
     """Called by transports that can detect it once all weights have left the policy while the generation backend still loads
     the last of them: the policy's remaining work can then overlap with the loading."""

@@ -253,26 +253,26 @@ class CollectiveTransport(WeightTransport):
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
-        self._joined = False
-        self._restarts = 0
+        self._joined: tuple[int, int] | None = None
+        """Restarts and receivers of the group; None without one."""
         self._left: set[tuple[str, int]] = set()
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
         wait, deadline_s = self.context.wait, self.context.deadline_s
-        if not self._joined or generation.restarts != self._restarts:
+        group = generation.restarts, generation.num_workers
+        if self._joined != group:
             self._join(policy, generation)
         # Joined again after any error, because an unfinished broadcast leaves the group unusable.
-        self._joined = False
+        self._joined = None
         # Two buckets are in transit at a time.
         policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
         wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
-        self._joined = True
+        self._joined = group
         return total_bytes(as_sent(policy.prepare_refit_info() or {}, self.context.kept()))
 
     def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
         ip, port = self._new_meeting_point()
-        ranks = 1 + self.context.num_receivers
-        self._restarts = generation.restarts
+        ranks = 1 + generation.num_workers
         calls = [*policy.init_collective(ip, port, ranks), *generation.init_collective(ip, port, ranks)]
         try:
             self.context.wait(calls, self.context.deadline_s)

@@ -102,11 +102,20 @@ class WeightReceiver(ABC):
             # The sender reuses its memory once this call returns, and copies are asynchronous.
             torch.cuda.current_stream(self._device()).synchronize()
 
-    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float = 600.0) -> None:
-        """Join the weight collective after the policy, which is its rank 0; leaves a previous one."""
+    def init_collective(self, ip: str, port: int, world_size: int, left_out: int = 0, *, timeout_s: float = 600.0) -> None:
+        """Join the weight collective after the policy, which is its rank 0; leaves a previous one.
+
+        Args:
+            ip: address of rank 0.
+            port: its port.
+            world_size: number of ranks.
+            left_out: receivers of lower rank that do not join, because only restarted replicas are refitted.
+            timeout_s: timeout of joining and of each broadcast.
+        """
         self.leave_refit()
+        rank = self.collective_rank() - left_out
         self._weight_collective = WeightCollective(
-            ip, port, world_size, rank=self.collective_rank(), device=self.context.device, timeout_s=timeout_s
+            ip, port, world_size, rank=rank, device=self.context.device, timeout_s=timeout_s
         )
         self._weight_collective.join()
 

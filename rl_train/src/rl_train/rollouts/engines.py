@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import WorkerDiedError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.messages import Message
 from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
@@ -66,7 +65,7 @@ _sessions = itertools.count()
 class RowSampler(TurnSampler):
     """Samples each turn by itself; the engine runs the turns that are in progress together.
 
-    Turns of a replica that dies are sampled again. A rollout is a session of the engine, which samples its turns on one replica
+    A rollout is a session of the engine, which samples its turns on one replica
     and may keep keys and values between them.
 
     Args:
@@ -80,16 +79,6 @@ class RowSampler(TurnSampler):
         self._name = f"rollouts-{next(_sessions)}"
 
     async def sample(self, request: TurnRequest) -> SampledTurn:
-        while True:
-            restarts = self._generation.restarts
-            try:
-                return await self._sample_once(request)
-            except WorkerDiedError as error:
-                # All turns of a dead replica fail, and the first of them restarts it; the engine then refits it.
-                if self._generation.restarts == restarts and not self._generation.restart_dead(error):
-                    raise
-
-    async def _sample_once(self, request: TurnRequest) -> SampledTurn:
         batch = _prompts([request], self._pad_token_id, with_messages=self._generation.reads_messages)
         batch["session_ids"] = [self._session(request.position)]
         rows: Any = self._generation.generate_async(batch, greedy=self._greedy)

@@ -236,7 +236,6 @@ class Builder:
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
         )
         self.exits.callback(synchronizer.close)
-        generation.refit_with(synchronizer.sync)
         return synchronizer
 
     @staticmethod

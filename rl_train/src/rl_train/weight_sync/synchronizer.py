@@ -1,9 +1,10 @@
-"""One verified refit: chooses the transport, sends weights, and compares versions and fingerprints."""
+"""The one owner of weight synchronization: sends weights, compares versions and fingerprints, refits restarted replicas."""
 
 from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedError, WorkerError
-from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.generation import GenerationInterface, WeightOwner
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.weights.fingerprint import Kind, describe_differences, kind_of
@@ -24,8 +25,13 @@ _log = logging.getLogger(__name__)
 DEFAULT_BUFFER_BYTES = 512 * 2**20
 
 
-class WeightSynchronizer:
-    """Sends a policy's weights to a generation backend and raises unless they have verifiably arrived."""
+class WeightSynchronizer(WeightOwner):
+    """Sends a policy's weights to a generation backend and raises unless they have verifiably arrived.
+
+    It owns the versions: nothing else starts a refit. A replica that is restarted during a rollout waits in `provide_weights`,
+    which refits that replica alone; rows of other replicas continue. One refit runs at a time. An engine has one owner, the
+    synchronizer that was created last.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,12 @@ class WeightSynchronizer:
         """
         self._policy = policy
         self._generation = generation
+        generation.weight_owner = self
+        self._turn = threading.RLock()
+        """Held during a refit."""
+        self._is_refitting = False
+        self._synced_version: int | None = None
+        """Weight version of the last verified refit of all replicas."""
         self._prove = prove
         self._make_canary = canary
         self._canary: Canary | None = None
@@ -125,18 +137,55 @@ class WeightSynchronizer:
             WorkerDiedError: a policy worker died, or a generation worker that may not be restarted.
             DeadlineExceededError: the refit took too long.
         """
+        with self._turn:
+            while True:
+                found = self._attempt(self._generation, only_if_stale)
+                if found is not None:
+                    self._synced_version = self._policy.weight_version
+                    return found
+
+    def provide_weights(self) -> None:
+        """See `WeightOwner`; refits the whole engine if the policy has changed since the last `sync`."""
+        with self._turn:  # waits for a refit of another thread
+            while (replicas := self._restarted_replicas()) is not None:
+                if self._is_refitting:
+                    raise WeightSyncError("A generation worker died during a refit; the refit must be repeated.")
+                version = self._policy.weight_version
+                engine = replicas if version == self._synced_version else self._generation
+                found = self._attempt(engine, only_if_stale=False)
+                if found is not None and engine is self._generation:
+                    self._synced_version = version
+                if found is not None:
+                    _log.info("restarted generation workers have weight version %d, in %.1f s", version, found["refit/total_s"])
+
+    def _restarted_replicas(self) -> GenerationInterface | None:
         while True:
             before = self._generation.restarts
             try:
-                return self._sync_once(only_if_stale)
-            except (WorkerError, WeightSyncError) as error:
-                # A death explains a broken broadcast, whichever was noticed first.
-                self._generation.restart_dead(error)
-                if self._generation.restarts == before:
-                    raise
-                _log.warning("a generation worker died in the refit by %s; the refit is repeated", self.transport_name)
+                return self._generation.restarted_replicas()
+            except WorkerDiedError as error:
+                self._restart_or_raise(error, before)
 
-    def _sync_once(self, only_if_stale: bool) -> dict[str, float]:
+    def _attempt(self, engine: GenerationInterface, only_if_stale: bool) -> dict[str, float] | None:
+        """Refit an engine and verify it; None if a generation worker died and was restarted, so that it must be repeated."""
+        before = self._generation.restarts
+        self._is_refitting = True
+        try:
+            return self._sync_once(engine, only_if_stale)
+        except (WorkerError, WeightSyncError) as error:
+            # A death explains a broken broadcast, whichever was noticed first.
+            self._restart_or_raise(error, before)
+            _log.warning("a generation worker died in the refit by %s; the refit is repeated", self.transport_name)
+            return None
+        finally:
+            self._is_refitting = False
+
+    def _restart_or_raise(self, error: Exception, before: int) -> None:
+        self._generation.restart_dead(error)
+        if self._generation.restarts == before:
+            raise error
+
+    def _sync_once(self, engine: GenerationInterface, only_if_stale: bool) -> dict[str, float]:
         started = time.perf_counter()
         seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0}
         found: dict[str, float] = {}
@@ -146,59 +195,61 @@ class WeightSynchronizer:
             return self._metrics(seconds, started, moved=0, happened=False) | found
         try:
             with _attributed(self.transport_name):
-                moved = self._refit(seconds)
+                moved = self._refit(engine, seconds)
                 with _timed(seconds, "canary_s"):
-                    found = self._ask_canary()
+                    found = self._ask_canary(engine)
         finally:
             self._policy.finish_refit()
         self._policy.offload_after_refit()
         return self._metrics(seconds, started, moved=moved, happened=True) | found
 
     def close(self) -> None:
-        """Leave process groups and free buffers; calling it twice is fine."""
+        """Leave process groups, free buffers and give up the engine; calling it twice is fine."""
+        if self._generation.weight_owner is self:
+            self._generation.weight_owner = None
         self._transport.close()
 
-    def _refit(self, seconds: dict[str, float]) -> int:
+    def _refit(self, engine: GenerationInterface, seconds: dict[str, float]) -> int:
         with _timed(seconds, "prepare_s"):
             self._policy.offload_before_refit()
             manifest = self._policy.prepare_refit_info() or {}
-            dtypes = self._generation.prepare_refit_info(manifest)
+            dtypes = engine.prepare_refit_info(manifest)
             self._dtypes = dtypes or {name: dtype for name, (_, dtype) in manifest.items()}
         self._digested = None
         with _timed(seconds, "push_s"), ThreadPoolExecutor(1, "rlcore-digest") as self._beside:
-            moved = self._transport.push(self._policy, self._generation)
+            moved = self._transport.push(self._policy, engine)
         with _timed(seconds, "prove_s"):
-            self._prove_version()
+            self._prove_version(engine)
             if self._prove:
-                self._prove_fingerprint()
-            if not self._generation.invalidate_kv_cache():
+                self._prove_fingerprint(engine)
+            if not engine.invalidate_kv_cache():
                 raise WeightSyncError(
                     "The generation backend could not empty its prefix cache after the refit, so it would continue from keys "
                     "and values of older weights. Let its running requests finish, or abort them, before a refit."
                 )
         return moved
 
-    def _ask_canary(self) -> dict[str, float]:
+    def _ask_canary(self, engine: GenerationInterface) -> dict[str, float]:
         if self._canary is None and self._make_canary is not None:
             self._canary = self._make_canary()
-        return {} if self._canary is None else {"refit/canary_error": self._canary.prove(self._policy, self._generation)}
+        return {} if self._canary is None else {"refit/canary_error": self._canary.prove(self._policy, engine)}
 
     def _ask_canary_alone(self, seconds: dict[str, float]) -> dict[str, float]:
         self._policy.offload_before_refit()
         with _timed(seconds, "canary_s"), _attributed(self.transport_name):
-            found = self._ask_canary()
+            found = self._ask_canary(self._generation)
         self._policy.offload_after_refit()
         return found
 
-    def _prove_version(self) -> None:
-        policy, engine = self._policy.weight_version, self._generation.weight_version
-        if policy == engine:
+    def _prove_version(self, engine: GenerationInterface) -> None:
+        sent, arrived = self._policy.weight_version, engine.weight_version
+        if sent == arrived:
             return
-        if engine < 0:
-            self._generation.weight_fingerprint()  # names the tensors that have not arrived
+        if arrived < 0:
+            engine.weight_fingerprint()  # names the tensors that have not arrived
         raise WeightSyncError(
-            f"After the refit the policy is at weight version {policy} and the generation backend at {engine}: "
-            + ("the weights that arrived are of another step." if engine >= 0 else "the refit did not complete.")
+            f"After the refit the policy is at weight version {sent} and the generation backend at {arrived}: "
+            + ("the weights that arrived are of another step." if arrived >= 0 else "the refit did not complete.")
         )
 
     def _digest_beside_the_loading(self) -> None:
@@ -206,14 +257,14 @@ class WeightSynchronizer:
         if self._prove and self._kind is not None and self._beside is not None:
             self._digested = self._beside.submit(self._policy.weight_fingerprint, dtypes=self._dtypes, kind=self._kind)
 
-    def _prove_fingerprint(self) -> None:
-        engine, dtypes = self._generation.weight_fingerprint(), self._dtypes
-        kind = kind_of(engine)
+    def _prove_fingerprint(self, engine: GenerationInterface) -> None:
+        arrived, dtypes = engine.weight_fingerprint(), self._dtypes
+        kind = kind_of(arrived)
         digested = self._digested.result() if self._digested is not None and kind == self._kind else None
         self._kind = kind
-        if (digested or self._policy.weight_fingerprint(dtypes=dtypes, kind=kind)) == engine:
+        if (digested or self._policy.weight_fingerprint(dtypes=dtypes, kind=kind)) == arrived:
             return
-        lines = describe_differences(self._policy.weight_digests(dtypes=dtypes, kind=kind), self._generation.weight_digests())
+        lines = describe_differences(self._policy.weight_digests(dtypes=dtypes, kind=kind), engine.weight_digests())
         raise WeightSyncError(
             f"The generation backend's weights differ from the policy's at version {self._policy.weight_version}:\n"
             + "\n".join(f"  {line}" for line in lines)
