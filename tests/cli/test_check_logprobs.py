@@ -117,7 +117,7 @@ def test_over_ray_standard_output_has_only_json_and_no_process_remains(config, t
     assert (report["engine"], report["refit"], report["num_rows"]) == ("hf bfloat16", "shared_memory", 7)
     assert sum(part["num_tokens"] for part in report["by_position"]) == report["num_tokens"]
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while (left := marked(mark)) and time.monotonic() < until:
         time.sleep(0.2)
     assert left == []

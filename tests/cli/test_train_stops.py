@@ -36,6 +36,14 @@ class Interrupting(ArithmeticEnvironment):
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True)
+def default_sighup():
+    """SIGHUP is not ignored, as it is by a suite that was started with `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def rlcore(monkeypatch, capfd, tmp_path):
     """`rlcore train` of five steps in this process: exit code and standard error."""
