@@ -6,15 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 
 from rl_serve.answering import Answering
 from rl_serve.backend import Backend
 from rl_serve.engine import EngineThread
-from rl_serve.errors import ApiError, answer_api_error
+from rl_serve.errors import add_error_handlers
 from rl_serve.gate import Gate
 from rl_serve.local_routes import LocalRoutes
 from rl_serve.proxy_routes import ProxyRoutes
@@ -83,9 +80,7 @@ def _app(
 
     app = FastAPI(title="rlcore serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, limits=limits, api_keys=api_keys)
-    app.add_exception_handler(ApiError, answer_api_error)
-    app.add_exception_handler(RequestValidationError, _answer_invalid_body)
-    app.add_exception_handler(HTTPException, _answer_http_error)
+    add_error_handlers(app)
     app.get("/health", responses={503: _ERRORS[503]})(routes.health)
     app.get("/v1/models", responses={code: _ERRORS[code] for code in (401, 502, 503)})(routes.models)
     app.post("/v1/completions", responses=_ERRORS)(routes.completions)
@@ -93,19 +88,3 @@ def _app(
     app.post("/generate", responses=_ERRORS)(routes.generate)
     app.post("/inference/v1/generate", responses=_ERRORS)(routes.generate_tokens)
     return app
-
-
-async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    problems = []
-    params = []
-    for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"] if part != "body")
-        params.append(path)
-        problems.append(f"{path}: {problem['msg']}" if path else problem["msg"])
-    return ApiError(400, "; ".join(dict.fromkeys(problems)), param=params[0] or None, code="invalid_body").response()
-
-
-async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 
 class ApiError(Exception):
@@ -45,7 +47,14 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=dict(self.headers or {}))
 
 
-async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer all errors of an application in the form of OpenAI's API."""
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid_body)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+
+
+async def _answer_api_error(_: Request, error: Exception) -> JSONResponse:
     """FastAPI's handler of `ApiError`."""
     assert isinstance(error, ApiError)
     return error.response()
@@ -54,3 +63,19 @@ async def answer_api_error(_: Request, error: Exception) -> JSONResponse:
 def server_sent_event(body: Mapping[str, Any]) -> str:
     """A JSON body as an event of a stream."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = []
+    params = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"] if part != "body")
+        params.append(path)
+        problems.append(f"{path}: {problem['msg']}" if path else problem["msg"])
+    return ApiError(400, "; ".join(dict.fromkeys(problems)), param=params[0] or None, code="invalid_body").response()
+
+
+async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()

@@ -1,4 +1,4 @@
-"""Registers the command `rlcore serve` by import path, without importing FastAPI."""
+"""Registers the command `rlcore serve` and the endpoint for agents by import path, without importing FastAPI."""
 
 from __future__ import annotations
 
@@ -11,5 +11,17 @@ def rlcore_commands() -> list[Component]:
     return [
         Component(
             "serve", target="rl_serve.command:serve", summary="Serve a model or a run over an OpenAI-compatible HTTP API."
+        )
+    ]
+
+
+@hookimpl
+def rlcore_model_servers() -> list[Component]:
+    """The endpoint for agents."""
+    return [
+        Component(
+            "agent_endpoint",
+            target="rl_serve.agent_endpoint:AgentEndpoint",
+            summary="Chat completions on the loopback interface, answered from the training engine",
         )
     ]

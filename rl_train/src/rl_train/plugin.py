@@ -123,7 +123,13 @@ def rlcore_environments() -> list[Component]:
             target="rl_train.rewards.environment:FunctionEnvironment",
             config="rl_train.rewards.config:FunctionEnvironmentConfig",
             summary="Plain Python functions score the completion: `reward_fn`, or several `reward_fns`",
-        )
+        ),
+        Component(
+            "agent",
+            target="rl_train.agents.environment:AgentEnvironment",
+            config="rl_train.agents.config:AgentEnvironmentConfig",
+            summary="An agent with its own control loop returns the reward",
+        ),
     ]
 
 

@@ -145,7 +145,9 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
         patch.syspath_prepend(str(folder))
         manager = discover()
         # What else is installed here must not change what the tests see.
-        manager.plugins = [plugin for plugin in manager.plugins if plugin.name in ("core", "train", "rlcore", "hf", "envs")]
+        manager.plugins = [
+            plugin for plugin in manager.plugins if plugin.name in ("core", "train", "rlcore", "hf", "envs", "serve")
+        ]
         manager.add("acme", Acme, distribution="rl-acme", version="1.0")
         yield Registry(manager)
 

@@ -55,7 +55,7 @@ class EnvironmentConfig(ComponentSection):
     """Number of worker processes of this environment."""
     max_rollout_turns: int | None = Field(default=None, ge=1)
     """Maximum number of turns in a rollout of this task. Defaults to the algorithm's `max_rollout_turns`, or, if that is null,
-    to the number of turns that the environment needs."""
+    to the number of turns that the environment needs (100 with an agent)."""
     step_timeout_s: float = Field(default=600.0, gt=0.0)
     """Timeout of one call to a worker, in seconds. A worker that exceeds it is replaced, and the call is repeated up to
     `rollout.retries` times."""
@@ -70,6 +70,12 @@ class EnvironmentConfig(ComponentSection):
     """Parser of the model's tool calls: `response_template` (the tokenizer's own), `hermes`, `llama3`, `mistral`, or the dotted
     path of a class. For environments with tools, null selects the one that fits tokenizer and chat template; for others, null
     disables parsing."""
+
+    agent: str | None = None
+    """Dotted path of an agent: a function with its own control loop that runs each rollout of this task and samples through an
+    OpenAI client. It returns the reward. If the section also has an environment, that scores the last conversation instead."""
+    agent_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Timeout of one call of the agent, in seconds. A rollout that exceeds it is not scored."""
 
     @property
     def turns_needed(self) -> int:
@@ -93,6 +99,12 @@ class EnvironmentConfig(ComponentSection):
     def _one_implementation(self) -> EnvironmentConfig:
         if self.name is not None and self.env_cls is not None:
             raise ValueError("name and env_cls both select the environment: keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _timeout_has_an_agent(self) -> EnvironmentConfig:
+        if self.agent is None and self.agent_timeout_s != EnvironmentConfig.model_fields["agent_timeout_s"].default:
+            raise ValueError("agent_timeout_s has no effect without `agent`: remove it")
         return self
 
 

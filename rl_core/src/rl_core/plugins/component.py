@@ -29,6 +29,7 @@ class Kind(StrEnum):
     LOGGER = "logger"
     WEIGHT_TRANSPORT = "weight_transport"
     SANDBOX = "sandbox"
+    MODEL_SERVER = "model_server"
     COMMAND = "command"
 
     @property

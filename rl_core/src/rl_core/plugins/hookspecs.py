@@ -53,6 +53,7 @@ KIND_OF_HOOK = {
     "rlcore_loggers": Kind.LOGGER,
     "rlcore_weight_transports": Kind.WEIGHT_TRANSPORT,
     "rlcore_sandboxes": Kind.SANDBOX,
+    "rlcore_model_servers": Kind.MODEL_SERVER,
     "rlcore_commands": Kind.COMMAND,
 }
 """Maps each component hook to the kind of the components that it returns."""
@@ -111,6 +112,12 @@ def rlcore_weight_transports() -> Iterable[Component]:
 @hookspec
 def rlcore_sandboxes() -> Iterable[Component]:
     """Sandboxes, which run model-written programs: subclasses of `rl_sandbox.SandboxInterface`."""
+    raise NotImplementedError
+
+
+@hookspec
+def rlcore_model_servers() -> Iterable[Component]:
+    """Endpoints that answer agents from the training engine: subclasses of `rl_train.agents.model_server.ModelServer`."""
     raise NotImplementedError
 
 

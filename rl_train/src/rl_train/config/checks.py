@@ -12,6 +12,7 @@ from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
+from rl_train.config.agent_checks import agent_conflicts
 from rl_train.config.canary_checks import canary_conflicts
 from rl_train.config.component_checks import Finding, component_conflicts, models_of
 from rl_train.config.data_checks import data_conflicts, validates
@@ -59,6 +60,7 @@ def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
     yield from _lengths(run)
     yield from turn_conflicts(run)
     yield from segment_conflicts(run)
+    yield from agent_conflicts(run, registry)
     yield from _scored_rows(run)
     yield from tool_parser_conflicts(run)
     yield from _capabilities(run, registry)

@@ -18,6 +18,9 @@ from rl_train.config.data_sections import PromptConfig as PromptConfig
 from rl_train.config.data_sections import SplitConfig as SplitConfig
 from rl_train.config.durations import parse_duration
 
+MAX_AGENT_TURNS = 100
+"""Maximum number of turns in a rollout of an agent, unless the config sets another."""
+
 
 class LossConfig(ComponentSection):
     """Base section of every loss (`loss_fn`)."""
@@ -161,10 +164,14 @@ class RunConfig(Section):
     def max_turns(self) -> dict[str, int]:
         """Maximum number of turns in a rollout, by task.
 
-        It is set by the environment's section, else by the algorithm, else by what the environment needs.
+        It is set by the environment's section, else by the algorithm, else by what the environment needs, or by
+        `MAX_AGENT_TURNS` for a task with an agent.
         """
         asked = self.algorithm.runtime_needs.max_turns
-        return {task: env.max_rollout_turns or asked or env.turns_needed for task, env in self.env.items()}
+        return {
+            task: env.max_rollout_turns or asked or (env.turns_needed if env.agent is None else MAX_AGENT_TURNS)
+            for task, env in self.env.items()
+        }
 
     @property
     def scoring_temperature(self) -> float:

@@ -25,6 +25,9 @@ FUNCTIONS = "function"
 FUNCTION_KEYS = ("reward_fn", "reward_fns")
 """Keys of `env.<task>` that choose that environment."""
 
+AGENT = "agent"
+"""The environment of a task whose agent returns the reward, and the key of `env.<task>` that chooses it."""
+
 SECTIONS: dict[str, Model | None] = {
     "algorithm": AlgorithmPathConfig,
     "loss_fn": None,
@@ -250,7 +253,7 @@ class _SectionResolver:
                     self._by_key(("data", group, name), member, Kind.DATASET, key="dataset_name")
 
     def environments(self) -> None:
-        """`env.<task>`: by path, by name, by its reward functions, or by the task's own name."""
+        """`env.<task>`: by path, by name, by its reward functions or its agent, or by the task's own name."""
         for task in self._section(("env",)) or ():
             path = ("env", task)
             section = self._section(path)
@@ -263,6 +266,8 @@ class _SectionResolver:
                 self._named(path, Kind.ENVIRONMENT, name, key="name")
             elif section.keys() & set(FUNCTION_KEYS):
                 self._named(path, Kind.ENVIRONMENT, FUNCTIONS, key=None, implied={"name": FUNCTIONS})
+            elif AGENT in section:
+                self._named(path, Kind.ENVIRONMENT, AGENT, key=None, implied={"name": AGENT})
             else:
                 self._named(path, Kind.ENVIRONMENT, task, key=None, implied={"name": task})
 

@@ -37,4 +37,7 @@ _HISTORY: KeyPath = ("rollout", "history")
 
 
 def _source_of_segments(run: RunConfig) -> tuple[KeyPath, str] | None:
-    return (_HISTORY, "rollout.history: template") if run.rollout.history == "template" else None
+    if run.rollout.history == "template":
+        return _HISTORY, "rollout.history: template"
+    task = next((task for task, section in run.env.items() if section.agent is not None), None)
+    return None if task is None else (("env", task, "agent"), "an agent")

@@ -40,6 +40,7 @@ class Collector:
         retries: how often a step that an environment fails to respond to is repeated.
         tool_parsers: parsers of tool calls, by task name; messages of other tasks are not parsed.
         history: `rollout.history`.
+        drivers: drivers of tasks that are not run in turns of model and environment, by task name.
     """
 
     generation: GenerationInterface
@@ -52,6 +53,7 @@ class Collector:
     retries: int = 0
     tool_parsers: Mapping[str, ToolCallParser] = field(default_factory=dict)
     history: str = "as_sampled"
+    drivers: Mapping[str, RolloutDriver] = field(default_factory=dict)
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Play `trajectories` to their end, in place.
@@ -81,7 +83,7 @@ class Collector:
         sampler = self._sampler(len(trajectories), greedy)
         driver = EnvironmentDriver(
             self.tokenizer,
-            max_turns=self.max_turns,
+            max_turns={task: turns for task, turns in self.max_turns.items() if task not in self.drivers},
             max_total_length=self.max_total_length,
             tool_parsers=self.tool_parsers,
             history=self.history,
@@ -93,7 +95,7 @@ class Collector:
                 sampler, run_seed=self.seed, stream=stream, ordinal=row.ordinal, sample=row.sample, position=position
             )
             try:
-                await self._play_one(row, driver, engine, queues)
+                await self._play_one(row, self.drivers.get(row.task_name, driver), engine, queues)
             finally:
                 sampler.leave(position)
 
@@ -130,7 +132,7 @@ class Collector:
 
     def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
         pad_token_id: int = self.tokenizer.pad_token_id
-        several_turns = max(self.max_turns.values(), default=1) > 1
+        several_turns = max(self.max_turns.values(), default=1) > 1 or bool(self.drivers)
         if several_turns and self.generation.streams_rows:
             return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id)
         if several_turns:

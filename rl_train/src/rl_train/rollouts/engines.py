@@ -32,6 +32,8 @@ class TurnRequest:
     """The rollout's index among those that run together."""
     messages: list[Message]
     """The conversation so far, for engines that read messages instead of token ids."""
+    max_new_tokens: int | None = None
+    """Maximum number of new tokens; None for the engine's own limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class RowSampler(TurnSampler):
     async def sample(self, request: TurnRequest) -> SampledTurn:
         batch = _prompts([request], self._pad_token_id, with_messages=self._generation.reads_messages)
         batch["session_ids"] = [self._session(request.position)]
+        if request.max_new_tokens is not None:
+            batch["max_new_tokens"] = torch.tensor([request.max_new_tokens], dtype=torch.int64)
         rows: Any = self._generation.generate_async(batch, greedy=self._greedy)
         try:
             async for _, output in rows:
@@ -190,7 +194,12 @@ class RolloutEngine:
         )
 
     async def sample(
-        self, token_ids: torch.Tensor, *, stop_strings: list[str] | None = None, messages: Sequence[Message] = ()
+        self,
+        token_ids: torch.Tensor,
+        *,
+        stop_strings: list[str] | None = None,
+        messages: Sequence[Message] = (),
+        max_new_tokens: int | None = None,
     ) -> SampledTurn:
         """Sample the next turn.
 
@@ -198,6 +207,7 @@ class RolloutEngine:
             token_ids: [T] all tokens so far.
             stop_strings: strings that end the turn.
             messages: the conversation so far, for engines that read messages.
+            max_new_tokens: maximum number of new tokens, only for an engine that samples rows; by default the engine's limit.
 
         Raises:
             StepFailedError: the engine could not sample this turn, but may sample others.
@@ -212,6 +222,7 @@ class RolloutEngine:
                 prompt_id=self._ordinal,
                 position=self._position,
                 messages=list(messages),
+                max_new_tokens=max_new_tokens,
             )
         )
 

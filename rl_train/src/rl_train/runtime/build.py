@@ -40,6 +40,7 @@ from rl_train.rollouts.mixed_source import MixedRolloutSource
 from rl_train.rollouts.source import OnDemandSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
+from rl_train.runtime.agents import agent_drivers
 from rl_train.runtime.data import (
     BadRows,
     Source,
@@ -134,7 +135,15 @@ def connect(
     if parts.generation is not None:
         run.generation = parts.generation
         run.weights = builder.weights(parts.policy, parts.generation, tokenizer)
-        collector = make_collector(config, parts.generation, parts.environments, tokenizer, loaders.tools)
+        collector = make_collector(
+            config,
+            parts.generation,
+            parts.environments,
+            tokenizer,
+            loaders.tools,
+            registry=builder.registry,
+            exits=builder.exits,
+        )
         needs = config.algorithm.runtime_needs
         if loaders.prompts is not None and needs.rollouts is not None:
             run.rollouts = OnDemandSource(
@@ -360,8 +369,11 @@ def make_collector(
     environments: Mapping[str, EnvironmentInterface],
     tokenizer: Any,
     tools: TaskTools,
+    *,
+    registry: Registry,
+    exits: ExitStack,
 ) -> Collector:
-    """The collector of the config's rollouts."""
+    """The collector of the config's rollouts. If a task has an agent, starts the endpoint; `exits` stops it."""
     return Collector(
         generation=generation,
         environments=environments,
@@ -373,6 +385,7 @@ def make_collector(
         retries=config.rollout.retries,
         tool_parsers=tools.parsers,
         history=config.rollout.history,
+        drivers=agent_drivers(config, generation, tokenizer, registry=registry, exits=exits),
     )
 
 

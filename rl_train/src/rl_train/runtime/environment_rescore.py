@@ -112,6 +112,10 @@ def _of_step(
     for task, rows in by_task.items():
         if task not in environments:
             raise ConfigError(f"The rollouts have the task {task!r}, but `env` only has {', '.join(run.env) or 'none'}.")
+        if run.env[task].agent is not None:
+            raise ConfigError(
+                f"env.{task} has an agent, which decides what is scored, so its rollouts cannot be scored again without it."
+            )
         scored = _replay(environments[task], task, rows, [_metadata(row, sources, step) for row in rows])
         for row, (after, is_scored) in zip(rows, scored, strict=True):
             yield Rescored(

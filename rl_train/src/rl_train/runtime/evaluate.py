@@ -147,7 +147,9 @@ class EvaluationPlan:
             )
             generation, environments, weights = self._start(builder)
             progress("starting", 1, 1)
-            collector = make_collector(config, generation, environments, self.tokenizer, self.tools)
+            collector = make_collector(
+                config, generation, environments, self.tokenizer, self.tools, registry=builder.registry, exits=exits
+            )
             return EvaluationResult(weights=weights, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
 
     def _start(self, builder: Builder) -> tuple[GenerationInterface, Mapping[str, EnvironmentInterface], Weights]:

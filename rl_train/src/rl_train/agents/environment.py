@@ -1,0 +1,27 @@
+"""The environment `agent`: takes the place of an environment if the agent itself returns the reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_train.agents.config import AgentEnvironmentConfig
+
+
+class AgentEnvironment(EnvironmentInterface):
+    """Has no steps.
+
+    Args:
+        config: the section.
+    """
+
+    def __init__(self, config: AgentEnvironmentConfig) -> None:
+        self.config = config
+
+    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+        """Never called in a run.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("The rewards of this task are those that its agent returns; it has no environment.")

@@ -1,0 +1,173 @@
+"""Records the turns that an agent samples in one rollout, as segments."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from rl_core.interfaces.messages import MESSAGE_KEYS
+from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSessionEndedError, AgentTurn
+from rl_train.rollouts.engines import RolloutEngine, SampledTurn
+from rl_train.rollouts.failures import StepFailedError
+from rl_train.rollouts.history import prompt_after
+from rl_train.rollouts.trajectory import MessageLog, Trajectory, log_token_ids
+from rl_train.tools.decoding import decode_answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """Limits of a rollout."""
+
+    max_turns: int
+    """Maximum number of turns."""
+    max_total_length: int
+    """Maximum number of tokens of a segment."""
+    max_new_tokens: int
+    """Maximum number of new tokens of a turn."""
+
+
+class AgentSession:
+    """Samples and records the turns of one rollout; see `rl_train.agents.model_server.TurnSource`.
+
+    A request continues a segment if its text begins with the text of the segment; the tokens of the segment are then kept as
+    they were sampled. Otherwise, the history was rewritten, or the agent has several conversations, and a new segment starts.
+
+    Args:
+        rollout: the rollout with only its prompt.
+        engine: samples the turns; it is used in the event loop that is running now.
+        tokenizer: the policy's.
+        limits: limits of the rollout.
+
+    Attributes:
+        engine_error: the error of the engine that ended a request, if there was one. Agents cannot be relied on to raise it.
+    """
+
+    def __init__(self, rollout: Trajectory, engine: RolloutEngine, tokenizer: Any, *, limits: SessionLimits) -> None:
+        self._rollout, self._engine, self._tokenizer, self._limits = rollout, engine, tokenizer, limits
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._segments: list[MessageLog] = []
+        self._started = self._recorded = 0
+        self._has_ended = self._truncated = False
+        self.engine_error: Exception | None = None
+
+    async def sample(self, request: AgentRequest) -> AgentTurn:
+        """See `TurnSource`."""
+        with self._lock:
+            prompt = self._tokens_before(request)
+            new_tokens = self._begin(len(prompt), request.max_new_tokens)
+        sampling = asyncio.run_coroutine_threadsafe(
+            self._engine.sample(
+                torch.tensor(prompt, dtype=torch.int64),
+                stop_strings=list(request.stop_strings) or None,
+                messages=request.messages,
+                max_new_tokens=new_tokens,
+            ),
+            self._loop,
+        )
+        try:
+            turn = await asyncio.wrap_future(sampling)
+        except Exception as error:
+            self.engine_error = self.engine_error or error
+            raise
+        finally:
+            sampling.cancel()
+        with self._lock:
+            self._refuse_if_ended()
+            self._record(request, prompt, turn)
+        return AgentTurn(
+            prompt=prompt,
+            token_ids=turn.token_ids.tolist(),
+            logprobs=turn.logprobs.tolist(),
+            truncated=turn.truncated,
+            weight_version=turn.weight_version,
+        )
+
+    def finish(self) -> None:
+        """End the rollout: later requests are refused, and the recorded segments become those of the rollout."""
+        with self._lock:
+            self._has_ended = True
+            self._rollout.turns, self._rollout.truncated = self._recorded, self._truncated
+            if self._segments:
+                *self._rollout.earlier_segments, self._rollout.message_log = self._segments
+
+    def _begin(self, length: int, asked: int | None) -> int:
+        """Check the limits; returns the maximum number of new tokens."""
+        self._refuse_if_ended()
+        limits = self._limits
+        if self._started >= limits.max_turns:
+            self._truncated = True
+            raise AgentLimitError(f"This rollout has had its {limits.max_turns} turns (max_rollout_turns).")
+        if length >= limits.max_total_length:
+            self._truncated = True
+            raise AgentLimitError(
+                f"The conversation has {length} tokens, which leaves no space for an answer within {limits.max_total_length} "
+                "(policy.max_total_sequence_length)."
+            )
+        self._started += 1
+        most = min(limits.max_new_tokens, limits.max_total_length - length)
+        return most if asked is None else min(asked, most)
+
+    def _refuse_if_ended(self) -> None:
+        if self._has_ended:
+            raise AgentSessionEndedError("The rollout of this key has ended.")
+
+    def _tokens_before(self, request: AgentRequest) -> list[int]:
+        """What the model reads: the longest segment that the request continues and the tokens after it, or its own tokens."""
+        text = self._tokenizer.decode(list(request.prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        best: list[int] = []
+        longest = -1
+        for log in self._segments:
+            tokens = log_token_ids(log)
+            found = prompt_after(tokens, text, self._tokenizer)
+            if found is not None and len(tokens) > longest:
+                longest, best = len(tokens), [*tokens.tolist(), *found.token_ids.tolist()]
+        return best if longest >= 0 else list(request.prompt)
+
+    def _record(self, request: AgentRequest, prompt: list[int], turn: SampledTurn) -> None:
+        """Append the turn to the segment whose tokens it continues; one that grew meanwhile is not continued."""
+        continued = [log for log in self._segments if (ids := log_token_ids(log).tolist()) == prompt[: len(ids)]]
+        messages = [_plain(message) for message in request.messages]
+        log = max(continued, key=lambda log: len(log_token_ids(log)), default=None)
+        if log is None:
+            log, read = [], prompt
+        else:
+            self._segments.remove(log)
+            read = prompt[len(log_token_ids(log)) :]
+            messages = messages[len(log) :] or [{"role": "user", "content": ""}]
+        self._segments.append(log)
+        _append(log, messages, read)
+        self._recorded += 1
+        self._truncated = turn.truncated
+        [text] = decode_answers(self._tokenizer, [turn.token_ids])
+        log.append(
+            {
+                "role": "assistant",
+                "content": text,
+                "token_ids": turn.token_ids,
+                "generation_logprobs": turn.logprobs,
+                "weight_version": turn.weight_version,
+                "turn": self._recorded,
+            }
+        )
+
+
+def failed_by_engine(error: Exception | None) -> bool:
+    """Whether an error of the engine concerns more than one rollout."""
+    return error is not None and not isinstance(error, StepFailedError | AgentLimitError | AgentSessionEndedError)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    return cast("dict[str, Any]", {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None})
+
+
+def _append(log: MessageLog, messages: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> None:
+    """Append messages that the model reads; the last one has all tokens."""
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    for number, message in enumerate(messages, start=1):
+        log.append({**message, "token_ids": tokens if number == len(messages) else tokens[:0]})

@@ -1,0 +1,380 @@
+"""Agents with their own control loop sample from the training engine through the official OpenAI client, and are recorded."""
+
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import ConfigError, DataError, RLCoreError
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_serve.agent_endpoint import AgentEndpoint
+from rl_train.agents.driver import AgentDriver
+from rl_train.agents.model_server import ServerSettings
+from rl_train.agents.session import SessionLimits
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.trajectory import Trajectory, to_batch
+
+MODEL = Path(__file__).parents[2] / "examples/addition/model"
+
+LENGTH = 48
+
+
+class RecordingEngine(HuggingFaceGeneration):
+    """Keeps a log of what it read and sampled."""
+
+    broken = False
+
+    async def generate_async(self, data, greedy=False):
+        if self.broken:
+            raise RLCoreError("the engine is broken")
+        prompt = data["input_ids"][0, : int(data["input_lengths"][0])].tolist()
+        async for row, output in super().generate_async(data, greedy):
+            end = int(output["unpadded_sequence_lengths"][0])
+            sampled = slice(len(prompt), end)
+            self.log.append((prompt, output["output_ids"][0, sampled].tolist(), output["logprobs"][0, sampled].tolist()))
+            yield row, output
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    engine = RecordingEngine(str(MODEL), max_new_tokens=4, max_model_len=LENGTH, torch_dtype="float32")
+    engine.log = []
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def endpoint(tokenizer):
+    server = AgentEndpoint(ServerSettings(tokenizer=tokenizer, model="addition", temperature=1.0))
+    yield server
+    server.shutdown()
+
+
+class Nothing(EnvironmentInterface):
+    def step(self, message_log_batch, metadata):
+        raise NotImplementedError
+
+
+class Lengths(EnvironmentInterface):
+    """The reward is the number of messages."""
+
+    def step(self, message_log_batch, metadata):
+        n = len(metadata)
+        rewards = torch.tensor([float(len(log)) for log in message_log_batch])
+        answers = [log[-1]["content"] for log in message_log_batch]
+        return EnvironmentReturn([{"role": "user", "content": ""}] * n, metadata, [None] * n, rewards, torch.ones(n), answers)
+
+
+@pytest.fixture
+def played(sampler, endpoint, tokenizer):
+    sampler.log.clear()
+    sampler.broken = False
+
+    def play(agent, rows=1, *, environment=None, max_turns=10, timeout_s=60.0):
+        driver = AgentDriver(
+            agent,
+            endpoint,
+            tokenizer,
+            model="addition",
+            limits=SessionLimits(max_turns=max_turns, max_total_length=LENGTH, max_new_tokens=4),
+            timeout_s=timeout_s,
+            task_name="t",
+            returns_reward=environment is None,
+        )
+        collector = Collector(
+            generation=sampler,
+            environments={"t": environment or Nothing()},
+            tokenizer=tokenizer,
+            seed=5,
+            max_turns={"t": max_turns},
+            max_total_length=LENGTH,
+            drivers={"t": driver},
+        )
+        trajectories = [
+            Trajectory(
+                message_log=[
+                    {"role": "user", "content": f"{n}+2=", "token_ids": torch.tensor(tokenizer(f"{n}+2=")["input_ids"])}
+                ],
+                metadata={"row": n},
+                task_name="t",
+                group_id=n,
+                index=n,
+                ordinal=n,
+                sample=0,
+            )
+            for n in range(rows)
+        ]
+        collector.collect(trajectories, stream=SampleStream.TRAINING)
+        return trajectories
+
+    return play
+
+
+def client_of(base_url, api_key):
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def talks(base_url, api_key, model, messages, metadata):
+    """Three turns; the third after the history was rewritten."""
+    client = client_of(base_url, api_key)
+    history = list(messages)
+    for turn in range(2):
+        answer = client.chat.completions.create(model=model, messages=history)
+        history += [answer.choices[0].message, {"role": "user", "content": f"+{turn}="}]
+    rewritten = [{"role": "user", "content": f"{metadata['row']}*7="}]
+    client.chat.completions.create(model=model, messages=rewritten)
+    return float(metadata["row"])
+
+
+def assert_recorded(rows, log):
+    """Every turn of the engine's log is recorded once, with the tokens that the engine read before it."""
+    batch = to_batch(rows)
+    found = []
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        turns = batch["token_turns"][row, :length]
+        for turn in sorted({*turns.tolist()} - {0}):
+            place = (turns == turn).nonzero().flatten()
+            start, end = int(place[0]), int(place[-1]) + 1
+            assert place.tolist() == list(range(start, end))
+            ids = batch["input_ids"][row].tolist()
+            found.append((ids[:start], ids[start:end], batch["generation_logprobs"][row, start:end].tolist()))
+    assert sorted(found) == sorted(log)
+    return batch
+
+
+def test_recorded_tokens_are_those_of_the_engine_also_after_the_history_was_rewritten(played, sampler):
+    rows = played(talks, 3)
+    batch = assert_recorded(rows, sampler.log)
+    assert [row.turns for row in rows] == [3, 3, 3]
+    assert [len(row.segments) for row in rows] == [2, 2, 2]
+    assert batch["turn_rewards"][::2] == [[0.0, 0.0, float(n)] for n in range(3)]
+    assert [row.reward for row in rows] == [0.0, 1.0, 2.0]
+    assert batch["token_versions"][batch["token_mask"] > 0].unique().tolist() == [-1]
+    # Each turn of a conversation continues the tokens that were sampled, although the client sent text.
+    policy = HuggingFacePolicy(str(MODEL), max_total_sequence_length=LENGTH)
+    scored = policy.get_logprobs(batch)["logprobs"] * batch["token_mask"]
+    torch.testing.assert_close(scored, batch["generation_logprobs"], rtol=0, atol=1e-4)
+    policy.shutdown()
+    record = rollout_records(rows)[0]
+    assert [len(segment["tokens"]) for segment in record["segments"]] == batch["input_lengths"][:2].tolist()
+
+
+async def talks_async(base_url, api_key, **_):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    first = {"role": "user", "content": "1+1="}
+    stream = await client.chat.completions.create(model="addition", messages=[first], stream=True, logprobs=True)
+    async for chunk in stream:
+        assert chunk.choices[0].delta.role == "assistant"
+    assert [model.id async for model in client.models.list()] == ["addition"]
+    return {"right": 1.0, "style": 0.5}
+
+
+def test_asynchronous_agents_stream_and_return_named_rewards(played, sampler):
+    rows = played(talks_async, 2)
+    assert_recorded(rows, sampler.log)
+    assert [row.reward_parts for row in rows] == [{"right": 1.0, "style": 0.5}] * 2
+    assert all(row.scored and row.done for row in rows)
+
+
+def test_equal_seeds_give_equal_rollouts_and_prompts_differ(played):
+    one, other = played(talks, 2), played(talks, 2)
+    assert [row.conversation() for row in one] == [row.conversation() for row in other]
+
+
+def asks_once(base_url, api_key, model, messages):
+    client_of(base_url, api_key).chat.completions.create(model=model, messages=messages)
+
+
+def test_without_a_return_value_the_environment_scores_the_last_conversation(played):
+    [row] = played(asks_once, environment=Lengths())
+    assert (row.reward, row.scored, row.answer) == (2.0, True, row.conversation()[-1]["content"])
+    with pytest.raises(ConfigError, match=r"env\.t: the agent returned 0\.0, but the task has an environment"):
+        played(talks, environment=Lengths())
+
+
+def test_an_agent_that_returns_none_without_an_environment_is_not_scored(played):
+    [row] = played(asks_once)
+    assert (row.scored, row.failure, row.turns) == (False, None, 1)
+
+
+def test_return_values_that_are_not_rewards_stop_the_run(played):
+    def agent(**arguments):
+        asks_once(*(arguments[name] for name in ("base_url", "api_key", "model", "messages")))
+        return "good"
+
+    with pytest.raises(DataError, match=r"env\.t\.agent returned 'good': expected a number"):
+        played(agent)
+
+
+def test_a_failing_agent_leaves_only_its_own_row_unscored(played):
+    def agent(base_url, api_key, model, messages, metadata):
+        asks_once(base_url, api_key, model, messages)
+        if metadata["row"] == 1:
+            raise KeyError("shape")
+        if metadata["row"] == 2:
+            raise SystemExit(3)
+        return 1.0
+
+    rows = played(agent, 4)
+    assert [row.scored for row in rows] == [True, False, False, True]
+    assert [row.failure for row in rows[1:3]] == ["KeyError: 'shape'", "RuntimeError: SystemExit: 3"]
+    assert rows[1].turns == 1
+    assert to_batch(rows)["sample_mask"].tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_an_agent_that_samples_nothing_is_not_scored(played):
+    [row] = played(lambda base_url: 1.0)
+    assert row.failure == "AgentWithoutTurnError: the agent ended without sampling a turn"
+
+
+def test_after_the_timeout_the_row_is_not_scored_and_its_key_is_refused(played):
+    released, refused = threading.Event(), []
+
+    def agent(base_url, api_key, model, messages, metadata):
+        if metadata["row"] == 1:
+            released.wait()
+            try:
+                asks_once(base_url, api_key, model, messages)
+            except openai.AuthenticationError as error:
+                refused.append(error.code)
+            finally:
+                ended.set()
+        else:
+            asks_once(base_url, api_key, model, messages)
+        return 1.0
+
+    ended = threading.Event()
+    rows = played(agent, 2, timeout_s=5.0)
+    assert [row.scored for row in rows] == [True, False]
+    assert rows[1].failure == "AgentTimeoutError: the agent did not return within 5 s (env.t.agent_timeout_s)"
+    released.set()
+    assert ended.wait(60)
+    assert refused == ["invalid_api_key"]
+
+
+def test_keys_of_ended_rollouts_and_unknown_keys_are_refused(played, endpoint):
+    keys = []
+
+    def agent(base_url, api_key, model, messages):
+        keys.append(api_key)
+        asks_once(base_url, api_key, model, messages)
+        return 0.0
+
+    played(agent, 2)
+    assert len(set(keys)) == 2
+    for key in [*keys, "guess"]:
+        with pytest.raises(openai.AuthenticationError, match="no rollout with this key"):
+            client_of(endpoint.base_url, key).chat.completions.create(
+                model="addition", messages=[{"role": "user", "content": "1"}]
+            )
+        with pytest.raises(openai.AuthenticationError):
+            client_of(endpoint.base_url, key).models.list()
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"n": 2}, "n"),
+        ({"seed": 3}, "seed"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ],
+)
+def test_settings_that_would_change_the_sampled_distribution_are_refused(played, options, param):
+    found = []
+
+    def agent(base_url, api_key, model, messages):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client_of(base_url, api_key).chat.completions.create(model=model, messages=messages, **options)
+        found.append(raised.value.param)
+        asks_once(base_url, api_key, model, messages)
+        return 1.0
+
+    [row] = played(agent)
+    assert (found, row.turns) == ([param], 1)
+
+
+def test_limits_of_turns_and_tokens_end_the_rollout_as_truncated(played):
+    def agent(base_url, api_key, model, messages):
+        for _ in range(2):
+            asks_once(base_url, api_key, model, messages)
+        with pytest.raises(openai.BadRequestError, match="has had its 2 turns"):
+            asks_once(base_url, api_key, model, messages)
+        return 1.0
+
+    def long(base_url, api_key, model, messages):
+        asks_once(base_url, api_key, model, messages)
+        with pytest.raises(openai.BadRequestError, match="leaves no space for an answer within 48") as raised:
+            asks_once(base_url, api_key, model, [{"role": "user", "content": "1" * LENGTH}])
+        assert raised.value.code == "context_length_exceeded"
+        return 1.0
+
+    for each in (agent, long):
+        [row] = played(each, max_turns=2)
+        assert (row.truncated, row.scored) == (True, True), row.failure
+
+
+def test_new_tokens_are_limited_by_the_request(played):
+    def agent(base_url, api_key, model, messages):
+        create = client_of(base_url, api_key).chat.completions.create
+        assert create(model=model, messages=messages, max_tokens=1).choices[0].finish_reason == "length"
+        create(model=model, messages=messages, max_completion_tokens=4000)
+        return 1.0
+
+    [row] = played(agent)
+    lengths = [len(message["token_ids"]) for message in row.sampled_messages]
+    assert lengths[0] == 1
+    assert lengths[1] <= 4
+
+
+def test_an_error_of_the_engine_ends_the_run_although_the_agent_handles_it(played, sampler):
+    def agent(base_url, api_key, model, messages):
+        sampler.broken = True
+        with pytest.raises(openai.InternalServerError):
+            asks_once(base_url, api_key, model, messages)
+        return 1.0
+
+    with pytest.raises(RLCoreError, match="the engine is broken"):
+        played(agent)
+
+
+def test_conversations_side_by_side_are_segments_of_one_rollout(played, sampler):
+    def agent(base_url, api_key, model, messages):
+        client = client_of(base_url, api_key)
+        one, other = list(messages), [{"role": "user", "content": "9*9="}]
+        for history in (one, other, one, other):
+            answer = client.chat.completions.create(model=model, messages=history).choices[0].message
+            history += [answer, {"role": "user", "content": "+1="}]
+        return 1.0
+
+    [row] = played(agent)
+    batch = assert_recorded([row], sampler.log)
+    assert [sorted({*turns.tolist()} - {0}) for turns in batch["token_turns"]] == [[1, 3], [2, 4]]
+    assert [message["role"] for message in row.conversation()] == ["user", "assistant"] * 2
+
+
+def test_an_agent_that_requires_other_arguments_is_refused(endpoint, tokenizer):
+    options = {
+        "model": "m",
+        "limits": SessionLimits(max_turns=1, max_total_length=8, max_new_tokens=1),
+        "timeout_s": 1.0,
+        "task_name": "t",
+        "returns_reward": True,
+    }
+    with pytest.raises(ConfigError, match=r"env\.t\.agent requires the argument 'prompt'\. An agent is called with keywords"):
+        AgentDriver(lambda prompt, base_url: 0.0, endpoint, tokenizer, **options)
+    with pytest.raises(ConfigError, match=r"env\.t\.agent is a int, not a function"):
+        AgentDriver(3, endpoint, tokenizer, **options)
