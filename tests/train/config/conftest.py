@@ -145,9 +145,8 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
         patch.syspath_prepend(str(folder))
         manager = discover()
         # What else is installed here must not change what the tests see.
-        manager.plugins = [
-            plugin for plugin in manager.plugins if plugin.name in ("core", "train", "rlcore", "hf", "envs", "serve")
-        ]
+        used = ("core", "train", "rlcore", "hf", "envs", "serve")
+        manager.plugins = [plugin for plugin in manager.plugins if plugin.name in used]
         manager.add("acme", Acme, distribution="rl-acme", version="1.0")
         yield Registry(manager)
 

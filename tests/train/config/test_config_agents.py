@@ -30,7 +30,7 @@ def test_an_environment_may_score_what_an_agent_did(files, good):
         ("{agent: add}", "env.sums.agent: 'add' is not the dotted path of a function"),
         ("{agent: examples.agents.adder:subtract}", "env.sums.agent: cannot import 'examples.agents.adder:subtract'"),
         ("{name: arithmetic, agent_timeout_s: 5}", "agent_timeout_s has no effect without `agent`: remove it"),
-        ("{name: agent}", "environment `agent` has no rewards of its own: set `agent`"),
+        ("{name: agent}", "environment `agent` does not score anything: set `agent`"),
     ],
 )
 def test_mistakes_are_reported_at_their_keys(files, good, section, where):

@@ -13,5 +13,5 @@ class AgentEnvironmentConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _has_an_agent(self) -> AgentEnvironmentConfig:
         if self.agent is None:
-            raise ValueError("environment `agent` has no rewards of its own: set `agent` to the dotted path of a function")
+            raise ValueError("environment `agent` does not score anything: set `agent` to the dotted path of a function")
         return self

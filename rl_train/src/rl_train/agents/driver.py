@@ -33,7 +33,7 @@ class AgentWithoutTurnError(Exception):
 
 
 class AgentDriver(RolloutDriver):
-    """Calls an agent once per rollout, in a thread of its own, and records the turns that it samples.
+    """Calls an agent once per rollout, in a separate thread, and records the turns that it samples.
 
     Args:
         agent: the function, also asynchronous. It gets those of `ARGUMENTS` that it has parameters for.

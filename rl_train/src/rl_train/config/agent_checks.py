@@ -25,5 +25,5 @@ def agent_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
         elif not registry.names(Kind.MODEL_SERVER):
             yield (
                 key,
-                "agents need a local endpoint, which the distribution rl-serve provides: install it (docs/installation.md).",
+                "agents need a local endpoint, which rl-serve provides: install it (docs/installation.md).",
             )

@@ -13,8 +13,6 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.source_tree import dotted
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
-from rl_core.interfaces.environment import EnvironmentInterface
-from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.state import Checkpoints, Stateful
@@ -40,7 +38,7 @@ from rl_train.rollouts.mixed_source import MixedRolloutSource
 from rl_train.rollouts.source import OnDemandSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
-from rl_train.runtime.agents import agent_drivers
+from rl_train.runtime.collector import make_collector
 from rl_train.runtime.data import (
     BadRows,
     Source,
@@ -361,32 +359,6 @@ def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_
         return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
     conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
     return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id)
-
-
-def make_collector(
-    config: RunConfig,
-    generation: GenerationInterface,
-    environments: Mapping[str, EnvironmentInterface],
-    tokenizer: Any,
-    tools: TaskTools,
-    *,
-    registry: Registry,
-    exits: ExitStack,
-) -> Collector:
-    """The collector of the config's rollouts. If a task has an agent, starts the endpoint; `exits` stops it."""
-    return Collector(
-        generation=generation,
-        environments=environments,
-        tokenizer=tokenizer,
-        seed=config.algorithm.seed,
-        max_turns=config.max_turns,
-        max_total_length=config.policy.max_total_sequence_length,
-        reward_weights={task: section.reward_weights for task, section in config.env.items()},
-        retries=config.rollout.retries,
-        tool_parsers=tools.parsers,
-        history=config.rollout.history,
-        drivers=agent_drivers(config, generation, tokenizer, registry=registry, exits=exits),
-    )
 
 
 def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, run: Run) -> Checkpoints | None:

@@ -27,8 +27,8 @@ from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import ask_environments
-from rl_train.runtime.build import make_collector
 from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
+from rl_train.runtime.collector import make_collector
 from rl_train.runtime.data import Source, prompt_loader, read_data
 from rl_train.runtime.reward_checks import settle_reward_functions
 from rl_train.runtime.workers import Builder, make_cluster
