@@ -30,7 +30,13 @@ def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_an
     shutil.copytree(MODEL, incomplete)
     weights = incomplete / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    code, output = train_here({"policy": {"model_name": str(incomplete), "generation": {"model_name": str(MODEL)}}})
+    sft = {
+        "grpo": None,
+        "env": None,
+        "sft": {"max_num_steps": 1, "global_batch_size": 8},
+        "data": {"train": {"with_response": True}},
+    }
+    code, output = train_here({**sft, "policy": {"model_name": str(incomplete), "generation": None}})
     assert code != 0, output
     status = status_of(tmp_path)
     assert (status["state"], status["during"]) == ("failed", "building")

@@ -210,6 +210,7 @@ class RanklessPolicy(PolicyInterface):
         return 0
 
 
+@pytest.mark.full("core/cluster/test_ray_worker_group.py constructs a class without a context argument on workers")
 def test_a_worker_group_takes_a_policy_class(cluster):
     with RayWorkerGroup(cluster, RanklessPolicy) as group:
         answers = group.run_all("get_logprobs", batch_of_prompts())

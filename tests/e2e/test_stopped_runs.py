@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import threading
+import time
 
 import psutil
 import pytest
@@ -26,7 +28,23 @@ LONG = {
 }
 
 
-def test_ctrl_c_saves_and_a_resumed_run_names_the_policy_worker_that_dies(train, tmp_path):
+def kill_after(step, folder):
+    """A thread that kills the policy worker of the run after a later step, and the pids of all its workers by then."""
+    workers = {}
+
+    def kill():
+        until = time.monotonic() + 300
+        while steps_of(folder) <= step and time.monotonic() < until:
+            time.sleep(0.02)
+        workers.update(status_of(folder)["workers"])
+        os.kill(workers["policy"][0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread, workers
+
+
+def test_ctrl_c_saves_and_a_resumed_run_names_the_policy_worker_that_dies(train, train_here, tmp_path, local_ray):
     run = train(LONG)
     run.wait_for(lambda: steps_of(tmp_path) >= 1)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does; Ray's daemons must live until the checkpoint is written
@@ -37,18 +55,20 @@ def test_ctrl_c_saves_and_a_resumed_run_names_the_policy_worker_that_dies(train,
     assert status_of(tmp_path).items() >= {"state": "interrupted", "reason": "Ctrl-C"}.items()
     run.assert_gone()
 
-    run = train(LONG)
-    run.wait_for(lambda: steps_of(tmp_path) > done)
-    [worker] = status_of(tmp_path)["workers"]["policy"]
-    os.kill(worker, signal.SIGKILL)
-    code, output = run.wait()
+    thread, workers = kill_after(done, tmp_path)
+    # The checkpoint is found although the workers of the shared Ray have another working directory.
+    code, output = train_here(LONG)
+    thread.join()
     assert code == 1, output
     assert f"{done} steps done" in output
     said = " ".join(output.split())
+    [worker] = workers["policy"]
     assert f"rank 0 (data=0) of 'policy', host {os.uname().nodename}, pid {worker}" in said
     assert "Traceback" not in output
     assert status_of(tmp_path)["state"] == "failed"
-    run.assert_gone()
+    pids = [pid for group in workers.values() for pid in group]
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=120)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
 @pytest.mark.full(
