@@ -19,13 +19,13 @@ from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_core.cluster import RayVirtualCluster
-from rl_core.cluster.worker_group import wait_together
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WorkerError
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.waiting import wait_together
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TRANSPORTS = {"shared_memory": SharedMemoryTransport, "collective": CollectiveTransport}

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.messages import ToolCall, text_of
+from rl_core.interfaces.messages import ToolCall
 from rl_serve.errors import ApiError
 from rl_train.data.chat_template import ROLES, conversation_tokens
+from rl_train.data.message_text import text_of
 from rl_train.data.tool_calls import read_tools
 from rl_train.tools.decoding import decode_answers
 from rl_train.tools.parsers import SampledMessage, ToolCallParser

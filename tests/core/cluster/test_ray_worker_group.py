@@ -9,15 +9,7 @@ import pytest
 import ray
 from cluster_workers import ContextFree, Worker, lives, wait_until
 
-from rl_core.cluster import (
-    Deadlines,
-    NamedSharding,
-    RayVirtualCluster,
-    RayWorkerGroup,
-    ray_calls,
-    wait_together,
-    worker_group,
-)
+from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, ray_calls
 from rl_core.errors import (
     CheckpointError,
     DeadlineExceededError,
@@ -26,6 +18,8 @@ from rl_core.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from rl_train.weight_sync import waiting
+from rl_train.weight_sync.waiting import wait_together
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -128,7 +122,7 @@ def test_calls_of_two_groups_run_concurrently(square, pair, tmp_path):
 
 
 def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair, beds, monkeypatch):
-    monkeypatch.setattr(worker_group, "_GRACE_S", 0.2)  # no worker dies here
+    monkeypatch.setattr(waiting, "_GRACE_S", 0.2)  # no worker dies here
     hanging = pair.submit_one("sleep_on", 0, str(beds))
     with pytest.raises(WorkerError, match="the sender failed"):
         wait_together([hanging, square.submit_all("raise_on", 1, RuntimeError("the sender failed"))], deadline_s=3600.0)

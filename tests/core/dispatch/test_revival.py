@@ -21,7 +21,7 @@ import mortal_workers
 import tiny_refit_workers
 from mortal_workers import FOLDER, MortalWorker, ScoringPolicy, StreamingMortalWorker, condemn
 
-from rl_core.cluster import RayVirtualCluster, wait_together
+from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration
@@ -32,6 +32,7 @@ from rl_core.interfaces.generation import WeightOwner
 from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.waiting import wait_together
 
 cloudpickle.register_pickle_by_value(mortal_workers)
 cloudpickle.register_pickle_by_value(tiny_refit_workers)

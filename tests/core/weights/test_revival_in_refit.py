@@ -14,7 +14,7 @@ import torch
 from ray import cloudpickle
 from tiny_refit_workers import TinyEngine, TinyPolicy
 
-from rl_core.cluster import RayVirtualCluster, wait_together
+from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
@@ -22,6 +22,7 @@ from rl_core.errors import WorkerDiedError
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.waiting import wait_together
 
 FOLDER = "RLCORE_TEST_DEATHS"
 REPLICAS = 2

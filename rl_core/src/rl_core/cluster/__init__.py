@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rl_core.cluster.ray_worker_group import RayWorkerGroup
     from rl_core.cluster.sharding import NamedSharding
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
-    from rl_core.cluster.worker_group import PendingCall, WorkerGroup, wait_together
+    from rl_core.cluster.worker_group import PendingCall, WorkerGroup
     from rl_core.interfaces.worker_context import WorkerContext
 
 _MODULE_OF = {
@@ -26,7 +26,6 @@ _MODULE_OF = {
     "RayWorkerGroup": "rl_core.cluster.ray_worker_group",
     "WorkerContext": "rl_core.interfaces.worker_context",
     "WorkerGroup": "rl_core.cluster.worker_group",
-    "wait_together": "rl_core.cluster.worker_group",
 }
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "RayWorkerGroup",
     "WorkerContext",
     "WorkerGroup",
-    "wait_together",
 ]
 
 

@@ -101,16 +101,6 @@ class Node:
             yield path, self
 
 
-def merge(base: Node, over: Node) -> Node:
-    """The inherited value overlaid with the inheriting one: mappings merge key by key, everything else is replaced."""
-    if over.replaces or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
-        return over
-    merged: dict[str, Node] = dict(base.value)
-    for key, item in over.value.items():
-        merged[key] = merge(merged[key], item) if key in merged else item
-    return Node(merged, place=over.place, key_place=over.key_place)
-
-
 def written_from(value: Any, *, place: SourceLocation) -> Node:
     """Plain values, all with the same source location."""
     if isinstance(value, Mapping):

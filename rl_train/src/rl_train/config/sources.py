@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import reduce
 
 from rl_core.config.diagnostics import Problems, nearest, show
-from rl_core.config.source_tree import Node, SourceLocation, merge
+from rl_core.config.source_tree import Node, SourceLocation
 from rl_train.config.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20
@@ -49,7 +49,7 @@ def read_sources(files: ConfigFiles, *, problems: Problems) -> Node:
         read = _read(source, referenced_at=None, open_files=(), problems=problems)
         place = SourceLocation(source, 1, 1, source)
         layers.append(read if read is not None else Node({}, place=place, key_place=place))
-    return reduce(merge, layers)
+    return reduce(_merge, layers)
 
 
 def _existing_or_packaged(source: str, name: str | None = None) -> str:
@@ -85,8 +85,8 @@ def _read(source: str, *, referenced_at: SourceLocation | None, open_files: tupl
         parent_path = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
         parent_path = _existing_or_packaged(parent_path, parent)
         inherited = _read(parent_path, referenced_at=place, open_files=(*open_files, real), problems=problems)
-        merged = merged if inherited is None else merge(merged, inherited)
-    return merge(merged, Node(own, place=root.place, key_place=root.key_place, replaces=root.replaces))
+        merged = merged if inherited is None else _merge(merged, inherited)
+    return _merge(merged, Node(own, place=root.place, key_place=root.key_place, replaces=root.replaces))
 
 
 def _root(source: str, *, referenced_at: SourceLocation | None, problems: Problems) -> Node | None:
@@ -176,3 +176,13 @@ def _similar_files(source: str) -> str:
         return ""
     meant = nearest(pathlib.Path(source).name, siblings)
     return f" Did you mean {folder / meant}?" if meant else ""
+
+
+def _merge(base: Node, over: Node) -> Node:
+    """The inherited value overlaid with the inheriting one: mappings merge key by key, everything else is replaced."""
+    if over.replaces or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged: dict[str, Node] = dict(base.value)
+    for key, item in over.value.items():
+        merged[key] = _merge(merged[key], item) if key in merged else item
+    return Node(merged, place=over.place, key_place=over.key_place)

@@ -12,7 +12,6 @@ from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.cluster.worker_group import wait_together
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
@@ -35,6 +34,7 @@ from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.weight_sync.canary import Canary, CanaryCalibration, Retempering, make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.waiting import wait_together
 
 
 @dataclass(frozen=True, kw_only=True)
