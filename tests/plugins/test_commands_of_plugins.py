@@ -56,11 +56,12 @@ def play(how: str, times: int = 1):
         return {}["nothing"]
     if how == "hooked":
         from rl_core.plugins.manager import discover
+        from rl_train.runtime.events import call_event
 
         try:
             raise WorkerError("rank 1 of 2 on host a raised")
         except WorkerError as error:
-            discover().call_event("rlcore_run_finished", run=None, error=error)
+            call_event(discover(), "rlcore_run_finished", run=None, error=error)
     if how == "forever":
         print("playing", flush=True)
         time.sleep(3600)

@@ -7,6 +7,7 @@ import pytest
 from rl_core.errors import PluginHookError
 from rl_core.plugins import hookimpl
 from rl_core.plugins.manager import PluginManager
+from rl_train.runtime.events import call_event
 
 
 def manager_with(**plugins):
@@ -22,7 +23,7 @@ def manager_with(**plugins):
 def test_a_hook_gets_the_arguments_that_it_names():
     seen = []
     manager = manager_with(acme=lambda metrics, step: seen.append((step, metrics)), zeta=lambda: seen.append("called"))
-    manager.call_event("rlcore_step_finished", run=None, step=3, metrics={"reward/mean": 0.5})
+    call_event(manager, "rlcore_step_finished", run=None, step=3, metrics={"reward/mean": 0.5})
     assert seen == ["called", (3, {"reward/mean": 0.5})]
 
 
@@ -34,7 +35,7 @@ def test_a_raising_hook_is_attributed_after_all_hooks_ran():
 
     manager = manager_with(quiet=lambda: seen.append("quiet"), acme=failing, zeta=lambda: seen.append("zeta"))
     with pytest.raises(PluginHookError) as raised:
-        manager.call_event("rlcore_step_finished", run=None, step=3, metrics={})
+        call_event(manager, "rlcore_step_finished", run=None, step=3, metrics={})
     assert seen == ["zeta", "quiet"]
     assert str(raised.value) == (
         "rlcore_step_finished of the plugin 'acme' (acme-rl 2.1) raised ValueError: no step 3.\n"
@@ -49,7 +50,7 @@ def test_several_raising_hooks_are_all_named():
         raise ValueError("no")
 
     with pytest.raises(PluginHookError, match="RLCORE_DISABLE_PLUGINS=zeta,acme"):
-        manager_with(acme=failing, zeta=failing).call_event("rlcore_step_finished", run=None, step=1, metrics={})
+        call_event(manager_with(acme=failing, zeta=failing), "rlcore_step_finished", run=None, step=1, metrics={})
 
 
 def test_hooks_of_failed_plugins_are_not_called():
@@ -59,7 +60,7 @@ def test_hooks_of_failed_plugins_are_not_called():
     module.rlcore_polices = hookimpl(lambda: [])
     manager = PluginManager()
     manager.add("acme", lambda: module, distribution="acme-rl", version="2.1")
-    manager.call_event("rlcore_step_finished", run=None, step=1, metrics={})
+    call_event(manager, "rlcore_step_finished", run=None, step=1, metrics={})
     assert seen == []
 
 
@@ -74,4 +75,4 @@ def test_hooks_of_failed_plugins_are_not_called():
 )
 def test_unknown_events_and_missing_arguments_raise(event, arguments):
     with pytest.raises(ValueError, match=event):
-        PluginManager().call_event(event, **arguments)
+        call_event(PluginManager(), event, **arguments)

@@ -35,14 +35,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
     methods raise WorkerDiedError: the owner calls `restart_dead` and repeats the refit. A replica that dies before it has
     first loaded is an error.
 
-    Args:
-        worker_class: the backend's worker.
-        config: the section `policy.generation`, passed to each worker.
-        cluster: where the replicas run; without one, a single replica runs in this process.
-        num_workers: number of replicas; as many as fit on the cluster by default.
-        deadlines: timeouts by kind of call.
-        env_vars: additional environment variables of the workers.
-        bundles_per_worker: number of cluster bundles per replica.
+    Arguments as `WorkerFacade`; `config` is the section `policy.generation`, and a worker is a replica.
     """
 
     def __init__(

@@ -44,15 +44,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor
     and is awaited at the first use, so that several groups load at the same time.
 
-    Args:
-        worker_class: the backend's worker.
-        config: the section `policy`, passed to each worker.
-        cluster: where the workers run; without one, a single worker runs in this process.
-        num_workers: number of ranks; all of the cluster's by default.
-        deadlines: timeouts by kind of call.
-        sharding: the named grid of ranks; all of them along `data` by default.
-        env_vars: additional environment variables of the workers.
-        name: its name in errors.
+    Arguments as `WorkerFacade`; `config` is the section `policy`.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class TransportContext:
     deadline_s: float
     """Timeout of one refit in seconds."""
     wait: Callable[[Sequence[Any], float], Any]
-    """Waits until all pending calls are done or a number of seconds has passed (`rl_core.cluster.wait_together`)."""
+    """Waits until all pending calls are done or a number of seconds has passed (`PendingCall.result`)."""
     rendezvous: Callable[[], tuple[str, int]]
     """Returns an address and a free port on the node of the policy's rank 0, for a process group rendezvous."""
     folder: Path = Path(gettempdir())

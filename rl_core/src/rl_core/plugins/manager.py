@@ -7,14 +7,14 @@ Environment variables: `RLCORE_DISABLE_PLUGINS=a,b` disables the plugins (or dis
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pluggy
 from packaging.requirements import InvalidRequirement
 from packaging.utils import canonicalize_name
 
-from rl_core.errors import BrokenPluginError, PluginError, PluginHookError
+from rl_core.errors import BrokenPluginError, PluginError
 from rl_core.plugins import hookspecs
 from rl_core.plugins.component import describe, did_you_mean
 from rl_core.plugins.discovery import InstalledPlugin, installed_plugins
@@ -111,33 +111,10 @@ class PluginManager:
         self.plugins.append(plugin)
         return plugin
 
-    def call_event(self, event: str, /, **arguments: Any) -> None:
-        """Call one event hook of every working plugin, the last registered first.
-
-        The remaining plugins are called even if one raises.
-
-        Args:
-            event: The name of the hook: 'rlcore_run_started', 'rlcore_step_finished' or 'rlcore_run_finished'.
-            **arguments: All arguments of the hook's specification.
-
-        Raises:
-            PluginHookError: Plugins raised; the error names each one, its distribution and its exception.
-            ValueError: The event hook does not exist, or the arguments do not match its specification.
-        """
-        hook = getattr(self._hooks.hook, event, None)
-        if hook is None or event not in hookspecs.EVENT_HOOKS:
-            raise ValueError(f"There is no event hook {event!r}.")
-        wanted = set(hook.spec.argnames)
-        if set(arguments) != wanted:
-            raise ValueError(f"{event} takes {sorted(wanted)}, not {sorted(arguments)}.")
-        failures: list[tuple[Plugin, Exception]] = []
-        for implementation in reversed(hook.get_hookimpls()):
-            try:
-                implementation.function(*(arguments[name] for name in implementation.argnames))
-            except Exception as error:
-                failures.append((self._by_hook_name[implementation.plugin_name], error))
-        if failures:
-            raise _hook_error(event, failures) from failures[0][1]
+    def event_hooks(self, event: str) -> list[tuple[Plugin, Any]]:
+        """The working plugins that implement an event hook, the last registered first, each with pluggy's `HookImpl`."""
+        implementations = getattr(self._hooks.hook, event).get_hookimpls()
+        return [(self._by_hook_name[each.plugin_name], each) for each in reversed(implementations)]
 
     def raise_if_broken(self) -> None:
         """Raise if any plugin does not work (strict mode).
@@ -221,13 +198,3 @@ def _strict_from_environment() -> bool:
     if value in ("1", "true", "yes", "on"):
         return True
     raise PluginError(f"{STRICT_VARIABLE}={value} is neither true nor false: use 1 or 0.")
-
-
-def _hook_error(event: str, failures: Iterable[tuple[Plugin, Exception]]) -> PluginHookError:
-    lines = []
-    names = []
-    for plugin, error in failures:
-        names.append(plugin.name)
-        lines.append(f"{event} of the plugin {plugin.name!r} ({plugin.label}) raised {describe(error)}.")
-    lines.append(f"To run without it: {DISABLE_VARIABLE}={','.join(names)}")
-    return PluginHookError("\n".join(lines))

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import xxhash
 
-from rl_core.errors import WeightSyncError
 from rl_core.weights.manifest import ON_ONE_THREAD, dtype_name
 
 Kind = Literal["xxh3", "wsum"]
@@ -33,21 +32,6 @@ _MASK = (1 << 64) - 1
 def natural_kind(device: torch.device) -> Kind:
     """The kind that needs no copy of tensors on this device."""
     return "xxh3" if device.type == "cpu" else "wsum"
-
-
-def kind_of(fingerprint: str) -> Kind:
-    """The kind of a combined digest.
-
-    Raises:
-        WeightSyncError: it is not a combined digest of this module.
-    """
-    kind = fingerprint.partition(":")[0]
-    if kind not in get_args(Kind):
-        raise WeightSyncError(
-            f"The fingerprint {fingerprint!r} does not start with any of {', '.join(get_args(Kind))}: it was not created by "
-            "rl_core.weights.fingerprint, so it cannot be compared."
-        )
-    return kind  # type: ignore[return-value]
 
 
 def tensor_digest(tensor: torch.Tensor, *, kind: Kind = "xxh3", dtype: torch.dtype | None = None) -> str:

@@ -30,6 +30,7 @@ from rl_train.metrics.jsonl import METRICS, JsonlLogger
 from rl_train.metrics.samples import SamplePrinter
 from rl_train.run import Run
 from rl_train.runtime.build import build_run
+from rl_train.runtime.events import call_event
 from rl_train.runtime.late_errors import with_location
 from rl_train.runtime.run_folder import choose_start, claim
 from rl_train.runtime.run_provenance import write_origins
@@ -209,9 +210,9 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         status.running()
-        manager.call_event("rlcore_step_finished", run=run, step=step, metrics=metrics)
+        call_event(manager, "rlcore_step_finished", run=run, step=step, metrics=metrics)
 
-    manager.call_event("rlcore_run_started", run=run)
+    call_event(manager, "rlcore_run_started", run=run)
     run.on_step = on_step
     status.running()
 
@@ -226,7 +227,7 @@ def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
         error = caught
         raise
     finally:
-        manager.call_event("rlcore_run_finished", run=run, error=error)
+        call_event(manager, "rlcore_run_finished", run=run, error=error)
 
 
 @contextmanager

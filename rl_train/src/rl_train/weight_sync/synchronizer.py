@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, get_args
 
 from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface, WeightOwner
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
-from rl_core.weights.fingerprint import Kind, describe_differences, kind_of
+from rl_core.weights.fingerprint import Kind, describe_differences
 from rl_train.weight_sync.canary import Canary, CanaryCalibration
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class WeightSynchronizer(WeightOwner):
             digests_are_held: whether the engine digests the tensors that it computes with. If it digests the weights that
                 arrived, the canary runs in every `sync`, even if nothing is sent.
             num_receivers: number of generation workers.
-            wait: waits for pending calls (`rl_core.cluster.wait_together`); needed by transports that call both sides at once.
+            wait: waits for pending calls (`wait_together`); needed by transports that call both sides at once.
             rendezvous: address and free port on the node of the policy's rank 0; this machine's loopback by default.
 
         Raises:
@@ -353,3 +353,18 @@ def _results(pending: Sequence[Any], deadline_s: float) -> None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "none"
+
+
+def kind_of(fingerprint: str) -> Kind:
+    """The kind of a combined digest.
+
+    Raises:
+        WeightSyncError: it is not a combined digest of this module.
+    """
+    kind = fingerprint.partition(":")[0]
+    if kind not in get_args(Kind):
+        raise WeightSyncError(
+            f"The fingerprint {fingerprint!r} does not start with any of {', '.join(get_args(Kind))}: it was not created by "
+            "rl_core.weights.fingerprint, so it cannot be compared."
+        )
+    return kind  # type: ignore[return-value]

@@ -1,0 +1,52 @@
+"""Calls the event hooks of plugins."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from rl_core.errors import PluginHookError
+from rl_core.plugins import hookspecs
+from rl_core.plugins.component import describe
+from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
+from rl_core.plugins.record import Plugin
+
+
+def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:
+    """Call one event hook of every working plugin, the last registered first.
+
+    The remaining plugins are called even if one raises.
+
+    Args:
+        manager: The plugins.
+        event: The name of the hook: 'rlcore_run_started', 'rlcore_step_finished' or 'rlcore_run_finished'.
+        **arguments: All arguments of the hook's specification.
+
+    Raises:
+        PluginHookError: Plugins raised; the error names each one, its distribution and its exception.
+        ValueError: The event hook does not exist, or the arguments do not match its specification.
+    """
+    if event not in hookspecs.EVENT_HOOKS:
+        raise ValueError(f"There is no event hook {event!r}.")
+    wanted = set(inspect.signature(getattr(hookspecs, event)).parameters)
+    if set(arguments) != wanted:
+        raise ValueError(f"{event} takes {sorted(wanted)}, not {sorted(arguments)}.")
+    failures: list[tuple[Plugin, Exception]] = []
+    for plugin, implementation in manager.event_hooks(event):
+        try:
+            implementation.function(*(arguments[name] for name in implementation.argnames))
+        except Exception as error:
+            failures.append((plugin, error))
+    if failures:
+        raise _hook_error(event, failures) from failures[0][1]
+
+
+def _hook_error(event: str, failures: Iterable[tuple[Plugin, Exception]]) -> PluginHookError:
+    lines = []
+    names = []
+    for plugin, error in failures:
+        names.append(plugin.name)
+        lines.append(f"{event} of the plugin {plugin.name!r} ({plugin.label}) raised {describe(error)}.")
+    lines.append(f"To run without it: {DISABLE_VARIABLE}={','.join(names)}")
+    return PluginHookError("\n".join(lines))
