@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.probe import probe
@@ -17,7 +17,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, to_output
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.dispatch.text import TextGeneration
-from rl_core.errors import DataError, NotSupportedError, WeightSyncError
+from rl_core.errors import ConfigError, DataError, NotSupportedError, WeightSyncError
 from rl_core.event_loop import EventLoopThread
 from rl_core.http import HttpError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 _NO_VERSION = -1
 _ANY_ID = 2**31 - 1
 _UNLIMITED = 2**31 - 1
+ResultT = TypeVar("ResultT")
 
 
 class OpenAIGeneration(TextGeneration, GenerationInterface):
@@ -208,8 +209,13 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
     def _tokens_of(self, reply: Reply) -> list[int]:
         """The text as tokens, with an end-of-sequence token if a stop ended it."""
         if self._tokenizer is None:
-            section = self.tokenizer_section
-            self._tokenizer = load_tokenizer(section.name or self.config.model_name)
+            name = self.tokenizer_section.name or self.config.model_name
+            if name is None:
+                raise ConfigError(
+                    "policy.generation.model_name is required: the server returns text, which is tokenized with this model's "
+                    "tokenizer."
+                )
+            self._tokenizer = load_tokenizer(name)
         ids: list[int] = self._tokenizer(reply.text or "", add_special_tokens=False)["input_ids"]
         return ids if reply.truncated else [*ids, self._tokenizer.eos_token_id]
 
@@ -242,7 +248,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
             raise NotSupportedError("The engine was shut down.")
         return self._loop
 
-    def _run(self, coroutine: Any) -> Any:
+    def _run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
         return self._started().run(coroutine)
 
     async def _close(self) -> None:

@@ -95,7 +95,8 @@ class WeightUpdates:
     async def prepare(self, body: PrepareRequest) -> dict[str, Any]:
         """Begin an update: compare names and shapes with the engine's. Returns the dtype that it stores each weight in."""
         manifest = {name: (tuple(shape), dtype) for name, (shape, dtype) in body.weights.items()}
-        return {"dtypes": dict(await self._call(self.generation.prepare_refit_info, manifest, while_paused=True) or {})}
+        dtypes = await self._call(self.generation.prepare_refit_info, manifest, while_paused=True)
+        return {"dtypes": {} if dtypes is None else dict(dtypes)}
 
     async def update(self, body: UpdateRequest) -> dict[str, int]:
         """Load one file. The version is the update's once every weight has arrived, and -1 until then."""
@@ -150,7 +151,7 @@ class WeightUpdates:
 def add_weight_updates(app: FastAPI, updates: WeightUpdates) -> None:
     """Add the endpoints to an application that has not been started."""
     secured = [Depends(updates.check_key)]
-    handlers = (
+    handlers: tuple[Callable[..., Any], ...] = (
         updates.start_pause,
         updates.resume,
         updates.prepare,
