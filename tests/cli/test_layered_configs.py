@@ -15,7 +15,7 @@ from rlcore_cli.main import main
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "addition" / "model")
 PAGE = (ROOT / "docs" / "nemo_rl_names.md").read_text()
-[DIRECT, WEATHER] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+[DIRECT, PROXY, WEATHER, WEIGHT_UPDATES] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -54,13 +54,42 @@ def test_the_direct_vllm_config_is_valid_over_the_packaged_base(rlcore):
     assert (run.policy.backend, run.policy.max_total_sequence_length) == ("hf", 4096)
 
 
-def test_the_weather_config_is_valid_over_the_packaged_base(folder, rlcore):
+@pytest.fixture
+def server_files(folder, monkeypatch):
+    """The configs with `backend: openai`, their data, and the keys with which the server receives weights."""
+    monkeypatch.setenv("RLCORE_SERVE_ADMIN_KEY", "an-admin-key-of-a-test")
     (folder / "grpo_weather.yaml").write_text(WEATHER.replace("path/to/model", MODEL))
+    (folder / "grpo_with_nemo_skills_proxy.yaml").write_text(PROXY.replace("path/to/model", MODEL))
+    (folder / "weight_updates.yaml").write_text(WEIGHT_UPDATES)
+    (folder / "val.jsonl").write_text((folder / "train.jsonl").read_text())
     for name in ("weather_train.jsonl", "weather_val.jsonl"):
         (folder / name).write_text('{"question": "Observations: a clear sky.", "expected_answer": "sunny"}\n')
-    code, out, err = rlcore("validate", "--config", "grpo.yaml", "grpo_weather.yaml")
+
+
+@pytest.mark.usefixtures("server_files")
+def test_the_weather_config_is_valid_over_the_packaged_base_with_weight_updates(rlcore):
+    code, out, err = rlcore("validate", "--config", "grpo.yaml", "--config", "grpo_weather.yaml", "weight_updates.yaml")
     assert (code, err) == (0, "")
     assert "env         weather (rl_envs.weather.environment.WeatherEnvironment)" in out
+    assert "generation  openai, up to 512 new tokens" in out
+    assert "an-admin-key" not in out
+
+
+@pytest.mark.usefixtures("server_files")
+def test_a_server_with_its_own_weights_is_refused_for_training_and_accepted_for_evaluation():
+    with pytest.raises(InvalidConfigError, match="'openai' has its own weights"):
+        load_config(["grpo.yaml", "grpo_weather.yaml"])
+    assert load_config(["grpo.yaml", "grpo_weather.yaml"], for_training=False).run.policy.generation.has_own_weights
+
+
+@pytest.mark.usefixtures("server_files")
+def test_top_p_is_the_only_refused_line_of_the_proxy_config():
+    files = ["grpo.yaml", "grpo_with_nemo_skills_proxy.yaml", "weight_updates.yaml"]
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(files)
+    assert [problem.path for problem in caught.value.problems] == [("policy", "generation", "top_p")]
+    generation = load_config(files, ["policy.generation.top_p=1.0"]).run.policy.generation
+    assert (generation.openai_cfg.model, generation.refit_transport) == ("nemo-skills", "disk")
 
 
 @pytest.mark.usefixtures("folder")
