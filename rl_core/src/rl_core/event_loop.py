@@ -12,12 +12,9 @@ ResultT = TypeVar("ResultT")
 
 
 class EventLoopThread:
-    """An event loop in a separate thread, which runs until it is closed.
+    """An event loop in a separate, named thread, which runs until it is closed.
 
     HTTP clients are bound to the loop in which they are first used, so an object with such a client keeps its loop.
-
-    Args:
-        name: name of the thread, shown in stacks.
     """
 
     def __init__(self, name: str) -> None:

@@ -35,10 +35,7 @@ class SequencePacker(ABC):
         """Bins of row numbers; every length fits a bin."""
 
     def pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Row numbers by bin: every row once, no empty bin, none over capacity.
-
-        Args:
-            lengths: Tokens of each row.
+        """Row numbers by bin, from the tokens of each row: every row once, no empty bin, none over capacity.
 
         Raises:
             DataError: A row is longer than a bin, or there are fewer rows than required bins.
@@ -203,13 +200,7 @@ PACKERS: dict[str, type[SequencePacker]] = {
 def get_packer(
     algorithm: str, bin_capacity: int, *, min_bin_count: int | None = None, bin_count_multiple: int | None = None
 ) -> SequencePacker:
-    """Create a packer.
-
-    Args:
-        algorithm: A name in `PACKERS`, in any case.
-        bin_capacity: Maximum number of tokens in a bin.
-        min_bin_count: Minimum number of bins.
-        bin_count_multiple: Make the number of bins a multiple of this.
+    """The packer with a name in `PACKERS`, in any case; other arguments as `SequencePacker`.
 
     Raises:
         DataError: Unknown algorithm.

@@ -18,12 +18,9 @@ def encode(text: str, tokenizer: Any) -> list[int]:
 def conversation_tokens(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = False
 ) -> list[int]:
-    """The token ids of a conversation.
+    """The token ids of messages with `role` and `content`.
 
-    Args:
-        messages: `role` and `content`.
-        tokenizer: A Transformers tokenizer.
-        add_generation_prompt: Whether to append the header of an assistant turn (only with a chat template).
+    `add_generation_prompt` appends the header of an assistant turn (only with a chat template).
 
     Raises:
         DataError: The template cannot render the conversation, or a message has tool calls.
@@ -48,11 +45,8 @@ def plain_pieces(
 ) -> list[list[int]]:
     """The token ids of each message without a chat template: its content, without text between messages.
 
-    Args:
-        messages: `role` and `content`.
-        tokenizer: A Transformers tokenizer.
-        add_bos: Whether the tokenizer's BOS token, if any, opens the first message.
-        add_eos: Whether its EOS token, if any, closes every assistant message.
+    The tokenizer's BOS token, if any, opens the first message with `add_bos`; its EOS token closes every assistant message with
+    `add_eos`.
     """
     pieces = [encode(message["content"], tokenizer) for message in messages]
     if pieces and add_bos and tokenizer.bos_token_id is not None:

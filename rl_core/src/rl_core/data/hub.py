@@ -15,11 +15,7 @@ _log = logging.getLogger("rlcore")
 def refuse_unreachable(name: str, *, file: str) -> None:
     """Refuse the name of a model that is neither cached nor available on the hub; paths are not checked.
 
-    If the hub does not respond and the model is cached, this only logs a warning.
-
-    Args:
-        name: As `from_pretrained` takes it.
-        file: A file of the model that is in the cache if the model is.
+    If the hub does not respond and the model is cached, which its `file` shows, this only logs a warning.
 
     Raises:
         DataError: The hub does not respond, or has no such model.

@@ -90,10 +90,7 @@ class ShardPlan:
 def shard_by_count(rows: int, shards: int, *, batch_size: int | None) -> list[ShardPlan]:
     """Split each global batch into equal runs of rows: [A A B B C C D D], 2 by 2 → [A B C D] twice.
 
-    Args:
-        rows: Number of rows in the batch.
-        shards: Number of shards.
-        batch_size: Rows of a global batch; None for all.
+    `rows` is the number of rows in the batch, `batch_size` that of a global batch, None for all.
 
     Raises:
         DataError: The rows do not split evenly.
@@ -202,11 +199,7 @@ def runs_of(size: int, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def global_batches(rows: int, batch_size: int | None) -> Iterator[tuple[int, int]]:
-    """The (start, end) rows of each global batch.
-
-    Args:
-        rows: number of rows.
-        batch_size: rows of a global batch; None for all.
+    """The (start, end) rows of each global batch of `batch_size` rows, None for all.
 
     Raises:
         DataError: there are no rows, or they do not divide evenly.

@@ -46,12 +46,7 @@ def pack_rows(
 ) -> PackedBatch:
     """Pack the rows of a microbatch, each padded with `pad_value` to a multiple of `pad_multiple` tokens.
 
-    Args:
-        data: Has `input_key` [R, T] and `input_lengths_key` [R].
-        pad_multiple: Each row is padded to a multiple of this number of tokens.
-        pad_value: The padding token.
-        input_key: The key of the tokens.
-        input_lengths_key: The key of the lengths.
+    `input_key` names the column of tokens [R, T], `input_lengths_key` that of lengths [R].
 
     Raises:
         DataError: A length is negative or exceeds T.

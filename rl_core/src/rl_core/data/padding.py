@@ -30,10 +30,7 @@ def cat_right_padded(parts: Sequence[torch.Tensor], *, pad_value: float) -> torc
 
 
 def lengths_from_attention_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Number of tokens of each row: [B] int64.
-
-    Args:
-        attention_mask: [B, T], 1 on tokens, 0 on padding.
+    """Number of tokens of each row, [B] int64, from a mask [B, T] with 1 on tokens and 0 on padding.
 
     Raises:
         DataError: A row is padded on the left or has gaps, or an entry is neither 0 nor 1.

@@ -107,14 +107,8 @@ def shard_prompts_by_tokens(
 ) -> list[ShardPlan]:
     """Plan microbatches of at most `max_tokens` computed tokens, the fullest first; all shards get the same number of them.
 
-    Args:
-        prompts: the rows.
-        input_ids: [B, T] int64, right-padded.
-        lengths: [B] int64, tokens of each row.
-        shards: number of shards.
-        batch_size: rows of a global batch; None for all.
-        max_tokens: maximum number of tokens of a microbatch, where the rows of a prompt share their prefix.
-        algorithm: packing algorithm.
+    The rows of a prompt share their prefix. `input_ids` [B, T] int64 is right-padded, `lengths` [B] int64 has the tokens
+    of each row; other arguments as `shard_by_packing`.
 
     Raises:
         DataError: a unit exceeds the budget, or a global batch has fewer units than required microbatches.

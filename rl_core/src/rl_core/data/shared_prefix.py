@@ -74,10 +74,7 @@ class SharedPrefixBatch:
 def prefix_groups(input_ids: torch.Tensor, lengths: torch.Tensor, prompt_ids: torch.Tensor) -> list[PrefixGroup]:
     """The rows of each prompt, in the order of their first rows.
 
-    Args:
-        input_ids: [B, T] int64, right-padded.
-        lengths: [B] int64, tokens of each row.
-        prompt_ids: [B] int64.
+    Takes `input_ids` [B, T] int64, right-padded, `lengths` [B] int64, the tokens of each row, and `prompt_ids` [B] int64.
     """
     members: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompt_ids.tolist()):

@@ -107,13 +107,9 @@ def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_re
 
 
 def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Add default values of variables to a chat template.
+    """Add default values of variables to a chat template: its Jinja text, or texts by name.
 
     They become part of the template's text, so that it renders the same everywhere, also from a saved checkpoint.
-
-    Args:
-        template: The Jinja text, or texts by name.
-        kwargs: Values by variable.
 
     Raises:
         DataError: There is no template, or it does not use a variable.

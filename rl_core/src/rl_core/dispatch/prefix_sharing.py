@@ -18,13 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixSharing:
-    """Decides by the workers' model and the numbers of tokens, and logs each decision once.
-
-    Args:
-        config: the section of the model.
-        facts: what the workers returned from `setup`.
-        name: name of the model in the log.
-    """
+    """Decides by the config, the workers' model (`facts` of `setup`) and the numbers of tokens; logs each decision once."""
 
     def __init__(self, config: PolicyConfig, facts: Mapping[str, Any], *, name: str) -> None:
         self._name = name

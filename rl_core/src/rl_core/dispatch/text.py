@@ -42,14 +42,8 @@ class TextGeneration:
         """The completion of each prompt as text, without special tokens.
 
         A string is sent as one user message. Messages are rendered by the tokenizer's chat template; without a template their
-        contents are concatenated.
-
-        Args:
-            prompts: one prompt, or several; each a string or a list of messages.
-            greedy: take the most likely token at each position instead of sampling.
-
-        Returns:
-            One text per prompt, in the order of the prompts; a list of one for a single string.
+        contents are concatenated. Returns one text per prompt, in order, and a list of one for a single string;
+        `greedy` takes the most likely tokens.
 
         Raises:
             DataError: the model has no tokenizer, or its chat template cannot render the messages.

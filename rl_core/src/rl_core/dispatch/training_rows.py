@@ -79,11 +79,7 @@ class TrainingRows:
         return int(trained.int().argmax())
 
     def combine(self, results: Sequence[Sequence[StepResult]], loss_fn: LossFunction) -> dict[str, Any]:
-        """The result of `TrainableInterface.train`: shares summed over ranks, then averaged over optimizer steps.
-
-        Args:
-            results: of each rank, one per optimizer step.
-            loss_fn: the loss.
+        """The result of `TrainableInterface.train`: shares of each rank summed, then averaged over optimizer steps.
 
         Raises:
             NonFiniteError: a loss is NaN.

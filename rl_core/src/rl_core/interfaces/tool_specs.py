@@ -27,13 +27,7 @@ class ToolArgumentError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that a model can call.
-
-    Attributes:
-        spec: What the model is shown.
-        function: The function, plain or async.
-        adapter: Validates and converts arguments.
-    """
+    """A function that a model can call: plain or async, what the model is shown, and an adapter that converts arguments."""
 
     spec: ToolSpec
     function: Callable[..., Any]

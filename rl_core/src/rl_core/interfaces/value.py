@@ -31,10 +31,7 @@ class ValueInterface(TrainableInterface):
 
     @abstractmethod
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
-        """Compute the value at every token of `data` under the current weights.
-
-        Args:
-            data: `input_ids` [B, T] and `input_lengths` [B]; other keys are ignored.
+        """Compute the value at every token of `data` (`input_ids` [B, T] and `input_lengths` [B]) under the current weights.
 
         Raises:
             NotSupportedError: the model has a language-model head.
