@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -246,7 +248,15 @@ def test_wrong_settings_end_with_exit_code_2_and_their_location(rlcore, argument
 
 def test_the_documented_commands_serve_and_ask_a_proxy(scripted_app, serve_http):
     """The quick start and the requests of the documentation of NeMo-Skills, with our command and free ports."""
-    app, generation = scripted_app(lambda prompt: "So \\boxed{4}.", temperature=0.7)
+    begun, finish = threading.Event(), threading.Event()
+
+    def answer(prompt):
+        if "slow" in prompt:
+            begun.set()
+            finish.wait()
+        return "So \\boxed{4}."
+
+    app, generation = scripted_app(answer, temperature=0.7)
     words = as_ours(QUICK_START, 0, serve_http(app), 0)
     server = subprocess.Popen([sys.executable, "-m", "rlcore_cli.main", *words], stdout=subprocess.PIPE, text=True)
     try:
@@ -265,7 +275,14 @@ def test_the_documented_commands_serve_and_ask_a_proxy(scripted_app, serve_http)
         assert chat["choices"][0]["message"]["content"] == "So \\boxed{4}."
         filled = load_prompt("generic/math").fill({"problem": "Solve: What is 2 + 2?"})[0]["content"]
         assert f"user\n{filled}<|im_end|>" in generation.prompts[-1]
-        server.send_signal(signal.SIGTERM)
+
+        # SIGTERM lets running requests finish.
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(httpx.post, f"http://localhost:{port}/generate", json={"question": "slow"}, timeout=100)
+            begun.wait()
+            server.send_signal(signal.SIGTERM)
+            finish.set()
+            assert running.result().json()["generation"] == "So \\boxed{4}."
         assert server.wait(60) in (0, -signal.SIGTERM)
     finally:
         server.kill()

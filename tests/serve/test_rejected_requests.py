@@ -178,3 +178,20 @@ def test_an_engine_with_one_temperature_refuses_another(serve_scripted, given, m
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(message)
     assert client.post("/v1/completions", json={"prompt": "1", **given, "temperature": 0}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", r'{"prompt": "\ud800"}'),
+        ("/v1/completions", r'{"prompt": "1", "model": "\ud800"}'),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}'),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "1", "\ud800": 1}]}'),
+        ("/generate", r'{"problem": "\ud800"}'),
+        ("/v1/completions", '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    ],
+)
+def test_invalid_unicode_and_deep_nesting_get_status_400(client, path, body):
+    response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]

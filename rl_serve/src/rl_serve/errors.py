@@ -71,8 +71,9 @@ async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
     params = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"] if part != "body")
+        reason = str(problem["msg"]).removeprefix("Value error, ")
         params.append(path)
-        problems.append(f"{path}: {problem['msg']}" if path else problem["msg"])
+        problems.append(f"{path}: {reason}" if path else reason)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param=params[0] or None, code="invalid_body").response()
 
 

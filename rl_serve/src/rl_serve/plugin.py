@@ -1,4 +1,4 @@
-"""Registers the command `rlcore serve` and the endpoint for agents by import path, without importing FastAPI."""
+"""Registers the commands `rlcore serve` and `rlcore chat` and the endpoint for agents by import path, without FastAPI."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from rl_core.plugins import Component, hookimpl
 
 @hookimpl
 def rlcore_commands() -> list[Component]:
-    """`rlcore serve`."""
+    """`rlcore serve` and `rlcore chat`."""
     return [
         Component(
             "serve", target="rl_serve.command:serve", summary="Serve a model or a run over an OpenAI-compatible HTTP API."
-        )
+        ),
+        Component("chat", target="rl_serve.terminal:chat", summary="Chat with a model or a run in the terminal."),
     ]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rl_serve.errors import ApiError
 
@@ -40,7 +41,22 @@ class StreamOptions(BaseModel):
     """Whether a last chunk has the token counts."""
 
 
-class SamplingRequest(BaseModel):
+class RequestBody(BaseModel):
+    """A body whose texts can all be encoded."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_valid_unicode(cls, body: Any) -> Any:
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("the body has an unpaired surrogate, which is not a valid character") from error
+        except RecursionError as error:
+            raise ValueError("the body is nested too deeply") from error
+        return body
+
+
+class SamplingRequest(RequestBody):
     """Fields that all sampling endpoints of OpenAI's API share."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -153,7 +169,7 @@ class ChatRequest(SamplingRequest):
         return _record(self.expected_answer, is_streamed=self.stream)
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(RequestBody):
     """Body of `/generate`: the fields of a record, which fill the prompt config, and how to sample."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -214,7 +230,7 @@ class TokenSamplingParameters(BaseModel):
     logprobs: Literal[0] | None = None
 
 
-class GenerateTokensRequest(BaseModel):
+class GenerateTokensRequest(RequestBody):
     """Body of `/inference/v1/generate`: token ids in, token ids out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -226,7 +242,7 @@ class GenerateTokensRequest(BaseModel):
     request_id: str | None = Field(default=None, max_length=200)
 
 
-class ForwardedCompletionRequest(BaseModel):
+class ForwardedCompletionRequest(RequestBody):
     """Body of a proxy's `/v1/completions`; the backend checks all fields but these."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -235,7 +251,7 @@ class ForwardedCompletionRequest(BaseModel):
     stream: bool = False
 
 
-class ForwardedTokensRequest(BaseModel):
+class ForwardedTokensRequest(RequestBody):
     """Body of a proxy's `/inference/v1/generate`; the backend checks all fields but these."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -244,7 +260,7 @@ class ForwardedTokensRequest(BaseModel):
     token_ids: TokenIds = Field(min_length=1)
 
 
-class ForwardedChatRequest(BaseModel):
+class ForwardedChatRequest(RequestBody):
     """Body of a proxy's `/v1/chat/completions`; the backend checks all fields but these."""
 
     model_config = ConfigDict(extra="allow", strict=True)

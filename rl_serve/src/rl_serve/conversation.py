@@ -1,0 +1,77 @@
+"""A conversation with a local model, outside of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_serve.chat_format import ChatFormat
+from rl_serve.engine import EngineThread, SampledRow
+from rl_serve.errors import ApiError
+from rl_serve.responses import ChoiceFormat
+from rl_serve.sampling import Limits, SamplingPlan, plan_sampling
+from rl_serve.served_model import ServedModel
+
+
+class Conversation:
+    """Messages so far, and how to sample the next.
+
+    Args:
+        model: the model.
+        engine: its engine.
+        system: the system message, if any.
+        temperature: 0 for greedy decoding; None for the engine's.
+        max_tokens: maximum number of tokens of an answer; None for the engine's.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineThread,
+        *,
+        system: str | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self._model, self._engine = model, engine
+        self._chat = ChatFormat(model.tokenizer)
+        self._system, self._temperature, self._max_tokens = system, temperature, max_tokens
+        self._messages: list[dict[str, Any]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the system message."""
+        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def answer(self, text: str) -> str:
+        """The model's answer to a message; the conversation keeps both.
+
+        Raises:
+            ApiError: the conversation cannot be rendered or is too long; the message is not kept.
+            WorkerError: the engine failed.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        plan = plan_sampling(
+            self._model,
+            Limits(),
+            [self._chat.prompt(messages)],
+            n=1,
+            max_tokens=self._max_tokens,
+            temperature=self._temperature,
+            top_p=None,
+            top_k=None,
+            seed=None,
+            stop_strings=(),
+        )
+        try:
+            row = asyncio.run(self._sample(plan))
+        except DataError as error:
+            raise ApiError(400, str(error)) from error
+        answer = ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=False, token_ids=False).text(0, row)
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    async def _sample(self, plan: SamplingPlan) -> SampledRow:
+        rows = [row async for _, row in self._engine.sample(plan.rows, greedy=plan.greedy)]
+        return rows[0]

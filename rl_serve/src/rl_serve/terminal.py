@@ -1,0 +1,120 @@
+"""`rlcore chat`: a conversation with a model or a run in the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_serve.conversation import Conversation
+
+_HELP = "/exit ends the conversation, /reset begins a new one, /help shows this line. Ctrl-C stops an answer."
+
+
+def chat(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_OR_RUN", help="Model name or folder, run folder or step folder.", show_default=False),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Overrides of the run's config; for a model, keys of policy.generation.",
+            show_default=False,
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Generation plugin for a model; required if several are installed.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=100.0, help="Sampling temperature, 0 for greedy decoding.", show_default="the engine's"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of tokens of an answer.", show_default="the engine's")
+    ] = None,
+) -> None:
+    """Chat with a model or a run in the terminal.
+
+    Each line is a message; /exit or the end of the input ends the conversation, /reset begins a new one. With redirected input,
+    only the answers are printed, and a message that cannot be answered ends the command with exit code 2.
+
+    Example:
+        rlcore chat runs/config
+        rlcore chat path/to/model --backend hf --temperature 0
+        echo "12+34=" | rlcore chat examples/addition/model --backend hf
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from rl_serve.conversation import Conversation
+    from rl_serve.engine import EngineThread
+    from rl_serve.served_model import started_model
+
+    with started_model(target, backend=backend, overrides=overrides or [], best=best) as model:
+        engine = EngineThread(model.generation)
+        try:
+            _talk(Conversation(model, engine, system=system, temperature=temperature, max_tokens=max_tokens), model.name)
+        finally:
+            engine.close()
+
+
+def _talk(conversation: Conversation, name: str) -> None:
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        print(f"{name}: {_HELP}")
+    for line in _lines(is_interactive):
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+        elif text == "/help":
+            print(_HELP)
+        elif text.startswith("/"):
+            _report(f"There is no command {text.split()[0]}: {_HELP}", is_interactive)
+        elif text:
+            _answer(conversation, text, is_interactive)
+
+
+def _answer(conversation: Conversation, text: str, is_interactive: bool) -> None:
+    from rl_serve.errors import ApiError
+
+    try:
+        print(conversation.answer(text), flush=True)
+    except ApiError as error:
+        _report(error.message, is_interactive)
+    except KeyboardInterrupt:
+        if not is_interactive:
+            raise
+        print("(stopped)")
+
+
+def _report(message: str, is_interactive: bool) -> None:
+    """Print an error and continue; with redirected input, end with exit code 2."""
+    from rl_core.errors import ConfigError
+
+    if not is_interactive:
+        raise ConfigError(message)
+    print(f"error: {message}", file=sys.stderr)
+
+
+def _lines(is_interactive: bool) -> Iterator[str]:
+    if not is_interactive:
+        yield from sys.stdin
+        return
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (editing and history of `input`)
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return

@@ -1,0 +1,46 @@
+"""`rlcore chat` with redirected input and in a terminal."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).parents[2] / "examples/addition/model"
+
+
+@pytest.fixture
+def chat(rlcore, monkeypatch):
+    def call(*lines, arguments=(MODEL, "--backend", "hf", "--temperature", "0"), interactive=False):
+        given = io.StringIO("".join(f"{line}\n" for line in lines))
+        given.isatty = lambda: interactive
+        monkeypatch.setattr("sys.stdin", given)
+        return rlcore("chat", *arguments)
+
+    return call
+
+
+def test_redirected_input_gets_the_answers_only(chat):
+    assert chat("12+34=", "/reset", "", "12+34=", "/exit", "2+2=") == (0, "46\n46\n")
+
+
+def test_in_a_terminal_mistakes_are_reported_and_the_conversation_continues(chat):
+    code, said = chat("/quit", "1" * 200, "12+34=", interactive=True)
+    assert code == 0
+    assert "error: There is no command /quit: /exit ends the conversation" in said
+    assert "error: The prompt has " in said
+    assert "46" in said
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "message"),
+    [
+        (("/quit",), (MODEL, "--backend", "hf"), "error: There is no command /quit"),
+        (("1" * 200,), (MODEL, "--backend", "hf"), "error: The prompt has "),
+        ((), (MODEL,), "error: --backend is required"),
+        ((), (MODEL, "--backend", "hf", "--max-tokens", "0"), "Invalid value for '--max-tokens'"),
+    ],
+)
+def test_wrong_input_ends_with_exit_code_2_and_the_reason(chat, lines, arguments, message):
+    code, said = chat(*lines, arguments=arguments)
+    assert code == 2
+    assert message in said

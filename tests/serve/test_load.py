@@ -1,0 +1,91 @@
+"""Hundreds of concurrent requests while the backend is killed and restarted, and memory after many requests."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from rl_serve.app import create_app, create_proxy_app
+from rl_serve.backend import Backend
+from rl_serve.sampling import Limits
+from rl_serve.settings import BackendSection
+
+MODEL = Path(__file__).parents[2] / "examples/addition/model"
+REQUESTS = 400
+REJECTIONS = {429, 502, 503}
+
+
+def start_backend(port):
+    """Starts a backend and waits until it serves; returns the process and its port."""
+    arguments = [str(MODEL), "--backend", "hf", "--port", str(port), "policy.generation.max_new_tokens=16"]
+    server = subprocess.Popen([sys.executable, "-m", "rlcore_cli.main", "serve", *arguments], stdout=subprocess.PIPE, text=True)
+    line = server.stdout.readline()
+    return server, int(line.rpartition(":")[2].removesuffix("/v1\n"))
+
+
+@pytest.mark.full("starts two servers; test_proxy.py has a backend that is down and errors that it returns")
+def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed_and_restarted(serve_http):
+    server, port = start_backend(0)
+    backend = Backend(BackendSection(host="127.0.0.1", port=port, max_retries=1), concurrency=64)
+    front = serve_http(create_proxy_app(backend, name="proxy", limits=Limits(max_concurrent_requests=300)))
+    body = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
+
+    async def scenario():
+        nonlocal server
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", limits=limits, timeout=300) as client:
+
+            async def ask():
+                return await client.post("/v1/chat/completions", json=body)
+
+            first = [asyncio.ensure_future(ask()) for _ in range(REQUESTS)]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            server.kill()
+            server.wait()
+            server.stdout.close()
+            second = [asyncio.ensure_future(ask()) for _ in range(REQUESTS)]
+            found = await asyncio.gather(*first, *second)
+            server, _ = await asyncio.to_thread(start_backend, port)
+            return found, await asyncio.gather(*(ask() for _ in range(50)))
+
+    try:
+        during, after = asyncio.run(scenario())
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    assert len(during) == 2 * REQUESTS
+    for response in during:
+        if response.status_code == 200:
+            assert response.json()["choices"][0]["message"]["content"] == "46"
+        else:
+            assert response.status_code in REJECTIONS, response.text
+            assert response.json()["error"]["message"]
+    assert {response.status_code for response in during} >= {200, 503}
+    assert [response.status_code for response in after] == [200] * 50
+
+
+@pytest.mark.full("10,000 requests; test_completions.py has single ones")
+def test_memory_does_not_grow_with_the_number_of_requests(model, engine):
+    app = create_app(model, engine, limits=Limits())
+
+    async def scenario():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
+
+            async def ask(count):
+                for _ in range(count // 50):
+                    batch = (client.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 2}) for _ in range(50))
+                    assert {response.status_code for response in await asyncio.gather(*batch)} == {200}
+                gc.collect()
+                return psutil.Process().memory_info().rss
+
+            return await ask(1000), await ask(9000)
+
+    early, late = asyncio.run(scenario())
+    assert late <= 1.05 * early
