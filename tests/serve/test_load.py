@@ -1,16 +1,14 @@
-"""Hundreds of concurrent requests while the backend is killed and restarted, and memory after many requests."""
+"""Hundreds of concurrent requests while the backend is killed and restarted."""
 
 import asyncio
-import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from rl_serve.app import create_app, create_proxy_app
+from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
 from rl_serve.settings import BackendSection
@@ -39,12 +37,16 @@ def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed
         nonlocal server
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", limits=limits, timeout=300) as client:
+            answered = asyncio.Event()
 
             async def ask():
-                return await client.post("/v1/chat/completions", json=body)
+                response = await client.post("/v1/chat/completions", json=body)
+                if response.status_code == 200:
+                    answered.set()
+                return response
 
             first = [asyncio.ensure_future(ask()) for _ in range(REQUESTS)]
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            await answered.wait()
             server.kill()
             server.wait()
             server.stdout.close()
@@ -68,24 +70,3 @@ def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed
             assert response.json()["error"]["message"]
     assert {response.status_code for response in during} >= {200, 503}
     assert [response.status_code for response in after] == [200] * 50
-
-
-@pytest.mark.full("10,000 requests; test_completions.py has single ones")
-def test_memory_does_not_grow_with_the_number_of_requests(model, engine):
-    app = create_app(model, engine, limits=Limits())
-
-    async def scenario():
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
-
-            async def ask(count):
-                for _ in range(count // 50):
-                    batch = (client.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 2}) for _ in range(50))
-                    assert {response.status_code for response in await asyncio.gather(*batch)} == {200}
-                gc.collect()
-                return psutil.Process().memory_info().rss
-
-            return await ask(1000), await ask(9000)
-
-    early, late = asyncio.run(scenario())
-    assert late <= 1.05 * early

@@ -13,6 +13,8 @@ from rl_serve.sampling import Limits
 
 _OPEN_PATHS = ("/health",)
 _RETRY_AFTER_S = 1
+_READ_BYTES = 64 * 1024
+"""Bytes of the body of a rejected request that are read before the response."""
 
 
 class Gate:
@@ -46,6 +48,7 @@ class Gate:
                     headers={"Retry-After": str(_RETRY_AFTER_S)},
                 )
         except ApiError as error:
+            await _read_rest(receive)
             await error.response()(scope, receive, send)
             return
         self._running += is_sampling
@@ -101,3 +104,13 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._limits.max_body_bytes} bytes.", code="request_too_large")
+
+
+async def _read_rest(receive: Receive) -> None:
+    """Read a body: if a connection is closed with unread data, the client may lose the response."""
+    received = 0
+    while received < _READ_BYTES:
+        message = await receive()
+        received += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return

@@ -133,7 +133,8 @@ def load_answer_settings(files: Sequence[Path], overrides: Sequence[str]) -> Ans
     Raises:
         InvalidConfigError: as `load_settings`.
     """
-    return _load(AnswerSettings, files, overrides)[0]
+    settings: AnswerSettings = _load(AnswerSettings, files, overrides)[0]
+    return settings
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
