@@ -72,7 +72,7 @@ def complete(body):
     }
 
 
-SECTION = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_strings", "stop_token_ids", "refit_folder")
+SECTION = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_strings", "stop_token_ids", "refit_folder", "num_workers")
 
 
 def section(url, **keys):

@@ -52,6 +52,7 @@ def test_a_server_that_only_returns_text_is_accepted_for_evaluation(script):
         ({"weight_updates": "rlcore", "refit_folder": "/tmp"}, "admin_key is required"),
         ({**TRAINING, "api": "chat"}, "requires token ids"),
         ({"extra_body": {"seed": 1}}, "extra_body cannot set seed"),
+        ({"num_workers": 2}, "num_workers has no effect"),
     ],
 )
 def test_a_wrong_setting_is_refused(keys, message):

@@ -98,6 +98,13 @@ class OpenAIConfig(GenerationConfig):
         return {"refit_transport": "disk", **given} if kind is not None else given
 
     @model_validator(mode="after")
+    def _has_no_worker_keys(self) -> Self:
+        for name in ("num_workers", "python", "max_restarts"):
+            if getattr(self, name) != GenerationConfig.model_fields[name].default:
+                raise ValueError(f"{name} has no effect with backend: openai, which starts no workers. Remove the key")
+        return self
+
+    @model_validator(mode="after")
     def _weight_updates_are_complete(self) -> Self:
         kind = self.openai_cfg.weight_updates
         if kind is None:

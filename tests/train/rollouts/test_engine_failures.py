@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.seeds import SampleStream
@@ -85,3 +86,14 @@ def test_an_engine_that_reads_messages_gets_the_conversation(tokenizer, engine_f
     )
     collector.collect(rows_of(tokenizer, "a", "b"), stream=SampleStream.TRAINING)
     assert list(engine.seen) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+
+
+def test_an_engine_that_reads_messages_is_refused_if_the_environment_has_tools(tokenizer, engine_for):
+    engine = unreliable(engine_for(lambda _: ("ok[EOS]", False)), streams=False, reads_messages=True)
+    collector = Collector(
+        generation=engine, environments={"t": Scores()}, tokenizer=tokenizer, seed=1, max_turns={"t": 1}, max_total_length=50
+    )
+    rows = rows_of(tokenizer, "a")
+    rows[0].tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(ConfigError, match="would not know them"):
+        collector.collect(rows, stream=SampleStream.TRAINING)

@@ -73,6 +73,11 @@ class Collector:
                 f"The data has the tasks {sorted(unknown)}, but `env` only has {sorted(self.environments)}. "
                 "Add a section env.<task> for each, or set data.train.task_name."
             )
+        if self.generation.reads_messages and any(row.tools for row in trajectories):
+            raise ConfigError(
+                f"{type(self.generation).__name__} sends messages without the tools of the environment, so the model "
+                "would not know them. Use an endpoint that takes token ids (policy.generation.openai_cfg.api: completions)."
+            )
         for row in trajectories:
             row.reward_weights = self.reward_weights.get(row.task_name, {})
         self.generation.prepare_for_generation()
