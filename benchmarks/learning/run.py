@@ -1,7 +1,7 @@
 """Learning of one environment: held-out success before and after GRPO, over several seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/learning/run.py sliding_puzzle
-    python benchmarks/learning/run.py tools --seeds 0 --work /tmp/trial --no-results grpo.max_num_steps=5
+    python benchmarks/learning/run.py tools --seeds 0 --work /tmp/trial --no-results --warm-up 20 grpo.max_num_steps=5
     python benchmarks/learning/run.py reasoning_gym --label score env.reasoning_gym.reward=score
 
 A model with random weights is warmed up with SFT on demonstrations, and then trained from each seed. Success is decided by
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +178,14 @@ def main() -> None:
     parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "learning")
+    parser.add_argument("--warm-up", type=int, help="number of SFT steps, if not that of the task")
     parser.add_argument("--label", help="name of a variant, which has its own runs and results, but the same warmed-up model")
     parser.add_argument("--no-results", action="store_true", help="write nothing outside the work folder")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the GRPO config")
     chosen = parser.parse_intermixed_args()
     name, task, work = chosen.task, TASKS[chosen.task], chosen.work.resolve() / chosen.task
+    if chosen.warm_up is not None:
+        task = replace(task, warm_up=chosen.warm_up)
     work.mkdir(parents=True, exist_ok=True)
     config = HERE / f"{name}.yaml"
     data = write_data(task, work)
