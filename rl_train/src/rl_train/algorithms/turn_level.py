@@ -23,7 +23,8 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 
 def turn_counts(batch: BatchedDataDict[Any]) -> torch.Tensor:
     """[B] int64 number of turns of each rollout, at least 1."""
-    return batch["token_turns"].amax(-1).clamp(min=1)
+    last: torch.Tensor = batch["token_turns"].amax(-1)
+    return last.clamp(min=1)
 
 
 def turn_rewards(batch: BatchedDataDict[Any], token_penalties: torch.Tensor) -> torch.Tensor:
