@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -186,7 +186,7 @@ def _plan_of(asked: AgentRequest, turn: AgentTurn) -> SamplingPlan:
     return SamplingPlan(rows=[row], greedy=False, prompts=[turn.prompt], n=1)
 
 
-def _stream(chunks: list[Mapping[str, Any]]) -> StreamingResponse:
+def _stream(chunks: Sequence[Mapping[str, Any]]) -> StreamingResponse:
     """A finished turn as server-sent events."""
 
     async def events() -> AsyncIterator[str]:
