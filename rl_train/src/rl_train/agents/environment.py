@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_train.agents.config import AgentEnvironmentConfig
 
@@ -22,6 +23,6 @@ class AgentEnvironment(EnvironmentInterface):
         """Never called in a run.
 
         Raises:
-            NotImplementedError: always.
+            ConfigError: always.
         """
-        raise NotImplementedError("The rewards of this task are those that its agent returns; it has no environment.")
+        raise ConfigError("The agent of this task returns the rewards, so there is no environment that could be called.")
