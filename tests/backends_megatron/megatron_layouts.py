@@ -30,7 +30,8 @@ SMALL_STEPS = {
     "kwargs": {"lr": 8e4, "eps": 1e8, "betas": [0.0, 0.999], "weight_decay": 0.0},
 }
 """Steps of 8e-4 times the gradient, by Adam: far below the distance of two neighbours in bfloat16."""
-STEPS = 5
+STEPS = 4
+"""The last has the whole learning rate: the warm-up takes three."""
 TRAINING = {
     "optimizer": ADAM,
     "scheduler": {"name": "linear", "kwargs": {"num_warmup_steps": 3, "num_training_steps": 40}},

@@ -258,7 +258,8 @@ class Rank:
             worker.save_checkpoint(folder / "w", folder / "o")
             found: dict[str, Any] = {"masters": whole_masters(worker) if precision == "bfloat16" else {}}
             found["result"] = self.step(worker, layout, 2)
-            found["poisoned"] = self.step_with_nan(worker, layout)
+            if precision == "float32":
+                found["poisoned"] = self.step_with_nan(worker, layout)
             found["version"] = worker.get_weight_version()
             found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
             worker.shutdown()
@@ -276,11 +277,12 @@ class Rank:
             found["version"] = worker.get_weight_version()
             found["result"] = self.step(worker, layout, 2)
             found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
-            found["reference"] = worker.get_logprobs(make_rows(), reference=True)["logprobs"]
-            worker.load_checkpoint(folder / "w0", folder / "o0")
-            for number in range(3):
-                self.step(worker, layout, number)
-            found["from_start"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
+            if precision == "float32":
+                found["reference"] = worker.get_logprobs(make_rows(), reference=True)["logprobs"]
+                worker.load_checkpoint(folder / "w0", folder / "o0")
+                for number in range(3):
+                    self.step(worker, layout, number)
+                found["from_start"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
             worker.shutdown()
             torch.save(found, folder / f"{name}-{self.rank}.pt")
 

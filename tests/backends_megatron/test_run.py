@@ -17,7 +17,11 @@ def test_a_run_of_grpo_has_the_numbers_of_the_backend_on_transformers(rlcore, tm
     changes = {
         "hf": {"cluster": {"backend": "in_process"}},
         "megatron": {
-            "policy": {"backend": "megatron", "megatron_cfg": {"tensor_model_parallel_size": 2}},
+            "policy": {
+                "backend": "megatron",
+                "megatron_cfg": {"tensor_model_parallel_size": 2},
+                "generation": {"num_workers": 1},
+            },
             "cluster": {"workers_per_node": 2},
         },
     }
