@@ -10,6 +10,7 @@ from rl_core.errors import DataError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.environment import keeps_sessions
 from rl_train.pools.actor_pool import ActorPool
+from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.records import rollout_records
@@ -143,6 +144,21 @@ def test_a_rollout_whose_reset_fails_in_every_attempt_is_stored_without_a_comple
     assert rows[0].failure == "ConnectionError: no kernel"
     [record] = rollout_records(rows)
     assert (record["prompt"], record["completion"], record["tokens"], record["turns"]) == ("q", "", [], 0)
+
+
+class WithoutActors(InProcessPool):
+    """All replacements of its actors failed."""
+
+    @property
+    def actors(self):
+        return []
+
+
+def test_a_session_for_which_no_worker_could_be_started_fails_only_its_rollout(tokenizer, engine):
+    environment = EnvironmentPool(WithoutActors(Notebook), task_name="notebook", deadline_s=10, keeps_sessions=True)
+    [row] = play(tokenizer, engine, environment, [{"name": "a", "turns": 1}])
+    assert not to_batch([row])["sample_mask"].any()
+    assert "no process of the environment could be started" in row.failure_details
 
 
 def test_an_error_that_ends_the_run_closes_the_sessions_of_the_other_rollouts(tokenizer, engine):

@@ -24,13 +24,13 @@ class PendingRayCall(PendingCall):
     """Pending calls, one per actor, in the order of the results; `shape` converts the list of values to the result."""
 
     def __init__(
-        self, flights: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines, shape: Callable[[list[Any]], Any] = list
+        self, calls: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines, shape: Callable[[list[Any]], Any] = list
     ) -> None:
-        self._flights = list(flights)
+        self._calls = list(calls)
         self._deadline_s = deadline_s
         self._deadlines = deadlines
         self._shape = shape
-        self._open = {flight.ref: index for index, flight in enumerate(self._flights)}
+        self._open = {call.ref: index for index, call in enumerate(self._calls)}
         self._values: dict[int, Any] = {}
         self._errors: dict[int, WorkerError] = {}
 
@@ -43,8 +43,8 @@ class PendingRayCall(PendingCall):
         return not self._open
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        for flight in self._flights:
-            flight.ref.future().add_done_callback(lambda _: callback())
+        for call in self._calls:
+            call.ref.future().add_done_callback(lambda _: callback())
 
     def result(self, deadline_s: float | None = None) -> Any:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
@@ -52,7 +52,7 @@ class PendingRayCall(PendingCall):
         while not self.poll(max(until - time.monotonic(), 0.0)):
             if time.monotonic() >= until:
                 raise self._expired()
-        return self._shape([self._values[index] for index in range(len(self._flights))])
+        return self._shape([self._values[index] for index in range(len(self._calls))])
 
     def settle(self, deadline_s: float | None = None) -> list[Any]:
         until = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
@@ -63,7 +63,7 @@ class PendingRayCall(PendingCall):
                 raise raised[0]
             if self._open and time.monotonic() >= until:
                 raise self._expired()
-        return [self._values.get(index, self._errors.get(index)) for index in range(len(self._flights))]
+        return [self._values.get(index, self._errors.get(index)) for index in range(len(self._calls))]
 
     def _advance(self, timeout_s: float) -> None:
         """Wait for at least one call to end, and process all that have."""
@@ -74,11 +74,11 @@ class PendingRayCall(PendingCall):
             ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=0)
         for ref in ready:
             index = self._open.pop(ref)
-            landing = resolve(self._flights[index])
-            if landing.error is None:
-                self._values[index] = landing.value
+            outcome = resolve(self._calls[index])
+            if outcome.error is None:
+                self._values[index] = outcome.value
             else:
-                self._errors[index] = landing.error
+                self._errors[index] = outcome.error
 
     def _wait_for_root_cause(self) -> None:
         until = time.monotonic() + _GRACE_S
@@ -96,15 +96,15 @@ class PendingRayCall(PendingCall):
         return error
 
     def _expired(self) -> Exception:
-        waiting = [self._flights[index] for index in sorted(self._open.values())]
-        answered = [self._flights[index].actor.label for index in sorted(self._values)]
-        seconds = max(time.monotonic() - flight.started for flight in waiting)
+        waiting = [self._calls[index] for index in sorted(self._open.values())]
+        answered = [self._calls[index].actor.label for index in sorted(self._values)]
+        seconds = max(time.monotonic() - call.started for call in waiting)
         with ThreadPoolExecutor(max_workers=16) as looks:  # reading a stack on another node takes seconds
-            reports = list(looks.map(lambda flight: flight.unanswered(self._deadlines.stack_s), waiting))
+            reports = list(looks.map(lambda call: call.unanswered(self._deadlines.stack_s), waiting))
         return exceeded(round(seconds, 1), reports, answered)
 
 
-def collect(flights: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:
+def collect(calls: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:
     """The values, in order; errors as in `PendingCall.result`."""
-    values: list[Any] = PendingRayCall(flights, deadline_s=deadline_s, deadlines=deadlines).result()
+    values: list[Any] = PendingRayCall(calls, deadline_s=deadline_s, deadlines=deadlines).result()
     return values

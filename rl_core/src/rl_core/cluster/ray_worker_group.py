@@ -106,11 +106,11 @@ class RayWorkerGroup(WorkerGroup):
     ) -> PendingCall:
         self._reject_if_shut_down()
         shared = self._store(((), kwargs), len(args_by_rank))
-        flights = [
+        calls = [
             self._actors[rank].call(method, shared, *(item if isinstance(item, tuple) else (item,)))
             for rank, item in args_by_rank.items()
         ]
-        return self._pending(flights, deadline_s)
+        return self._pending(calls, deadline_s)
 
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         self._reject_if_shut_down()
@@ -120,8 +120,8 @@ class RayWorkerGroup(WorkerGroup):
     def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         self._sharding.get_worker_coords(rank)
         self._reject_if_shut_down()
-        flight = self._actors[rank].call(method, (args, kwargs))
-        return self._pending([flight], deadline_s, shape=lambda values: values[0])
+        call = self._actors[rank].call(method, (args, kwargs))
+        return self._pending([call], deadline_s, shape=lambda values: values[0])
 
     def submit_sharded(
         self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
@@ -133,11 +133,11 @@ class RayWorkerGroup(WorkerGroup):
         stored = [self._store(shard, replicas) for shard in shards]
         others = dict.fromkeys((name for name in self._sharding.names if name != axis), 0)
         leaders = [self._sharding.get_ranks_by_coord(**{axis: index}, **others)[0] for index in range(len(shards))]
-        flights = []
+        calls = []
         for rank, actor in enumerate(self._actors):
             shard = stored[self._sharding.get_worker_coords(rank)[axis]]
-            flights.append(actor.call(method, shared, shard, keep_result=rank in leaders))
-        return self._pending(flights, deadline_s, shape=lambda values: [values[rank] for rank in leaders])
+            calls.append(actor.call(method, shared, shard, keep_result=rank in leaders))
+        return self._pending(calls, deadline_s, shape=lambda values: [values[rank] for rank in leaders])
 
     def describe_rank(self, rank: int) -> str:
         return f"{self._actors[rank].label}, {self._actors[rank].where()}"
@@ -209,9 +209,7 @@ class RayWorkerGroup(WorkerGroup):
         actors = [self._actors[rank] for rank in ranks]
         share, name = self._cluster.worker_share(), self._name
         holding = [
-            flight
-            for rank in ranks
-            for flight in self._places.hold(rank, share=share, runtime_env=self._runtime_env, name=name)
+            call for rank in ranks for call in self._places.hold(rank, share=share, runtime_env=self._runtime_env, name=name)
         ]
         self._collect_start([*(actor.started() for actor in actors), *holding])
         if not self._contexts:
@@ -258,17 +256,17 @@ class RayWorkerGroup(WorkerGroup):
             raise UserError(f"group '{self._name}' was shut down; no method can run on it")
 
     def _pending(
-        self, flights: Sequence[ActorCall], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list
+        self, calls: Sequence[ActorCall], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list
     ) -> PendingCall:
         return PendingRayCall(
-            flights,
+            calls,
             deadline_s=self._deadlines.call_s if deadline_s is None else deadline_s,
             deadlines=self._deadlines,
             shape=shape,
         )
 
-    def _collect_start(self, flights: Sequence[ActorCall]) -> list[Any]:
-        return collect(flights, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
+    def _collect_start(self, calls: Sequence[ActorCall]) -> list[Any]:
+        return collect(calls, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
 
     @staticmethod
     def _store(value: Any, readers: int) -> Any:

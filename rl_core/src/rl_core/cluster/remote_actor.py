@@ -269,10 +269,10 @@ class _Outcome:
     error: WorkerError | None = None
 
 
-def resolve(flight: ActorCall) -> _Outcome:
+def resolve(call: ActorCall) -> _Outcome:
     """Like `ActorCall.resolve`, but the error is returned instead of raised."""
     try:
-        return _Outcome(value=flight.resolve())
+        return _Outcome(value=call.resolve())
     except WorkerError as error:
         return _Outcome(error=error)
 
