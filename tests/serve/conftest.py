@@ -91,7 +91,8 @@ class ScriptedGeneration:
 def http_server(app):
     """The application on a free port of loopback, in a thread; yields the port and the server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1))
+        config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=65)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
