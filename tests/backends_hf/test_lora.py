@@ -608,16 +608,20 @@ def test_sft_with_lora_lowers_the_loss_without_changing_the_base(peft):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "example",
-    ["dpo_addition", pytest.param("rm_addition", marks=pytest.mark.full("adapters learn preferences by DPO in make test"))],
+    ("example", "length"),
+    [
+        ("dpo_addition", "dpo.max_num_steps=10"),
+        pytest.param("rm_addition", "rm.max_num_steps=40", marks=pytest.mark.full("adapters learn by DPO in make test")),
+    ],
 )
-def test_adapters_learn_preferences_and_the_checkpoint_contains_only_adapters(peft, tmp_path, example):
+def test_adapters_learn_preferences_and_the_checkpoint_contains_only_adapters(peft, tmp_path, example, length):
     finished = launch.train(
         ROOT / "examples" / f"{example}.yaml",
         [
             "cluster.backend=in_process",
             "++policy.hf_cfg.lora={rank: 8}",
             "policy.optimizer.kwargs.lr=3e-3",
+            length,
             f"logger.log_dir={tmp_path}",
             "checkpointing.save_period=100",
         ],

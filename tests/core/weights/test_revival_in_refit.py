@@ -244,7 +244,7 @@ def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(
     sync, limit = synchronizers[transport], engine.restarts + 1
     policy.group.run_all("step")
     with monkeypatch.context() as patch:
-        patch.setattr(engine._revival, "_max_restarts", limit)
+        patch.setattr(engine._restarter, "_max_restarts", limit)
         (deaths / "load_weights-1").write_text("2")
         pids = engine.group.pids()
         with caplog.at_level(logging.WARNING, "rl_core"):
