@@ -3,8 +3,10 @@
     python benchmarks/refit.py [--rounds 5] [--device cuda] [--write]
 
 134.5 million float32 parameters in the shapes of SmolLM2-135M are sent from a policy process to a generation process on one
-machine, over shared memory (on one GPU: by CUDA IPC) and over gloo; every refit is verified. `--write` writes the table to
-benchmarks/results/refit.md, or refit_cuda.md.
+machine, over shared memory (on one GPU: by CUDA IPC) and over gloo; every refit is verified. Two comparisons alternate their
+sides in one run and report wall-clock and CPU seconds of all processes with their range: shared memory that is kept or
+allocated in each refit, and in one process, tensors shared by reference that are verified by address, by fingerprints of both
+sides, or by fingerprints and the canary. `--write` writes the tables to benchmarks/results/refit.md, or refit_cuda.md.
 """
 
 from __future__ import annotations
@@ -13,20 +15,25 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.fingerprint import tensor_digest
 from rl_core.weights.manifest import manifest_of
 from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.sink import WeightSink
 from rl_core.weights.source import WeightSource
+from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -62,6 +69,19 @@ class Timed:
         self.context = SimpleNamespace(rank=0, device=device)
         self.weights = {name: torch.randn(shape, device=device) for name, shape in shapes().items()}
         self.seconds: dict[str, float] = {}
+        self.keeps_segments = True
+        self._segments: Any = None
+        self._set_aside: Any = None
+
+    def keep_segments(self, keeps: bool) -> None:
+        """Whether shared memory stays mapped between buckets and refits; the other side's is set aside meanwhile."""
+        if keeps != self.keeps_segments:
+            self._segments, self._set_aside = self._set_aside, self._segments
+        self.keeps_segments = keeps
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process so far."""
+        return time.process_time()
 
     def timed(self, method: str, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
@@ -99,6 +119,12 @@ class Policy(Timed, WeightSource):
         for tensor in self.weights.values():
             tensor.add_(1e-3)
 
+    def finish_refit(self) -> None:
+        super().finish_refit()
+        if not self.keeps_segments and self._segments is not None:
+            self._segments.close()
+            self._segments = None
+
     def offload_before_refit(self) -> None: ...
 
     def offload_after_refit(self) -> None: ...
@@ -123,6 +149,11 @@ class Engine(Timed, WeightSink):
     def named_weights(self):
         return self.weights
 
+    def update_weights(self, ipc_handles):
+        if not self.keeps_segments:
+            self._segments = None
+        super().update_weights(ipc_handles)
+
     def invalidate_kv_cache(self) -> bool:
         return True
 
@@ -136,7 +167,7 @@ def _start(worker_class: type) -> None:
 
 
 def _call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    plain = method in ("take_seconds", "memcpy", "digest_seconds")
+    plain = method in ("take_seconds", "memcpy", "digest_seconds", "keep_segments", "cpu_seconds")
     return getattr(_worker, method)(*args, **kwargs) if plain else _worker.timed(method, *args, **kwargs)
 
 
@@ -151,6 +182,7 @@ class WorkerProxy:
         self.pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=self.start, initargs=(worker_class,))
 
     restarts = 0
+    num_workers = 1
 
     def restart_dead(self, cause: Exception | None = None) -> bool:
         return False
@@ -192,6 +224,103 @@ def measure(policy: WorkerProxy, engine: WorkerProxy, transport: type, rounds: i
     return {item: statistics.median(row.get(item, 0.0) for row in collected) for item in collected[0]}
 
 
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str
+    refit: Callable[[], object]
+    """Refits once, after an optimizer step that is not measured."""
+
+
+def compare(title: str, sides: list[Side], step: Callable[[], None], cpu: Callable[[], float], rounds: int) -> list[str]:
+    """Refit each side in turn; wall-clock and CPU seconds of the rounds after the first."""
+    wall: dict[str, list[float]] = {side.name: [] for side in sides}
+    spent: dict[str, list[float]] = {side.name: [] for side in sides}
+    for number in range(rounds + 1):
+        for side in sides:
+            step()
+            started, used = time.perf_counter(), cpu()
+            side.refit()
+            if number > 0:  # the first touches memory for the first time
+                wall[side.name].append(time.perf_counter() - started)
+                spent[side.name].append(cpu() - used)
+    lines = [f"## {title}", "", "| | CPU seconds | wall-clock seconds |", "| --- | --- | --- |"]
+    lines += [f"| {side.name} | {spread(spent[side.name])} | {spread(wall[side.name])} |" for side in sides]
+    return [*lines, ""]
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+
+
+def compare_segments(policy: WorkerProxy, engine: WorkerProxy, rounds: int) -> list[str]:
+    """Shared memory that both sides keep mapped, against segments of one refit that are mapped for each bucket."""
+    sync = WeightSynchronizer(
+        policy,  # type: ignore[arg-type]
+        engine,  # type: ignore[arg-type]
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+    )
+
+    sides = []
+    for name, keeps in (("allocated in each refit", False), ("kept", True)):
+
+        def run(keeps: bool = keeps) -> None:
+            policy.keep_segments(keeps)
+            engine.keep_segments(keeps)
+            sync.sync()
+
+        sides.append(Side(name, run))
+
+    def cpu() -> float:
+        return time.process_time() + float(policy.cpu_seconds()) + float(engine.cpu_seconds())
+
+    return compare("Shared memory between processes", sides, policy.step, cpu, rounds)
+
+
+class ComparedByReference(ByReferenceTransport):
+    """Compares fingerprints in each refit, as if memory were not shared."""
+
+    shares_memory = False
+
+
+def compare_in_one_process(rounds: int, precision: str) -> list[str]:
+    """A Transformers policy and engine that share tensors, with each way of verifying a refit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+
+    torch.set_num_threads(1)
+    options: Any = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    options |= {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(**options)).save_pretrained(folder)
+        policy = HuggingFacePolicy(folder, precision=precision, max_total_sequence_length=256)
+        engine = HuggingFaceGeneration(folder, precision=precision, max_new_tokens=64)
+        policy.wait_ready(), engine.wait_ready()
+
+    def synchronizer(transport: type, **checks: Any) -> WeightSynchronizer:
+        by = ["by_reference"]
+        return WeightSynchronizer(
+            policy, engine, transports=[transport], policy_capabilities=by, generation_capabilities=by, **checks
+        )
+
+    exact = precision == "float32"
+    canary = make_canary(range(100, 40_000), num_receivers=1, max_length=256, exact=exact, tolerance=10.0)
+    sides = [
+        Side("fingerprints and canary", synchronizer(ComparedByReference, canary=lambda: canary, digests_are_held=False).sync),
+        Side("fingerprints", synchronizer(ComparedByReference).sync),
+        Side("addresses", synchronizer(ByReferenceTransport).sync),
+    ]
+    try:
+        return compare(f"In one process, {precision}", sides, lambda: None, time.process_time, rounds)
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+
+
 def table(name: str, found: dict[str, float]) -> list[str]:
     lines = [f"## {name}", "", "| item | seconds | x memcpy |", "| --- | --- | --- |"]
     shown = ["memcpy", "refit/push_s", "refit/prove_s", "refit/prepare_s", "refit/total_s"]
@@ -228,6 +357,10 @@ def main() -> None:
         ]
         for transport in (SharedMemoryTransport, CollectiveTransport):
             lines += table(transport.name, measure(policy, engine, transport, options.rounds))
+        if options.device == "cpu":
+            lines += compare_segments(policy, engine, options.rounds)
+            for precision in ("float32", "bfloat16"):
+                lines += compare_in_one_process(options.rounds, precision)
         for kind in ("xxh3", "wsum"):
             spent = min(policy.digest_seconds(kind) for _ in range(3))
             lines.append(f"Fingerprint `{kind}` on one thread: {spent / size * 1e9:.2f} ns/byte.")

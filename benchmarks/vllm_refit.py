@@ -217,6 +217,7 @@ def measure(options: argparse.Namespace, policy: Any, engine: Any) -> dict[str, 
         policy_capabilities=["shared_memory"],
         generation_capabilities=["shared_memory"],
         canary=lambda: make_canary(range(100, 40_000), num_receivers=1, max_length=LENGTH, exact=exact),
+        digests_are_held=False,
     )
     collected: list[dict[str, float]] = []
     for number in range(options.rounds + 1):

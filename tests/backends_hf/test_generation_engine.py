@@ -7,7 +7,7 @@ import transformers
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, WorkerError
 
 
 @pytest.fixture
@@ -101,6 +101,7 @@ def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights
     from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
     from rl_backends_hf.policy import HuggingFacePolicy
     from rl_core.weights.by_reference import ByReferenceTransport
+    from rl_train.algorithms.losses import NLLLossFn
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
     other = transformers.AutoModelForCausalLM.from_config(
@@ -128,6 +129,15 @@ def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights
     own = policy.generate(batch_of([5, 6, 7]), greedy=True)
     theirs = engine.generate(batch_of([5, 6, 7]), greedy=True)
     assert own["output_ids"][0, :23].tolist() == theirs["output_ids"][0].tolist()
+
+    rows = {**output, "token_mask": sampled.float(), "sample_mask": torch.ones(3)}
+    rows |= {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
+    policy.prepare_for_training()
+    policy.train(BatchedDataDict(rows), NLLLossFn())
+    with pytest.raises(WorkerError, match=r"has changed \d+ weights since the last weight sync"):
+        engine.generate(batch)
+    synchronizer.sync()
+    assert engine.generate(batch)["weight_version"].tolist() == [1, 1, 1]
 
 
 async def one_by_one(engine, batch):

@@ -97,6 +97,7 @@ def running(path, own, *, gpus=1, greedy=False):
             generation_capabilities=["shared_memory"],
             wait=wait_together,
             canary=lambda: make_canary(range(3, VOCABULARY), num_receivers=1, max_length=LENGTH, exact=False, greedy=greedy),
+            digests_are_held=False,
         )
         try:
             yield engine, policy, sync

@@ -57,6 +57,7 @@ def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024):
         # Buckets smaller than a layer: fused tensors arrive in pieces, and their memory is reused in between.
         buffer_bytes=buffer_bytes,
         canary=make if canary else None,
+        digests_are_held=False,
     )
 
 

@@ -76,6 +76,7 @@ def synchronizer(policy, engine, cluster, name="shared_memory"):
         wait=wait_together,
         rendezvous=cluster.get_master_address_and_port,
         canary=lambda: make_canary(range(3, VOCABULARY), num_receivers=engine.num_workers, max_length=LENGTH, exact=True),
+        digests_are_held=False,
     )
 
 

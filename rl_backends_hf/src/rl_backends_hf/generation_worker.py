@@ -67,12 +67,15 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         self.refuse_torn_weights()
+        self.refuse_changed_weights()
         answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
         return answer
 
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
+        if not cancelled:
+            self.refuse_changed_weights()
         return self._rows.poll(arrivals, cancelled=cancelled, wait_s=wait_s, weight_version=self.get_weight_version())
 
     def close_sessions(self, sessions: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from rl_backends_hf.dropout import training_mode
 from rl_backends_hf.parallel import Parallel, clip_, local
@@ -105,6 +106,8 @@ def _step(state: TrainingState) -> float:
     """Take a step and return its learning rate."""
     lr = float(state.optimizer.param_groups[0]["lr"])
     state.optimizer.step()
+    # Fused optimizers change parameters without counting it, but an engine that shares them checks the counts.
+    increment_version(list(state.masters.parameters.values()))
     state.scheduler.step()
     state.masters.copy_to_model()
     state.masters.clear_gradients()

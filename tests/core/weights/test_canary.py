@@ -166,7 +166,7 @@ def test_a_policy_that_scores_at_another_temperature_than_its_engine_is_compared
     assert make_canary(WORDS, **options, retempering=retempering).prove(policy, engine) < 1e-5
 
 
-def test_an_engine_with_digests_of_received_weights_runs_the_canary_even_if_nothing_is_sent(sides, monkeypatch):
+def test_the_canary_runs_once_per_worker_or_in_every_sync_if_digests_are_of_received_weights(sides, monkeypatch):
     def sync_of(**options):
         return WeightSynchronizer(
             *sides,
@@ -178,8 +178,13 @@ def test_an_engine_with_digests_of_received_weights_runs_the_canary_even_if_noth
         )
 
     held, arrived = sync_of(), sync_of(digests_are_held=False)
-    held.sync()
+    assert held.sync()["refit/canary_error"] < 1e-5
     assert "refit/canary_error" not in held.sync(only_if_stale=True)
+    assert "refit/canary_error" not in held.sync(), "fingerprints cover what this engine computes with"
+    monkeypatch.setattr(type(sides[1]), "restarts", 1)
+    assert held.sync()["refit/canary_error"] < 1e-5
+    assert "refit/canary_error" not in held.sync()
+    assert arrived.sync()["refit/canary_error"] < 1e-5
     found = arrived.sync(only_if_stale=True)
     assert found["refit/moved"] == 0.0
     assert found["refit/canary_error"] < 1e-5

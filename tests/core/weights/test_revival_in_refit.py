@@ -277,3 +277,5 @@ def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_repl
     assert len(engine.group.run_all("weights")) == REPLICAS
     assert time.monotonic() - started < LIMIT_S
     assert engine.restarts == before
+    # What it kept for the next refit over shared memory is swept, as in each refit and at the end of a run.
+    assert all(name.startswith(f"rlcore-{victim}-") for name in sweep())

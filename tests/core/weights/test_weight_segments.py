@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights.shared_memory import DIRECTORY, Segment, SegmentPair, map_segment, sweep
+from rl_core.weights.shared_memory import DIRECTORY, MappedSegments, Segment, SegmentPair, map_segment, sweep
 
 OWNER = """
 import time
@@ -49,6 +49,33 @@ def test_a_segment_of_a_living_process_is_not_swept_and_one_of_a_killed_process_
     assert path.exists()
     assert path.name in sweep()
     assert not path.exists()
+
+
+def test_a_mapped_segment_is_mapped_again_only_if_it_is_another_one_of_that_name(tmp_path):
+    segments, one = MappedSegments(directory=tmp_path), Segment(100, directory=tmp_path)
+    one.buffer.fill_(1)
+    mapped = segments.map(one.name, size=100)
+    one.buffer.fill_(2)
+    again = segments.map(one.name, size=50)
+    assert again.data_ptr() == mapped.data_ptr()
+    assert again.unique().tolist() == [2]
+    (tmp_path / "other").write_bytes(bytes([3]) * 200)
+    os.replace(tmp_path / "other", tmp_path / one.name)  # as after a process with the same pid
+    assert segments.map(one.name, size=200).unique().tolist() == [3]
+    with pytest.raises(WeightSyncError, match="is not on this node"):
+        segments.map("rlcore-0-0", size=1)
+    one.close()
+
+
+def test_small_segments_are_kept_for_the_next_refit_and_large_ones_are_not(tmp_path):
+    pair = SegmentPair(directory=tmp_path)
+    large, small = pair.next(5000), pair.next(10)
+    pair.keep(100)
+    assert [path.name for path in tmp_path.iterdir()] == [small.name]
+    assert pair.next(10) is not large
+    assert pair.next(10) is small
+    pair.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("then", ["", "raise SystemExit(3)", "raise RuntimeError"])

@@ -165,6 +165,42 @@ def test_by_reference_both_sides_share_memory():
     assert held.head.weight is held.embed.weight
 
 
+def test_later_refits_over_shared_memory_reuse_its_segments():
+    policy, engine = make_policy(), make_engine()
+    sync, names = synchronizer(policy, engine), []
+    update = engine.update_weights
+    engine.update_weights = lambda handles: (names.append(handles["segment"]), update(handles))
+    for _ in range(3):
+        sync.sync()
+        assert weights_equal(policy, engine)
+        policy.group.run_all("step")
+    count = len(names) // 3
+    assert count > 2
+    # In the first refit a segment may be replaced by a larger one.
+    assert names[count : 2 * count] == names[2 * count :]
+    assert len(set(names[count:])) == 2
+    policy.shutdown()
+    assert not any((DIRECTORY / name).exists() for name in names)
+
+
+def test_by_reference_compares_fingerprints_once_and_addresses_in_each_refit(monkeypatch):
+    policy, engine = make_policy(), make_engine()
+    sync, worker = synchronizer(policy, engine, "by_reference"), engine.group.worker
+    digests, digest = [], engine.weight_fingerprint
+    monkeypatch.setattr(engine, "weight_fingerprint", lambda: digests.append(1) or digest())
+    for version in (1, 2, 3):
+        assert sync.sync()["refit/weight_version"] == engine.weight_version == version
+        assert worker.model.q.weight.data_ptr() == policy.group.worker.model.q.weight.data_ptr()
+        worker.refuse_changed_weights()
+        policy.group.run_all("step")
+        with pytest.raises(WeightSyncError, match=r"changed \d+ weights since the last weight sync.*newer than version"):
+            worker.refuse_changed_weights()
+    assert len(digests) == 1
+    monkeypatch.setattr(worker, "named_weights", worker.weights)  # copies
+    with pytest.raises(WeightSyncError, match="does not alias the policy's"):
+        sync.sync()
+
+
 def test_by_reference_needs_one_precision():
     with pytest.raises(WeightSyncError, match=r"(?s)float32 on cpu in the policy.*shared_memory"):
         synchronizer(make_policy(), make_engine(HalfPrecisionEngine), "by_reference").sync()

@@ -156,7 +156,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         raise NotSupportedError(f"{type(self).__name__} does not fingerprint its weights, so a refit cannot be verified.")
 
     def finish_refit(self) -> None:
-        """Free the refit's memory (shared memory, staging buffers); calling it twice is fine."""
+        """End the refit and free its memory; shared memory may be kept for the next one. Calling it twice is fine."""
 
 
 RefitManifest = Mapping[str, tuple[tuple[int, ...], str]]

@@ -49,9 +49,12 @@ class WeightTransport(ABC):
 
     Attributes:
         name: the capability that both backends list if they support it.
+        shares_memory: the engine computes with the policy's own tensors and checks that in `update_weights`. Only the first
+            refit then compares fingerprints: they would be of the same memory.
     """
 
     name: ClassVar[str]
+    shares_memory: ClassVar[bool] = False
 
     def __init__(self, context: TransportContext) -> None:
         """Store the run's limits; nothing is opened before the first push."""

@@ -16,7 +16,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.weights.cuda_ipc import open_buffer
 from rl_core.weights.disk import read_tensors
 from rl_core.weights.manifest import Placement
-from rl_core.weights.shared_memory import map_segment
+from rl_core.weights.shared_memory import MappedSegments
 
 
 def merge_handles(per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
@@ -30,12 +30,15 @@ def merge_handles(per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any
     return merged
 
 
-def open_handles(handles: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+def open_handles(
+    handles: Mapping[str, Any], device: torch.device, segments: MappedSegments | None = None
+) -> dict[str, torch.Tensor]:
     """Name to tensor, as views of the sender's memory: copy and release them.
 
     Args:
         handles: one bucket.
         device: the receiver's device; CUDA IPC requires the sender's GPU.
+        segments: keeps shared memory mapped for later buckets; by default it is mapped for this one only.
 
     Raises:
         WeightSyncError: the memory is not accessible from this process.
@@ -44,7 +47,7 @@ def open_handles(handles: Mapping[str, Any], device: torch.device) -> dict[str, 
     if kind == "by_reference":
         return dict(handles["tensors"])
     if kind == "shared_memory":
-        return _placed(handles, map_segment(handles["segment"], size=handles["num_bytes"]))
+        return _placed(handles, (segments or MappedSegments()).map(handles["segment"], size=handles["num_bytes"]))
     if kind == "cuda_ipc":
         return _placed(handles, open_buffer(handles["devices"], device))
     if kind == "disk":

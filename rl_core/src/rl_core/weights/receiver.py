@@ -19,6 +19,7 @@ from rl_core.weights.fingerprint import combine, natural_kind
 from rl_core.weights.handles import open_handles
 from rl_core.weights.manifest import refuse_differences
 from rl_core.weights.refit_progress import RefitProgress, forms_of
+from rl_core.weights.shared_memory import MappedSegments
 
 if TYPE_CHECKING:
     from rl_core.interfaces.worker_context import WorkerContext
@@ -34,6 +35,7 @@ class WeightReceiver(ABC):
     _ledger: RefitProgress | None = None
     _weight_version: int = NO_VERSION
     _weight_collective: WeightCollective | None = None
+    _segments: MappedSegments | None = None
 
     @abstractmethod
     def expected_weights(self) -> RefitManifest:
@@ -91,7 +93,9 @@ class WeightReceiver(ABC):
         Raises:
             WeightSyncError: a tensor is unknown, repeated or of the wrong form, or it belongs to another refit.
         """
-        tensors = open_handles(ipc_handles, self._device())
+        if self._segments is None:
+            self._segments = MappedSegments()
+        tensors = open_handles(ipc_handles, self._device(), self._segments)
         self._take(
             tensors,
             refit=ipc_handles["refit"],

@@ -30,6 +30,8 @@ PREFIX = "rlcore-"
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """Advice of Linux 5.14 and later: map all pages at once. One fault per page costs several times the copy itself."""
 _numbers = itertools.count()
+_MAPPED = 2
+"""Number of segments that a receiver keeps mapped: those of a `SegmentPair`."""
 
 
 class Segment:
@@ -90,12 +92,48 @@ class SegmentPair:
             self._segments[self._turn] = segment = Segment(size, directory=self._directory)
         return segment
 
+    def keep(self, most_bytes: int) -> None:
+        """Keep segments of up to `most_bytes` for the next refit, which uses them in the same order; unlink larger ones."""
+        self._turn = 0
+        for turn, segment in enumerate(self._segments):
+            if segment is not None and segment.size > most_bytes:
+                segment.close()
+                self._segments[turn] = None
+
     def close(self) -> None:
         """Unlink both; calling it twice is fine."""
-        for segment in self._segments:
-            if segment is not None:
-                segment.close()
-        self._segments = [None, None]
+        self.keep(-1)
+
+
+class MappedSegments:
+    """Segments of another process that stay mapped between buckets and refits, because mapping costs as much as a copy."""
+
+    def __init__(self, *, directory: Path = DIRECTORY) -> None:
+        self._directory = directory
+        self._mapped: dict[str, tuple[int, torch.Tensor]] = {}
+        """Name to inode and bytes; the most recently used last."""
+
+    def map(self, name: str, *, size: int) -> torch.Tensor:
+        """At least the first `size` bytes of a segment, as `map_segment`.
+
+        Raises:
+            WeightSyncError: there is no such segment on this node.
+        """
+        inode, found = self._mapped.pop(name, (-1, None))
+        if found is None or found.numel() < size or inode != self._inode(name):
+            found = map_segment(name, directory=self._directory)
+            inode = self._inode(name)
+        self._mapped[name] = inode, found
+        for oldest in list(self._mapped)[:-_MAPPED]:
+            del self._mapped[oldest]
+        return found
+
+    def _inode(self, name: str) -> int:
+        """Tells a segment from an earlier one of the same name, whose process has ended; -1 if there is none."""
+        try:
+            return (self._directory / name).stat().st_ino
+        except FileNotFoundError:
+            return -1
 
 
 def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> torch.Tensor:

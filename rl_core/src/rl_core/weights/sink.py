@@ -20,6 +20,9 @@ from rl_core.weights.receiver import WeightReceiver
 class WeightSink(WeightReceiver):
     """Mixin of a generation worker: the refit methods of `GenerationInterface`, for one replica."""
 
+    _shared: Mapping[str, tuple[torch.Tensor, int]] | None = None
+    """The policy's tensors of the last refit by reference, with their version counters."""
+
     @abstractmethod
     def named_weights(self) -> Mapping[str, torch.Tensor]:
         """Name to the live tensor of the engine (never a copy), under its checkpoint's names; tied tensors once."""
@@ -56,6 +59,7 @@ class WeightSink(WeightReceiver):
                     "reference. Use the same precision for both, or set policy.generation.refit_transport: shared_memory."
                 )
             live[name].data = tensor.detach()
+        self._shared = {**(self._shared or {}), **{name: (tensor, _writes(tensor)) for name, tensor in tensors.items()}}
         after = self.named_weights()
         for name, tensor in tensors.items():
             if after[name].data_ptr() != tensor.data_ptr():
@@ -63,3 +67,19 @@ class WeightSink(WeightReceiver):
                     f"Weight {name!r} does not alias the policy's after a refit by reference: named_weights of "
                     f"{type(self).__name__} returns copies, not the tensors that the engine computes with."
                 )
+
+    def refuse_changed_weights(self) -> None:
+        """Raise WeightSyncError if tensors shared with the policy were changed since the last refit."""
+        changed = [name for name, (tensor, writes) in (self._shared or {}).items() if _writes(tensor) != writes]
+        if changed:
+            raise WeightSyncError(
+                f"The policy has changed {len(changed)} weights since the last weight sync, such as {changed[0]!r}, and this "
+                "engine computes with the same memory: it would sample weights newer than version "
+                f"{self.get_weight_version()}. Call `WeightSynchronizer.sync` after each optimizer step, before sampling "
+                "continues."
+            )
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """Number of in-place changes that torch has counted; 0 for inference tensors, which are not counted."""
+    return 0 if tensor.is_inference() else tensor._version

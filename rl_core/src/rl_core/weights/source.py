@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET_BYTES = 256 * 2**20
 _MOST_ON_CPU = 16 * 2**20
 """Larger buckets do not help on a CPU: fresh pages cost several times a copy, and these stay in the last-level cache."""
+_KEPT_BYTES = 128 * 2**20
+"""Larger segments, for a tensor that is larger than a bucket, are unlinked after each refit."""
 _numbers = itertools.count(1)
 
 
@@ -178,19 +180,24 @@ class WeightSource(ABC):
         return combine(digests, kind=kind or "xxh3") if self.context.rank == 0 else ""
 
     def finish_refit(self) -> None:
-        """Unlink shared memory and free buffers on the GPU; calling it twice is fine."""
+        """End the refit and free buffers on the GPU; calling it twice is fine.
+
+        Shared memory is kept for the next refit, because allocating its pages costs several times the copy.
+        """
         self._refit = None
         if self._gpu_buffers is not None:
             self._gpu_buffers.close()
             self._gpu_buffers = None
         if self._segments is not None:
-            self._segments.close()
-            self._segments = None
+            self._segments.keep(_KEPT_BYTES)
 
     def leave_refit(self) -> None:
-        """End the refit and the collective, at shutdown; calling it twice is fine."""
+        """End the refit and the collective and unlink shared memory, at shutdown; calling it twice is fine."""
         self.finish_refit()
         self._leave_collective()
+        if self._segments is not None:
+            self._segments.close()
+            self._segments = None
 
     def _leave_collective(self) -> None:
         if self._collective is not None:

@@ -66,10 +66,12 @@ class WeightSynchronizer(WeightOwner):
             deadline_s: timeout of one refit in seconds.
             folder: folder for weights sent by disk; the system's temporary folder by default.
             prove: compare fingerprints after each refit; versions are always compared.
-            canary: creates the rows that both sides score after each refit, once both have loaded; none by default.
+            canary: creates the rows that both sides score, once both have loaded; none by default. It runs after the first
+                refit and after a generation worker was restarted; in every `sync` if fingerprints are not compared or do not
+                cover what the engine computes with.
             calibration: calibration of that canary, for checkpoints.
-            digests_are_held: whether the engine digests the tensors that it computes with. If it digests the weights that
-                arrived, the canary runs in every `sync`, even if nothing is sent.
+            digests_are_held: whether the engine digests the tensors that it computes with, so that fingerprints cover them.
+                If it digests the weights that arrived, the canary runs in every `sync`, even if nothing is sent.
             num_receivers: number of generation workers.
             wait: waits for pending calls (`wait_together`); needed by transports that call both sides at once.
             rendezvous: address and free port on the node of the policy's rank 0; this machine's loopback by default.
@@ -88,9 +90,12 @@ class WeightSynchronizer(WeightOwner):
         self._prove = prove
         self._make_canary = canary
         self._canary: Canary | None = None
+        self._canary_restarts: int | None = None
+        """Restarts of the engine when the canary last ran."""
         self.calibration = calibration if calibration is not None else CanaryCalibration()
         """The canary's calibration; a run saves it with its checkpoints."""
-        self._digests_are_held = digests_are_held
+        self._digests_cover = prove and digests_are_held
+        """Whether every refit compares fingerprints of the tensors that the engine computes with."""
         self._kind: Kind | None = None
         self._dtypes: Mapping[str, str] = {}
         self._beside: ThreadPoolExecutor | None = None
@@ -129,7 +134,7 @@ class WeightSynchronizer(WeightOwner):
 
         Returns:
             `refit/prepare_s`, `refit/push_s`, `refit/prove_s`, `refit/canary_s`, `refit/total_s` in seconds, `refit/bytes`,
-            `refit/weight_version`, `refit/moved`: 1.0, or 0.0 if equal weights were not sent, and with a canary
+            `refit/weight_version`, `refit/moved`: 1.0, or 0.0 if equal weights were not sent, and if the canary ran
             `refit/canary_error`, in nats per token.
 
         Raises:
@@ -173,6 +178,8 @@ class WeightSynchronizer(WeightOwner):
         try:
             return self._sync_once(engine, only_if_stale)
         except (WorkerError, WeightSyncError) as error:
+            if engine is self._generation:
+                self._synced_version = None  # replicas may have some of the new weights
             # A death explains a broken broadcast, whichever was noticed first.
             self._restart_or_raise(error, before)
             _log.warning("a generation worker died in the refit by %s; the refit is repeated", self.transport_name)
@@ -190,7 +197,7 @@ class WeightSynchronizer(WeightOwner):
         seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0}
         found: dict[str, float] = {}
         if only_if_stale and not self.is_stale and self._already_equal(seconds):
-            if not self._digests_are_held:
+            if not self._digests_cover:
                 found = self._ask_canary_alone(seconds)
             return self._metrics(seconds, started, moved=0, happened=False) | found
         try:
@@ -220,7 +227,8 @@ class WeightSynchronizer(WeightOwner):
             moved = self._transport.push(self._policy, engine)
         with _timed(seconds, "prove_s"):
             self._prove_version(engine)
-            if self._prove:
+            # Memory that is shared was compared once; the engine checks in each refit that it is still the policy's.
+            if self._prove and not (self._transport.shares_memory and self._synced_version is not None):
                 self._prove_fingerprint(engine)
             if not engine.invalidate_kv_cache():
                 raise WeightSyncError(
@@ -230,9 +238,13 @@ class WeightSynchronizer(WeightOwner):
         return moved
 
     def _ask_canary(self, engine: GenerationInterface) -> dict[str, float]:
-        if self._canary is None and self._make_canary is not None:
-            self._canary = self._make_canary()
-        return {} if self._canary is None else {"refit/canary_error": self._canary.prove(self._policy, engine)}
+        """Run the canary unless fingerprints cover what the engine computes with and its workers have passed it before."""
+        if self._make_canary is None or (self._digests_cover and self._canary_restarts == self._generation.restarts):
+            return {}
+        self._canary = self._canary or self._make_canary()
+        error = self._canary.prove(self._policy, engine)
+        self._canary_restarts = self._generation.restarts
+        return {"refit/canary_error": error}
 
     def _ask_canary_alone(self, seconds: dict[str, float]) -> dict[str, float]:
         self._policy.offload_before_refit()
