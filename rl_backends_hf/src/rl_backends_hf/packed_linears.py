@@ -45,7 +45,7 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
                 if num_bytes <= budget:
                     budget -= num_bytes
                     for layer, forward in zip(layers, _packed_forwards(layers, dtype, rows), strict=True):
-                        layer.forward = forward  # type: ignore[method-assign]
+                        layer.forward = forward  # type: ignore[method-assign, assignment]
                         packed.append(layer)
         yield
     finally:
