@@ -1,6 +1,6 @@
 """Compare GRPO in rlcore with TRL's GRPOTrainer: same model, prompts, groups, lengths, dtype and threads, in one run.
 
-The sides alternate: in each round, every side runs once in processes of its own. It reports the tokens in its backward passes,
+The sides alternate: in each round, every side runs once in its own processes. It reports the tokens in its backward passes,
 wall-clock and CPU seconds of its steps after the first (which is a warm-up), and the peak memory of its whole process tree
 (proportional set size, so shared pages count once). A ratio compares two sides of one round; the table has medians over the
 rounds, with the smallest and the largest. TRL generates with its own Transformers generation, without gradient checkpointing,
