@@ -141,29 +141,45 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
         again = engine.generate(rows(9))
         assert engine.restarts == 1
         assert torch.equal(again["output_ids"], undisturbed["output_ids"])
-        # If all die at once, no process is left to clean up.
+        # The second ends regularly, without messages about names that no longer exist.
         second = family_of(engine)
         held |= held_by(second)
-        pids += engine.group.pids()
-        for process in second:
-            process.kill()
-        again = engine.generate(rows(9))
-        assert engine.restarts == 2
-        assert torch.equal(again["output_ids"], undisturbed["output_ids"])
-        # The third ends regularly, without messages about names that no longer exist.
-        third = family_of(engine)
-        held |= held_by(third)
         log = Path(engine.group._actors[0].identity.log_file)
         pids += engine.group.pids()
     finally:
         engine.shutdown()
         policy.shutdown()
+    assert_nothing_is_left(held, pids, [*first, *second])
+    assert not re.findall(r"Traceback|Exception ignored|resource_tracker|leaked", log.read_text())
+
+
+def assert_nothing_is_left(held, pids, processes):
     assert any(path.name.startswith("psm_") for path in held), "vLLM's queues are among what is looked at"
     assert not [path for path in held if path.exists()]
     assert not [folder for pid in pids for folder in folders_of(pid)]
     assert not [page for pid in pids for page in Path("/dev/shm").glob(f"*[-_]{pid}[-_]*")]
-    assert not [process for process in (*first, *second, *third) if lives(process)]
-    assert not re.findall(r"Traceback|Exception ignored|resource_tracker|leaked", log.read_text())
+    assert not [process for process in processes if lives(process)]
+
+
+@pytest.mark.full("the test before this one kills one of the processes; test_device.py removes what dead processes have left")
+def test_a_replica_all_of_whose_processes_are_killed_at_once_leaves_nothing(path, cluster):
+    engine = VllmGeneration(cluster, section(path, tensor_parallel_size=2, load_format="auto"))
+    try:
+        undisturbed = engine.generate(rows(9))
+        first = family_of(engine)
+        held, pids = held_by(first), engine.group.pids()
+        # No process is left to clean up.
+        for process in first:
+            process.kill()
+        again = engine.generate(rows(9))
+        assert engine.restarts == 1
+        assert torch.equal(again["output_ids"], undisturbed["output_ids"])
+        second = family_of(engine)
+        held |= held_by(second)
+        pids += engine.group.pids()
+    finally:
+        engine.shutdown()
+    assert_nothing_is_left(held, pids, [*first, *second])
 
 
 @pytest.mark.full("core/dispatch/test_revival.py and core/weights/test_revival_in_refit.py kill workers in the same places")
