@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 from rl_core.errors import ConfigError
 
-TRAINING = {"weight_updates": "rlcore", "admin_key": "EMPTY", "refit_folder": "/tmp"}
+TRAINING = {"weight_updates": "vllm", "refit_folder": "/tmp"}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_server_that_only_returns_text_is_accepted_for_evaluation(script):
     [
         ({"base_url": "localhost:7000"}, "base_url is not an HTTP URL"),
         ({"base_url": "http://user:pw@host/v1"}, "must not have a password"),
-        ({"weight_updates": "rlcore"}, "refit_folder is required"),
+        ({"weight_updates": "vllm"}, "refit_folder is required"),
         ({"weight_updates": "rlcore", "refit_folder": "/tmp"}, "admin_key is required"),
         ({**TRAINING, "api": "chat"}, "requires token ids"),
         ({"extra_body": {"seed": 1}}, "extra_body cannot set seed"),

@@ -165,3 +165,17 @@ def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeyp
     assert KEY.encode() not in written
     assert ADMIN.encode() not in written
     assert b"${oc.env:AN_ADMIN_KEY}" in written
+
+
+@pytest.mark.full("trains for three minutes")
+def test_the_held_out_success_of_a_model_trained_with_a_server_rises(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
+    monkeypatch.setenv("AN_ADMIN_KEY", ADMIN)
+    updates = tmp_path / "updates"
+    updates.mkdir()
+    with updatable(updates) as (url, _):
+        rows, _ = trained(
+            run_config(url, updates, 40), tmp_path, "grpo.max_val_samples=256", "policy.generation.openai_cfg.max_retries=8"
+        )
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    assert accuracy[-1] > accuracy[0] + 0.2

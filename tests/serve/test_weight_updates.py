@@ -1,6 +1,7 @@
 """Weight updates of the server: only with the admin key, in a pause, and from files below its folder."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,34 @@ def test_the_command_requires_a_folder_and_a_key_and_serves_no_run(tmp_path, mon
     (tmp_path / "manifest.json").touch()
     with pytest.raises(ConfigError, match="rlcore convert"):
         read_update_options(str(tmp_path), tmp_path)
+
+
+def test_the_command_of_vllm_is_printed_with_every_flag_that_training_needs(tmp_path, monkeypatch, capsys):
+    from rlcore_cli.main import main
+
+    monkeypatch.setenv("RLCORE_SERVE_API_KEYS", API)
+
+    def serve(*arguments):
+        monkeypatch.setattr(sys, "argv", ["rlcore", "serve", "some/model", "--print-vllm-command", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # otherwise the command sets it permanently
+        with pytest.raises(SystemExit) as ended:
+            main()
+        found = capsys.readouterr()
+        return ended.value.code, found.out + found.err
+
+    code, text = serve("--allow-weight-updates", tmp_path, "--port", 5000, "--name", "m")
+    assert code == 0, text
+    assert text.startswith(
+        f"VLLM_SERVER_DEV_MODE=1 RLCORE_WEIGHT_UPDATES_DIR={tmp_path.resolve()} python -m vllm.entrypoints.openai.api_server "
+        "--enable-scale-out --model some/model --served-model-name m --host 127.0.0.1 --port 5000 --logprobs-mode "
+        "processed_logprobs --worker-extension-cls rl_backends_vllm.server_extension.ServerWeights"
+    )
+    assert serve()[0] == 2
+    for arguments, reason in (
+        (("--host", "0.0.0.0"), "check no key"),
+        (("--backend", "vllm"), "--backend has no effect"),
+        (("policy.generation.temperature=1",), "KEY=VALUE has no effect"),
+    ):
+        code, text = serve("--allow-weight-updates", tmp_path, *arguments)
+        assert (code, reason in text) == (2, True), text

@@ -36,9 +36,10 @@ class OpenAIServerConfig(Section):
     """Endpoint to sample with: `completions` (`/v1/completions`) and `inference` (`/inference/v1/generate`) take and return
     token ids, which training requires. `chat` (`/v1/chat/completions`) lets the server render the messages, for evaluation and
     data only."""
-    weight_updates: Literal["rlcore"] | None = None
-    """How the server receives the policy's weights: `rlcore` for `rlcore serve --allow-weight-updates DIR`. By default the
-    server keeps its own weights, which allows evaluation and data only."""
+    weight_updates: Literal["rlcore", "vllm"] | None = None
+    """How the server receives the policy's weights: `rlcore` for `rlcore serve --allow-weight-updates DIR`, `vllm` for a server
+    started with the command of `rlcore serve --print-vllm-command`. By default the server keeps its own weights, which allows
+    evaluation and data only."""
     admin_key: str | None = Field(default=None, repr=False)
     """Key for weight updates of `rlcore serve`. It must come from the environment, as in `${oc.env:RLCORE_SERVE_ADMIN_KEY}`."""
     max_concurrent_requests: int = Field(default=64, ge=1)

@@ -12,6 +12,7 @@ from rl_core.errors import RLCoreError
 from rl_core.http import HttpClient, HttpError, RequestLimits
 
 _MAX_SEED = 2**63 - 1
+_LABEL = "rlcore-"
 _INFERENCE = "inference/v1/generate"
 _FINISHED = ("stop", "length", "tool_calls", "eos", "eos_token", "content_filter", None)
 """Reasons that end a completion; others, such as `abort`, mean that the server gave up."""
@@ -194,8 +195,23 @@ def _chat_reply(choice: _Choice) -> Reply:
 
 
 def _version(fields: Mapping[str, Any]) -> int | None:
+    """The oldest weight version of a choice: ours is a number, vLLM reports the label of each span of tokens."""
+    spans = fields.get("weight_versions")
+    if spans:
+        return min(version_of_label(str(span["version"])) for span in spans)
     version = fields.get("weight_version")
     return None if version is None else int(version)
+
+
+def version_label(version: int) -> str:
+    """Label of a weight version in vLLM."""
+    return f"{_LABEL}{version}"
+
+
+def version_of_label(label: str) -> int:
+    """The weight version; -1 for a label that is not ours, such as that of a server that was restarted."""
+    number = label.removeprefix(_LABEL)
+    return int(number) if label.startswith(_LABEL) and number.isdigit() else -1
 
 
 def _malformed(path: str, error: Exception) -> RLCoreError:

@@ -1,19 +1,22 @@
 """Sends the policy's weights to a server: names of files in a folder that both sides can access, never the tensors.
 
-The server loads each file and
+`RlcoreUpdates` calls `rlcore serve`, `VllmUpdates` vLLM's server with our worker extension. The server loads each file and
 digests its weights; `WeightSynchronizer` compares the digests with the policy's.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from rl_backends_openai.config import OpenAIConfig
+from rl_backends_openai.server import version_label
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.http import HttpClient, HttpError, RequestLimits
+from rl_core.weights.disk import file_digest
 
 ADMIN_HEADER = "X-Rlcore-Admin-Key"
 
@@ -125,8 +128,52 @@ class RlcoreUpdates(WeightUpdates):
         return f"start it with `rlcore serve MODEL --allow-weight-updates {self._folder}`."
 
 
+class VllmUpdates(WeightUpdates):
+    """Weight updates of vLLM's server with `rl_backends_vllm.server_extension`."""
+
+    async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+        await self._post("pause?mode=wait", {})
+        weights = {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}
+        found = await self._call("rlcore_prepare", json.dumps(weights))
+        return cast("dict[str, str]", found["dtypes"])
+
+    async def update(self, handles: Mapping[str, Any]) -> None:
+        version = str(handles["weight_version"])
+        digest = file_digest(Path(handles["file"]))
+        await self._call("rlcore_update", self._relative(handles["file"]), handles["refit"], version, digest, once=True)
+
+    async def version(self) -> int:
+        return int((await self._call("rlcore_version"))["weight_version"])
+
+    async def digests(self) -> tuple[str, dict[str, str]]:
+        found = await self._call("rlcore_fingerprint")
+        return found["fingerprint"], found["digests"]
+
+    async def resume(self) -> bool:
+        done = await self._post("reset_prefix_cache", {})
+        await self._post("update_weight_version", {"new_version": version_label(await self.version())})
+        await self._post("resume", {})
+        return bool(done.get("success"))
+
+    async def _call(self, method: str, *arguments: str, once: bool = False) -> dict[str, Any]:
+        """The response of the extension in all processes of the server, which must agree."""
+        body = {"method": method, "args": list(arguments)}
+        answers = (await self._post("collective_rpc", body, once=once))["results"]
+        found = [json.loads(answer) if isinstance(answer, str) else answer for answer in answers]
+        for one in found:
+            if "error" in one:
+                raise WeightSyncError(f"{self.url}: {one['error']}")
+        if any(one != found[0] for one in found):
+            raise WeightSyncError(f"The processes of the server {self.url} have different weights ({method} differs).")
+        first: dict[str, Any] = found[0]
+        return first
+
+    def _how_to_start(self) -> str:
+        return "start it with the command that `rlcore serve MODEL --print-vllm-command` prints."
+
+
 def updates_of(config: OpenAIConfig, *, deadline_s: float) -> WeightUpdates | None:
     """The weight updates of a config's server; None if it keeps its own weights."""
-    kinds: dict[str | None, type[WeightUpdates]] = {"rlcore": RlcoreUpdates}
+    kinds: dict[str | None, type[WeightUpdates]] = {"rlcore": RlcoreUpdates, "vllm": VllmUpdates}
     kind = kinds.get(config.openai_cfg.weight_updates)
     return None if kind is None else kind(config, deadline_s=deadline_s)

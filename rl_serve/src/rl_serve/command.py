@@ -46,6 +46,12 @@ def serve(
         Path | None,
         typer.Option(metavar="DIR", help="Accept weights from files in this folder, with an admin key.", show_default=False),
     ] = None,
+    print_vllm_command: Annotated[
+        bool,
+        typer.Option(
+            "--print-vllm-command", help="Print the command that starts vLLM's own server with weight updates, and exit."
+        ),
+    ] = False,
 ) -> None:
     """Serve a model or a run over an OpenAI-compatible HTTP API, or forward requests to a server that does.
 
@@ -69,13 +75,20 @@ def serve(
             "--backend": backend is not None,
             "--best": best,
             "--allow-weight-updates": allow_weight_updates is not None,
+            "--print-vllm-command": print_vllm_command,
         }
         _refuse_without_model(model_options, config or [], overrides)
         _serve_proxy(config or [], overrides, address, has_port=port is not None, name=name, max_concurrent=max_concurrent)
         return
     from rl_serve.update_options import read_update_options
 
-    updates = read_update_options(target, allow_weight_updates)
+    updates = read_update_options(target, allow_weight_updates, is_for_vllm=print_vllm_command)
+    if print_vllm_command:
+        from rl_serve.vllm_command import vllm_command
+
+        refused = {"--backend": backend, "--best": best, "--config": config, "KEY=VALUE": overrides}
+        print(vllm_command(target, updates=updates, name=name, host=host, port=address.port, refused=refused))
+        return
     from rl_serve.answering import started_answering
     from rl_serve.app import create_app
     from rl_serve.engine import EngineThread

@@ -19,15 +19,16 @@ class UpdateOptions:
     folder: Path
     """Folder of the weights, without symbolic links."""
     admin_key: str = field(repr=False)
-    """Key that updates require."""
+    """Key that updates require; empty for vLLM's own server, which checks none."""
 
 
-def read_update_options(target: str, folder: Path | None) -> UpdateOptions | None:
+def read_update_options(target: str, folder: Path | None, *, is_for_vllm: bool = False) -> UpdateOptions | None:
     """Check `--allow-weight-updates`; None without it.
 
     Args:
         target: the served model or run.
         folder: value of the option.
+        is_for_vllm: whether the command of vLLM's own server is printed.
 
     Raises:
         ConfigError: the folder does not exist, there is no admin key, or a run is served.
@@ -35,6 +36,8 @@ def read_update_options(target: str, folder: Path | None) -> UpdateOptions | Non
     from rl_serve.served_model import is_run
 
     if folder is None:
+        if is_for_vllm:
+            raise ConfigError("--print-vllm-command requires --allow-weight-updates DIR, the folder of the weights.")
         return None
     if is_run(Path(target)):
         raise ConfigError(
@@ -44,6 +47,6 @@ def read_update_options(target: str, folder: Path | None) -> UpdateOptions | Non
     if not folder.is_dir():
         raise ConfigError(f"--allow-weight-updates {folder}: this folder does not exist. Create it first.")
     key = os.environ.get(ADMIN_KEY, "").strip()
-    if not key:
+    if not key and not is_for_vllm:
         raise ConfigError(f"--allow-weight-updates requires an admin key: set the environment variable {ADMIN_KEY}.")
     return UpdateOptions(folder=folder.resolve(), admin_key=key)

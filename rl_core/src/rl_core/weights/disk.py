@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import psutil
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -30,6 +31,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 
 _PREFIX = "rlcore-refit"
+_CHUNK_BYTES = 2**22
 
 
 class DiskTransport(WeightTransport):
@@ -122,6 +124,22 @@ def resolve_below(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(mode):
         raise WeightSyncError(f"{name} is not a file.")
     return path
+
+
+def file_digest(path: Path) -> str:
+    """XXH3-128 of a file's bytes.
+
+    Raises:
+        WeightSyncError: it cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise WeightSyncError(f"{path} cannot be read: {error.strerror}.") from error
+    return str(digest.hexdigest())
 
 
 @contextmanager
