@@ -342,7 +342,7 @@ def cluster(local_ray):
 
 @pytest.mark.slow
 def test_two_replicas_generate_stream_and_refit_like_one(cluster, readable, plain, trained):
-    new_model = trained.change()
+    new_model, segments = trained.change(), shared_memory()
     config = VllmConfig(
         model_name=readable,
         max_new_tokens=100,
@@ -386,7 +386,7 @@ def test_two_replicas_generate_stream_and_refit_like_one(cluster, readable, plai
         torch.testing.assert_close(found_logprobs(again), expected, atol=1e-5, rtol=0)
     finally:
         generator.shutdown()
-    assert not shared_memory()
+    assert len(shared_memory() - segments) <= 2, "only the pair that the policy keeps for its next refit"
 
 
 async def watched(generator, batch):

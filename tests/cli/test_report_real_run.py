@@ -16,7 +16,7 @@ from rlcore_cli.report.run_folder import leaves, read_run_folder
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 CORE, TRAIN = ROOT / "rl_core" / "src" / "rl_core", ROOT / "rl_train" / "src" / "rl_train"
-RECORDERS = (TRAIN / "algorithms", TRAIN / "rollouts", CORE / "weights", CORE / "dispatch")
+RECORDERS = (TRAIN / "algorithms", TRAIN / "rollouts", TRAIN / "weight_sync", CORE / "weights", CORE / "dispatch")
 """The packages that record metrics."""
 
 

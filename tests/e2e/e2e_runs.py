@@ -104,10 +104,12 @@ class TrainingProcess:
 
 
 def metrics_of(folder, name="run"):
-    """The metrics of a run by step, without time measurements."""
+    """The metrics of a run by step, without time measurements and the canary's error, which only first refits record."""
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     steps = {}
     for line in map(json.loads, lines):
         assert line["step"] not in steps, "a step was written twice"
-        steps[line["step"]] = {key: value for key, value in line.items() if not key.endswith("_s")}
+        steps[line["step"]] = {
+            key: value for key, value in line.items() if not key.endswith("_s") and key != "refit/canary_error"
+        }
     return steps

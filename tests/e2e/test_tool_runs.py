@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from rl_train.runtime.launch import train
 from rlcore_cli.main import main
 
-TEMPLATE = Path(__file__).parents[2] / "examples" / "tools" / "chat_template.jinja"
+TEMPLATE = Path(__file__).parents[2] / "examples" / "tools" / "model" / "chat_template.jinja"
 
 
 @pytest.fixture(scope="module")

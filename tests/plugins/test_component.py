@@ -93,4 +93,5 @@ def test_every_kind_has_the_word_that_calls_use():
         "weight_transport",
         "sandbox",
         "command",
+        "model_server",
     }
