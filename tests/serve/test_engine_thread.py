@@ -60,32 +60,37 @@ def test_requests_that_wait_for_an_engine_of_whole_batches_form_the_next_batch(m
     assert [row[0].token_ids for row in rows] == [expected[index].token_ids for index in range(3)]
 
 
+class Endless:
+    """An engine whose rows end only when they are cancelled."""
+
+    def __init__(self):
+        self.entered, self.cancelled = threading.Event(), threading.Event()
+
+    def prepare_for_generation(self):
+        return True
+
+    async def generate_async(self, data, greedy=False):
+        self.entered.set()
+        try:
+            await asyncio.sleep(3600)
+            yield
+        finally:
+            self.cancelled.set()
+
+
 def test_closing_the_iterator_cancels_the_rows_in_the_engine():
-    entered, cancelled = threading.Event(), threading.Event()
-
-    class Endless:
-        def prepare_for_generation(self):
-            return True
-
-        async def generate_async(self, data, greedy=False):
-            entered.set()
-            try:
-                await asyncio.sleep(3600)
-                yield
-            finally:
-                cancelled.set()
-
-    thread = EngineThread(Endless())
+    engine = Endless()
+    thread = EngineThread(engine)
 
     async def scenario():
         task = asyncio.create_task(all_of(thread, ROWS))
-        await asyncio.to_thread(entered.wait, 60)
+        await asyncio.to_thread(engine.entered.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(scenario())
-    assert cancelled.wait(60)
+    assert engine.cancelled.wait(60)
     thread.close()
 
 
@@ -99,21 +104,8 @@ def test_a_closed_engine_rejects_rows(model):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_cancels_its_rows(model, stream):
-    entered, cancelled = threading.Event(), threading.Event()
-
-    class Endless:
-        def prepare_for_generation(self):
-            return True
-
-        async def generate_async(self, data, greedy=False):
-            entered.set()
-            try:
-                await asyncio.sleep(3600)
-                yield
-            finally:
-                cancelled.set()
-
-    thread = EngineThread(Endless())
+    engine = Endless()
+    thread = EngineThread(engine)
     app = create_app(model, thread, limits=Limits())
     body = json.dumps({"prompt": "1", "stream": stream}).encode()
     headers = [(b"content-type", b"application/json")]
@@ -123,12 +115,12 @@ def test_a_client_that_hangs_up_cancels_its_rows(model, stream):
     async def receive():
         if messages:
             return messages.pop()
-        await asyncio.to_thread(entered.wait, 60)
+        await asyncio.to_thread(engine.entered.wait, 60)
         return {"type": "http.disconnect"}
 
     async def send(message):
         return None
 
     asyncio.run(app(scope, receive, send))
-    assert cancelled.wait(60)
+    assert engine.cancelled.wait(60)
     thread.close()
