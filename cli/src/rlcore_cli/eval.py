@@ -43,7 +43,7 @@ def evaluate(
         typer.Option(help="Count samples with a reward above this as correct, instead of the environment's accuracy."),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="Generation backend, instead of the config's: another policy.generation.backend.")
+        str | None, typer.Option(help="Generation backend to use instead of the config's policy.generation.backend.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Results file; by default in the run folder of the checkpoint.")
