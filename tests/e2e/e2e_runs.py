@@ -104,12 +104,18 @@ class TrainingProcess:
 
 
 def metrics_of(folder, name="run"):
-    """The metrics of a run by step, without time measurements and the canary's error, which only first refits record."""
+    """The metrics of a run by step, without time measurements."""
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     steps = {}
     for line in map(json.loads, lines):
         assert line["step"] not in steps, "a step was written twice"
-        steps[line["step"]] = {
-            key: value for key, value in line.items() if not key.endswith("_s") and key != "refit/canary_error"
-        }
+        steps[line["step"]] = {key: value for key, value in line.items() if not key.endswith("_s")}
     return steps
+
+
+def reproducible_metrics_of(folder, name="run"):
+    """The metrics that a resumed run repeats: without the canary's error, which only the first refit of a process has."""
+    return {
+        step: {key: value for key, value in found.items() if key != "refit/canary_error"}
+        for step, found in metrics_of(folder, name).items()
+    }

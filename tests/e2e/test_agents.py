@@ -1,9 +1,12 @@
 """`rlcore train` with an agent: the endpoint comes from the installed plugin, and the records have what the agent sampled."""
 
+from e2e_runs import ROOT
+
 from rl_train.metrics.jsonl import read_jsonl
 
 
-def test_an_agent_trains_through_its_openai_client(train_here, tmp_path):
+def test_an_agent_trains_through_its_openai_client(train_here, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
     changes = {
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 2, "val_period": 0},
         "policy": {"train_global_batch_size": 8},

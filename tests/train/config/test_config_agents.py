@@ -1,5 +1,6 @@
 """A task with an agent: its key selects the environment, and mistakes are reported at it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,11 @@ from rl_train.config.agent_checks import agent_conflicts
 from rl_train.rewards.config import FunctionEnvironmentConfig
 
 AGENT = "examples.agents.adder:add"
+
+
+@pytest.fixture(autouse=True)
+def _examples_can_be_imported(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
 
 
 def test_the_key_selects_an_environment_without_steps_and_many_turns(files, good):
