@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
@@ -25,8 +26,10 @@ Record = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 HELD_OUT = 8
 """One problem in this many is held out."""
-MOVES = 8
+MOVES = 10
 """Moves of a puzzle, as in sliding_puzzle.yaml."""
+FORESIGHT = 3
+"""Moves that the player of the demonstrations looks ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +68,30 @@ def is_held_out(record: Record) -> bool:
 
 
 def _play(record: Record, draw: random.Random) -> Messages:
-    """A game of a player who sees a move that solves the board, and otherwise moves at random."""
+    """A game of a player who sees solutions of up to `FORESIGHT` moves, and otherwise moves at random."""
     board = record["extra_env_info"]["board"]
     log = list(record["messages"])
     for _ in range(MOVES):
         after = {tile: moved(board, way) for way, tile in legal_moves(board).items()}
-        winning = [tile for tile, made in after.items() if made == solved(len(board))]
-        tile = winning[0] if winning else draw.choice(sorted(after))
-        log.append({"role": "assistant", "content": f"<move>{tile}</move>"})
+        near = _moves_to_win(len(board))
+        distances = {tile: near[shown(made)] for tile, made in after.items() if shown(made) in near}
+        tile = min(distances, key=distances.__getitem__) if distances else draw.choice(sorted(after))
         board = after[tile]
-        if winning:
+        log.append({"role": "assistant", "content": f"<move>{tile}</move>"})
+        if board == solved(len(board)):
             break
         log.append({"role": "user", "content": shown(board)})
     return log if log[-1]["role"] == "assistant" else log[:-1]
+
+
+@cache
+def _moves_to_win(size: int) -> dict[str, int]:
+    """The boards that fewer than `FORESIGHT` moves solve, and how many moves each needs."""
+    found, reached = {shown(solved(size)): 0}, [solved(size)]
+    for moves in range(1, FORESIGHT):
+        reached = [moved(board, way) for board in reached for way in legal_moves(board)]
+        found = {**dict.fromkeys(map(shown, reached), moves), **found}
+    return found
 
 
 def _solves(prompt: str, completion: str) -> bool:
@@ -236,6 +250,7 @@ TASKS: Mapping[str, Task] = {
         spelled=r" ?[\d_]",
         demonstrate=_play,
         succeeded=_solves,
+        warm_up=250,
         whole=(QUESTION.format(last=8, example=3, board="").strip(), "<move>", "</move>"),
     ),
     "tools": Task(
