@@ -14,9 +14,15 @@ from starlette.routing import Route
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.generation import OpenAIGeneration
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_serve.app import create_app
+from rl_serve.engine import EngineThread
+from rl_serve.sampling import Limits
+from rl_serve.served_model import started_model
+from rl_serve.weights_api import WeightUpdates, add_weight_updates
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 KEY = "sk-a-very-secret-key"
+ADMIN = "an-admin-key-of-a-test"
 
 
 @contextmanager
@@ -33,6 +39,21 @@ def listening(app):
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def updatable(folder, *, model=MODEL, name="addition", api_keys=(KEY,), max_new_tokens=8):
+    """URL and engine of `rlcore serve` in this process, which accepts weight updates from a folder."""
+    overrides = [f"policy.generation.max_new_tokens={max_new_tokens}"]
+    with started_model(str(model), backend="hf", overrides=overrides, name=name) as served:
+        engine = EngineThread(served.generation)
+        app = create_app(served, engine, limits=Limits(), api_keys=list(api_keys))
+        add_weight_updates(app, WeightUpdates(served.generation, engine, folder.resolve(), ADMIN))
+        try:
+            with listening(app) as url:
+                yield url, served.generation
+        finally:
+            engine.close()
 
 
 class Script:

@@ -1,40 +1,17 @@
 """Training against `rlcore serve`: every step's weights reach the server and are verified; stale ones stop the run."""
 
 import json
-from contextlib import contextmanager
 
 import pytest
 import torch
-from openai_servers import KEY, MODEL, engine_of, listening, prompts
+from openai_servers import ADMIN, KEY, MODEL, engine_of, prompts, updatable
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.weights.disk import DiskTransport
-from rl_serve.app import create_app
-from rl_serve.engine import EngineThread
-from rl_serve.sampling import Limits
-from rl_serve.served_model import started_model
-from rl_serve.weights_api import WeightUpdates, add_weight_updates
 from rl_train.runtime.launch import train
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-
-ADMIN = "an-admin-key-of-a-test"
-
-
-@contextmanager
-def updatable(folder):
-    """URL and engine of a server that accepts weight updates from a folder."""
-    overrides = ["policy.generation.max_new_tokens=8"]
-    with started_model(str(MODEL), backend="hf", overrides=overrides, name="addition") as model:
-        engine = EngineThread(model.generation)
-        app = create_app(model, engine, limits=Limits(), api_keys=[KEY])
-        add_weight_updates(app, WeightUpdates(model.generation, engine, folder.resolve(), ADMIN))
-        try:
-            with listening(app) as url:
-                yield url, model.generation
-        finally:
-            engine.close()
 
 
 @pytest.fixture

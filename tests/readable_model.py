@@ -13,7 +13,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 VOCABULARY, LENGTH, EOS = 512, 2560, 1
 
 
-def make_readable_model(folder):
+def make_readable_model(folder, *, chat_template=None):
     """A Llama in which all tokens except two are ASCII text."""
     torch.manual_seed(5)
     config = LlamaConfig(
@@ -36,7 +36,9 @@ def make_readable_model(folder):
     with torch.no_grad():
         model.lm_head.weight[EOS] = -model.lm_head.weight[EOS].abs()
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
