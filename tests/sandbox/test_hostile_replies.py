@@ -60,7 +60,7 @@ def answering(data, *, keep_open=False, delay=0.0):
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     errors = os.memfd_create("errors")
-    return LocalSession(ours, errors, ended.set, timeout_s=0.1, output=1024, grace_s=0.2), ended
+    return LocalSession(ours, errors, lambda: ended.set(), timeout_s=0.1, output=1024, grace_s=0.2), ended
 
 
 def test_a_correct_answer_is_accepted():

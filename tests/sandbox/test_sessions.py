@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,15 +106,67 @@ def test_a_session_outlives_the_thread_that_opened_it(sandbox):
         assert session.run_program("print(1)").stdout == "1\n"
 
 
-def test_closing_a_session_ends_its_running_call(sandbox):
-    session, results = sandbox.open_session(), []
-    thread = threading.Thread(target=lambda: results.append(session.run("__import__('time').sleep(600)")))
-    thread.start()
+def running_call(session, has_begun):
+    """A call that has begun; its future has the result or what was raised."""
+    future = Future()
+
+    def call():
+        try:
+            future.set_result(session.run_program("import time; time.sleep(600)"))
+        except SandboxError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    wait_until(has_begun)
+    return future
+
+
+def has_program(sandbox):
+    """Whether a session of this sandbox has a process besides those that control it."""
+    return lambda: len(descendants(sandbox.process_id)) > CONTROLLING[sandbox.level]
+
+
+CONTROLLING = {Level.ISOLATED_UID: 3, Level.USER_NAMESPACE: 3, Level.RLIMITS: 1}
+"""bubblewrap outside, its process 1 inside, and the agent; without bubblewrap only the agent."""
+
+
+def descendants(process):
+    children = _read(Path(f"/proc/{process}/task/{process}/children")).split()
+    return [int(child) for child in children] + [each for child in children for each in descendants(int(child))]
+
+
+def test_closing_a_session_ends_its_running_call_with_an_error(sandbox):
+    session = sandbox.open_session()
+    call = running_call(session, has_program(sandbox))
     session.close()
-    thread.join()
-    assert [result.outcome for result in results] in ([Outcome.LOST], [])
+    with pytest.raises(SandboxError, match="closed"):
+        call.result(timeout=30)
     with pytest.raises(SandboxError, match="closed"):
         session.run("1")
+
+
+def test_a_call_whose_launcher_dies_is_an_error_and_no_result_of_the_program():
+    with open_sandbox() as sandbox, sandbox.open_session() as session:
+        call = running_call(session, has_program(sandbox))
+        os.kill(sandbox.process_id, signal.SIGKILL)
+        with pytest.raises(SandboxError, match=r"ended from outside: its launcher \(process \d+\) exited"):
+            call.result(timeout=30)
+        with pytest.raises(SandboxError, match="ended from outside"):
+            session.run("1")
+
+
+def test_a_call_whose_container_is_killed_from_outside_is_an_error():
+    with open_sandbox() as sandbox, sandbox.open_session() as session:
+        call = running_call(session, has_program(sandbox))
+        [bubblewrap] = map(int, _read(Path(f"/proc/{sandbox.process_id}/task/{sandbox.process_id}/children")).split())
+        os.kill(bubblewrap, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="ended from outside: the process that contains it was killed by signal 9"):
+            call.result(timeout=30)
+
+
+def test_a_program_that_kills_its_agent_is_responsible_for_the_lost_session(session):
+    assert session.run_program("import os; os.kill(os.getppid(), 9)").outcome is Outcome.LOST
+    assert session.run("1").outcome is Outcome.LOST
 
 
 def test_lone_surrogates_and_undecodable_output_do_not_raise(session):
@@ -249,7 +302,8 @@ def test_sessions_can_be_opened_again_after_the_launcher_was_killed():
         assert lost.run("1").outcome is Outcome.OK
         os.kill(sandbox.process_id, signal.SIGKILL)
         launcher = sandbox.process_id
-        wait_until(lambda: lost.run("1").outcome is Outcome.LOST)
+        with pytest.raises(SandboxError, match="ended from outside"):
+            lost.run("1")
         with sandbox.open_session() as session:
             assert session.run("1 + 1").stdout == "2\n"
         assert leftovers(launcher) == []

@@ -16,7 +16,7 @@ class SandboxUnavailableError(UserError):
 
 
 class SandboxError(RLCoreError):
-    """A session could not be started, or was already closed. Not raised for anything that a program does."""
+    """A session could not be started, was ended from outside, or is closed. Not raised for anything that a program does."""
 
 
 class Outcome(Enum):
@@ -31,7 +31,7 @@ class Outcome(Enum):
     KILLED = "killed"
     """A signal ended the program, for example because of a memory or CPU limit."""
     LOST = "lost"
-    """The session ended, because the program killed the process that controls it, or the session was closed. Open a new one."""
+    """The session ended, because the program killed the process that controls it. Open a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class SessionInterface(ABC):
             timeout_s: Wall-clock limit in seconds; defaults to the config's.
 
         Raises:
-            SandboxError: The session did not start, or is closed.
+            SandboxError: The session did not start, was ended from outside during the call or before it, or is closed.
         """
 
     @abstractmethod
@@ -88,12 +88,12 @@ class SessionInterface(ABC):
             timeout_s: Wall-clock limit in seconds; defaults to the config's.
 
         Raises:
-            SandboxError: The session did not start, or is closed.
+            SandboxError: The session did not start, was ended from outside during the call or before it, or is closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Kill all processes of the session and delete its files. A call that is running returns `Outcome.LOST`."""
+        """Kill all processes of the session and delete its files. A call that is running raises SandboxError."""
 
     def __enter__(self) -> Self:
         return self

@@ -140,16 +140,31 @@ class Launcher:
         return [settings["python"], "-I", "-S", "-X", "utf8", "-c", settings["agent"], str(channel), *arguments]
 
     def close(self, number: int) -> dict[str, Any]:
-        """Kill a session and remove everything that belongs to it."""
+        """Kill a session and remove everything that belongs to it.
+
+        Returns:
+            `ended_by`: why something other than its programs had ended it before, or None.
+        """
         session = self.sessions.pop(number, None)
+        ended_by = None
         if session is not None and session.process is not None:
+            ended_by = self._ended_by(session.process.poll())
             # The processes inside end with bubblewrap, because it is the parent of their process namespace's first process.
             _kill_group(session.process.pid)
             session.process.wait()
             if session.folder is not None:
                 self._kill_orphans()
             _remove(session)
-        return {}
+        return {"ended_by": ended_by}
+
+    def _ended_by(self, status: int | None) -> str | None:
+        """What ended bubblewrap, which the programs inside cannot reach.
+
+        Without bubblewrap, the process is the one inside, which they can kill.
+        """
+        if status is None or status >= 0 or self.settings["level"] == "rlimits":
+            return None
+        return f"the process that contains it was killed by signal {-status}"
 
     def _kill_orphans(self) -> None:
         """Without a process namespace: processes whose parents have exited become children of this process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 from rl_sandbox.interface import SandboxError
 
 _TIMEOUT_S = 60.0
+_EXIT_S = 5.0
 _PACKET = 1 << 17
 # `-I` and `-S` skip site-packages, whose start-up files would slow down the process.
 _MAIN = "import sys, os, socket; sys.path.insert(0, sys.argv[3]); from rl_sandbox.launcher import serve; " + (
@@ -76,14 +78,20 @@ class LauncherClient:
             self._request({"operation": "open", "session": number}, (channel.fileno(), errors))
             return number
 
-    def end(self, number: int) -> None:
-        """Kill a session and remove what belongs to it. Nothing happens if the launcher, and so the session, has ended."""
+    def end(self, number: int) -> str | None:
+        """Kill a session and remove what belongs to it.
+
+        Returns:
+            Why it had ended before, if something other than its programs has ended it, such as the end of the launcher.
+        """
         with self._lock:
             try:
-                self._request({"operation": "close", "session": number})
+                reason: str | None = self._request({"operation": "close", "session": number})["ended_by"]
+                return reason
             except SandboxError:
                 if self.alive:
                     raise
+                return f"its launcher (process {self.process_id}) exited"
 
     def close(self) -> None:
         """End the launcher and with it all sessions."""
@@ -107,13 +115,20 @@ class LauncherClient:
                 f"The launcher of the sandbox did not answer within {self._control.gettimeout():g} seconds and was killed."
             ) from error
         except OSError as error:
+            self._await_exit()
             raise SandboxError(f"The launcher of the sandbox does not answer ({error}).") from error
         if not packet:
+            self._await_exit()
             raise SandboxError("The launcher of the sandbox exited; its error message is in the log of this process.")
         answer: dict[str, Any] = json.loads(packet)
         if "error" in answer:
             raise SandboxError(answer["error"])
         return answer
+
+    def _await_exit(self) -> None:
+        """Its socket is closed before its process has ended; `alive` should be false after an error."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_EXIT_S)
 
 
 def _source_folder() -> str:

@@ -157,9 +157,9 @@ class LocalSandbox(SandboxInterface):
             _check_start(session)
         return session
 
-    def _ended(self, session: LocalSession, launcher: LauncherClient, number: int) -> None:
+    def _ended(self, session: LocalSession, launcher: LauncherClient, number: int) -> str | None:
         self._sessions.discard(session)
-        launcher.end(number)
+        return launcher.end(number)
 
     @property
     def controllers(self) -> tuple[str, ...]:

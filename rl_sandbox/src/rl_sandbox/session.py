@@ -28,7 +28,7 @@ class LocalSession(SessionInterface):
     Args:
         channel: The connected socket.
         errors: A file with the error messages of the session's start.
-        end: Called once, to kill the session.
+        end: Called once, to kill the session. Returns why something other than its programs had ended it before, or None.
         timeout_s: Default time limit of a call in seconds.
         output: Maximum number of bytes of stdout, and of stderr.
         grace_s: Seconds after the time limit in which the agent must answer. Then the session is killed.
@@ -39,7 +39,7 @@ class LocalSession(SessionInterface):
         self,
         channel: socket.socket,
         errors: int,
-        end: Callable[[], None],
+        end: Callable[[], str | None],
         *,
         timeout_s: float,
         output: int,
@@ -53,6 +53,7 @@ class LocalSession(SessionInterface):
         self._started = False
         self._start_failure: str | None = None
         self._lost = False
+        self._ended_by: str | None = None
         self._closed = False
 
     def run(self, code: str, *, timeout_s: float | None = None) -> Result:
@@ -66,13 +67,11 @@ class LocalSession(SessionInterface):
         # Lone surrogates, which a tokenizer can produce, become question marks.
         source, entered = (text.encode("utf-8", "replace") for text in (code, stdin))
         with self._calls:
-            if self._closed:
-                raise SandboxError("This session is closed: open a new one with open_session().")
+            self._refuse_if_closed()
             started = time.monotonic()
             if self._lost:
                 return self._lost_result(started)
-            if not self._await_start():
-                return self._lost_result(started)
+            self._await_start()
             try:
                 started = time.monotonic()
                 end = started + seconds + self._grace_s
@@ -85,14 +84,11 @@ class LocalSession(SessionInterface):
                 self._give_up()
                 return self._lost_result(started)
 
-    def _await_start(self) -> bool:
+    def _await_start(self) -> None:
         """Wait until the agent runs, so that the start does not count as time of the first call.
 
-        Returns:
-            Whether it runs; False if the session was closed meanwhile.
-
         Raises:
-            SandboxError: It did not start. No program has run, so no program is responsible.
+            SandboxError: It did not start, or the session was closed. No program has run, so no program is responsible.
         """
         if not self._started and self._start_failure is None:
             try:
@@ -105,9 +101,9 @@ class LocalSession(SessionInterface):
             if not self._started:
                 self._start_failure = self.start_errors().strip() or self._start_failure
                 self._kill()
-        if self._start_failure is not None and not self._closed:
+        self._refuse_if_closed()
+        if self._start_failure is not None:
             raise SandboxError(f"The session did not start: {self._start_failure}")
-        return self._started
 
     def _receive(self, started: float, end: float) -> Result:
         outcome, code, flags, out, err = wire.REPLY.unpack(self._read(wire.REPLY.size, end))
@@ -124,7 +120,15 @@ class LocalSession(SessionInterface):
             state_lost=bool(flags & wire.STATE_LOST),
         )
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SandboxError("This session is closed: open a new one with open_session().")
+
     def _lost_result(self, started: float, outcome: Outcome = Outcome.LOST) -> Result:
+        """Result of a call that ended the session; raises SandboxError if the program is not responsible."""
+        self._refuse_if_closed()
+        if self._ended_by is not None:
+            raise SandboxError(f"The session was ended from outside: {self._ended_by}. Open a new one with open_session().")
         seconds = time.monotonic() - started
         return Result(outcome=outcome, exit_code=None, stdout="", stderr="", truncated=False, seconds=seconds, state_lost=True)
 
@@ -158,7 +162,7 @@ class LocalSession(SessionInterface):
     def _kill(self) -> None:
         with self._ending:
             end, self._end = self._end, _nothing
-            end()
+            self._ended_by = self._ended_by or end()
 
     def start_errors(self) -> str:
         """What the processes that start and control the session wrote to stderr."""
