@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,23 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `loopback_judge`
 
 def answered(completion: str, question: str = "?") -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": completion}]
+
+
+def wait_until(holds, seconds=60.0):
+    """Wait for an event in another process; fails if it does not happen."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def descendants(process: int) -> list[int]:
+    """Process ids of the children of a process, of theirs, and so on."""
+    try:
+        children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [each for child in children for each in descendants(child)]
 
 
 class MathGrader:

@@ -6,7 +6,9 @@ import ast
 import contextlib
 import io
 import os
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,7 +20,7 @@ from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import same_output
 from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SandboxUnavailableError, SessionInterface
 
-from .conftest import answered
+from .conftest import answered, descendants, wait_until
 
 MBPP = {
     "tests": [
@@ -95,16 +97,17 @@ def test_wrong_programs_get_their_share(run):
     ]
 
 
-def test_programs_that_do_not_end_raise_or_do_not_compile_fail():
-    environment = open_environment({"sandbox": {"timeout_s": 1.0}})
-    programs = ["while True: pass", "raise ValueError", "def (", "import os; os.kill(os.getppid(), 9)"]
+def test_programs_that_do_not_end_raise_or_do_not_compile_fail(environment):
+    impatient = open_environment({"sandbox": {"timeout_s": 1.0}})
     try:
-        result = environment.step([answered(f"```\n{code}\n```") for code in programs], [MBPP] * 4)
+        [endless] = impatient.step([answered("```\nwhile True: pass\n```")], [MBPP]).metadata
     finally:
-        environment.shutdown()
-    assert [info["code_outcome"] for info in result.metadata] == ["timeout", "error", "error", "killed"]
-    assert result.rewards["all_passed"].tolist() == [0.0] * 4
-    assert result.scored.tolist() == [1.0] * 4
+        impatient.shutdown()
+    assert endless["code_outcome"] == "timeout"
+    programs = ["raise ValueError", "def (", "import os; os.kill(os.getppid(), 9)", "x = bytearray(1 << 40)"]
+    result = environment.step([answered(f"```\n{code}\n```") for code in programs], [MBPP] * 4)
+    assert [info["code_outcome"] for info in result.metadata] == ["error", "error", "killed", "error"]
+    assert (result.rewards["passed_share"].tolist(), result.scored.tolist()) == ([0.0] * 4, [True] * 4)
 
 
 def test_a_completion_without_code_fails_and_metrics_count_outcomes(environment):
@@ -336,13 +339,47 @@ def test_rows_with_unusable_tests_are_data_errors(environment, info, message):
         environment.step([answered("```\n1\n```")], [info])
 
 
-def test_a_row_whose_sandbox_does_not_start_is_not_scored(environment, monkeypatch):
+def test_a_program_whose_sandbox_dies_in_mid_call_is_not_scored_and_passes_when_it_is_repeated():
+    environment = open_environment({})
+    try:
+        waits = "```\nimport time\nwhile True:\n    time.sleep(0.01)\n```"
+        with ThreadPoolExecutor(2) as threads:
+            steps = [threads.submit(environment.step, [answered(waits)], [MBPP]) for _ in range(2)]
+            launcher = environment._sandbox.process_id
+            wait_until(lambda: len(descendants(launcher)) >= 8)  # twice: bubblewrap, process 1, agent, program
+            os.kill(launcher, signal.SIGKILL)
+            results = [step.result(timeout=60) for step in steps]
+        for result in results:
+            assert result.scored.tolist() == [False]
+            assert result.failures[0].startswith("the sandbox does not work: The session was ended from outside")
+            assert "code_outcome" not in result.metadata[0]
+        repeated = environment.step([answered(f"```{REMOVE_OCC}```")], [MBPP])
+        assert (repeated.rewards["all_passed"].tolist(), repeated.failures) == ([1.0], [None])
+    finally:
+        environment.shutdown()
+
+
+def test_many_slow_tests_reach_a_limit_of_the_row_before_the_timeout_of_the_step():
+    environment = open_environment({"step_timeout_s": 2.0, "reward": "passed_share"})
+    pairs = [["", ""], *[["wait", ""]] * 30]
+    waits = "```\nimport sys, time\nif sys.stdin.read():\n    time.sleep(0.4)\n```"
+    try:
+        result = environment.step([answered(waits)], [{"stdin_stdout": pairs}])
+    finally:
+        environment.shutdown()
+    [info] = result.metadata
+    assert (info["code_outcome"], result.scored.tolist()) == ("timeout", [True])
+    assert info["tests_passed"] <= 3
+
+
+def test_a_row_whose_sandbox_does_not_start_fails_and_is_not_scored(environment, monkeypatch):
     def fails():
         raise SandboxError("no more user ids")
 
     monkeypatch.setattr(environment._sandbox, "open_session", fails)
     result = environment.step([answered("```\n1\n```")], [MBPP])
     assert result.scored.tolist() == [False]
+    assert result.failures == ["the sandbox does not work: no more user ids"]
 
 
 @pytest.mark.parametrize(

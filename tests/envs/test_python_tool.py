@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from rl_envs.tools.environment import ToolsEnvironment
 from rl_sandbox.interface import SandboxError, SandboxUnavailableError
 from rl_train.rollouts.environment_checks import step_checked
+
+from .conftest import descendants, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -103,5 +109,37 @@ def test_a_row_whose_sandbox_does_not_work_ends_and_is_not_scored(environment, t
     monkeypatch.setattr(environment._sandboxes[0]._sandbox, "open_session", fails)
     made = turn(a=["x"], b=["1"])
     assert (made.scored.tolist(), made.terminateds.tolist()) == ([True, False], [0.0, 1.0])
+    assert made.failures == [None, "Error: the sandbox of the tool `python` does not work: no more user ids"]
     assert read(made) == ["1"]
     assert made.metadata[1]["tool_use"]["problems"] == {}
+
+
+def test_a_rollout_whose_sandbox_dies_in_mid_call_fails_and_the_next_one_works(environment, turn):
+    turn(a=["x = 1"])
+    launcher = environment._sandboxes[0]._sandbox.process_id
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(lambda: turn(a=["import os, time\nwhile True: time.sleep(0.01)"]))
+        wait_until(lambda: len(descendants(launcher)) >= 4)  # bubblewrap, process 1, agent, interpreter
+        os.kill(launcher, signal.SIGKILL)
+        made = call.result(timeout=60)
+    assert made.scored.tolist() == [False]
+    assert "ended from outside" in made.failures[0]
+    assert made.metadata[0]["tool_use"]["problems"] == {}
+    assert read(turn(again=["1 + 1"])) == ["2"]
+
+
+def test_a_sandbox_that_starts_too_slowly_for_a_call_is_not_a_mistake_of_the_model(environment, turn, monkeypatch):
+    released = threading.Event()
+    sandbox = environment._sandboxes[0]._sandbox
+    opens = sandbox.open_session
+
+    def slow():
+        released.wait()
+        return opens()
+
+    monkeypatch.setattr(sandbox, "open_session", slow)
+    monkeypatch.setattr(environment, "_runner", replace(environment._runner, timeout_s=0.2))
+    made = turn(slow=["1 + 1"])
+    released.set()
+    assert "did not start within call_timeout_s" in made.failures[0]
+    assert made.metadata[0]["tool_use"]["problems"] == {}

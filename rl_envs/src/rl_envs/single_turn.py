@@ -17,6 +17,7 @@ def ended(
     replies: Sequence[str] | None = None,
     answers: Sequence[str | None] | None = None,
     scored: Sequence[bool] | None = None,
+    failures: Sequence[str | None] | None = None,
 ) -> EnvironmentReturn:
     """The return value for B rows that end.
 
@@ -25,9 +26,12 @@ def ended(
         metadata: B objects.
         replies: B texts for logs and for `rlcore env play`; empty if None. No model reads them, because every row ends.
         answers: B parsed answers, if there are any.
-        scored: B entries, False for rows that could not be scored; None if all were.
+        scored: B entries, False for rows that could not be scored; by default those without a failure.
+        failures: B entries, why a row could not be scored for a reason that is not the model's, or None.
     """
     rows = len(metadata)
+    if scored is None and failures is not None:
+        scored = [failure is None for failure in failures]
     return EnvironmentReturn(
         observations=[{"role": "environment", "content": text} for text in replies or [""] * rows],
         metadata=list(metadata),
@@ -36,6 +40,7 @@ def ended(
         terminateds=torch.ones(rows),
         answers=None if answers is None else list(answers),
         scored=None if scored is None else torch.tensor(list(scored), dtype=torch.bool),
+        failures=None if failures is None else list(failures),
     )
 
 

@@ -48,7 +48,7 @@ BROKEN = {
     "a dict": (GOOD._asdict(), "returned a dict from step()"),
     "a text": ("right!", "returned a str from step()"),
     "two values": (([SAID] * 2, torch.ones(2)), "returned a tuple of 2 values"),
-    "too many values": ((*GOOD, 1), "returned a tuple of 8 values"),
+    "too many values": ((*GOOD, 1), "returned a tuple of 9 values"),
     "short answers": (changed(answers=["4"]), "called with 2 rows but returned 1 answers"),
     "short metadata": (changed(metadata=[{}]), "returned 1 metadata"),
     "no metadata": (changed(metadata=None), "returned None as metadata"),

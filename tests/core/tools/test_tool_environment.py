@@ -227,4 +227,5 @@ def test_a_row_whose_tool_is_unavailable_ends_and_is_not_scored(caplog):
     made = step_checked(Services({"invalid_call_penalty": 1.0}), "t", rows, [{}, {}])
     assert (made.scored.tolist(), made.terminateds.tolist()) == ([False, True], [1.0, 0.0])
     assert made.metadata[0]["tool_use"]["problems"] == {}
-    assert "Services: a row is not scored, because a tool is unavailable: Error: the service is down" in caplog.text
+    assert "Services: a row has failed, because a tool is unavailable: Error: the service is down" in caplog.text
+    assert made.failures == ["Error: the service is down", None]

@@ -15,6 +15,7 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.environment_checks import checked_return, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
 from rl_train.rollouts.records import rollout_records
@@ -116,6 +117,38 @@ def test_a_row_that_fails_in_every_attempt_is_masked_with_the_reason(collector, 
     assert rows[1].failure == "KeyError: 'shape'"
     [_, record, _] = rollout_records(rows)
     assert (record["scored"], record["failure"], record["completion"]) == (False, "KeyError: 'shape'", "ok")
+
+
+class Reporting(Fragile):
+    """Reports failed rows in `failures` instead of raising, with a reward that must not count."""
+
+    def step(self, message_log_batch, metadata):
+        questions = [log[0]["content"] for log in message_log_batch]
+        self.calls.append(len(questions))
+        self.seen |= {question: self.seen.get(question, 0) + 1 for question in questions}
+        failed = [self.seen[question] <= self.failures.get(question, 0) for question in questions]
+        made = Fragile({}).step(message_log_batch, metadata)
+        return made._replace(failures=["the service is down" if each else None for each in failed])
+
+
+def test_only_the_rows_that_an_environment_reports_as_failed_are_repeated(collector, tokenizer):
+    environment = Reporting({"q1": 1, "q2": ALWAYS})
+    rows = played(collector, tokenizer, environment, 4)
+    assert [(row.scored, row.reward, row.retries) for row in rows] == [
+        (True, 1.0, 0),
+        (True, 1.0, 1),
+        (False, 0.0, 2),
+        (True, 1.0, 0),
+    ]
+    assert rows[2].failure == "RowFailedError: the service is down"
+    assert environment.calls == [4, 1, 1, 1]
+
+
+def test_a_reported_failure_counts_as_not_scored_for_direct_callers_and_must_be_text():
+    made = step_checked(Reporting({"q1": 1}), "t", [[{"role": "user", "content": q}] for q in ("q0", "q1")], [{}, {}])
+    assert made.scored.tolist() == [True, False]
+    with pytest.raises(RLCoreError, match="returned 3 as failure of row 0"):
+        checked_return(made._replace(failures=[3, None]), rows=2, task_name="t", environment_class="Reporting")
 
 
 def test_without_retries_a_failed_call_masks_its_rows(collector, tokenizer):

@@ -43,6 +43,10 @@ class EnvironmentReturn(NamedTuple):
     scored: torch.Tensor | None = None
     """[B], 0 if this turn of the row could not be scored; None if all were. A rollout with such a turn counts neither in the
     statistics of its group nor in the loss."""
+    failures: list[str | None] | None = None
+    """Why a row could not be answered for a reason that is not the model's, such as a dead service; None for other rows, or if
+    no row failed. The step of such a row is repeated as if it had raised, without repeating other rows; if it fails in every
+    attempt, the row is not scored."""
 
 
 class EnvironmentInterface(ABC):

@@ -122,9 +122,9 @@ class ToolEnvironment(EnvironmentInterface):
         rewards = {PENALTY: -penalty * len(problems)} if penalty and problems else {}
         broken = next((result.content for result in results if result.is_unavailable), None)
         if broken is not None:
-            _log.warning("%s: a row is not scored, because a tool is unavailable: %s", type(self).__name__, broken)
-        ended, is_scored = broken is not None, broken is None
-        return _Row(messages, {**(info or {}), _STATE: after}, None, rewards, ended, answer=None, is_scored=is_scored)
+            _log.warning("%s: a row has failed, because a tool is unavailable: %s", type(self).__name__, broken)
+        ended = broken is not None
+        return _Row(messages, {**(info or {}), _STATE: after}, None, rewards, ended, None, is_scored=not ended, failure=broken)
 
 
 class _Row(NamedTuple):
@@ -137,6 +137,7 @@ class _Row(NamedTuple):
     ended: bool
     answer: str | None
     is_scored: bool = True
+    failure: str | None = None
 
 
 def _by_name(functions: Sequence[Callable[..., Any]], who: str) -> dict[str, Tool]:
@@ -174,7 +175,8 @@ def _finished(final: EnvironmentReturn, row: int, state: Mapping[str, Any]) -> _
     answer = None if final.answers is None else final.answers[row]
     ended = bool(final.terminateds[row])
     is_scored = final.scored is None or bool(final.scored[row])
-    return _Row(final.observations[row], kept, final.next_stop_strings[row], rewards, ended, answer, is_scored)
+    failure = None if final.failures is None else final.failures[row]
+    return _Row(final.observations[row], kept, final.next_stop_strings[row], rewards, ended, answer, is_scored, failure)
 
 
 def _joined(rows: Sequence[_Row]) -> EnvironmentReturn:
@@ -188,4 +190,5 @@ def _joined(rows: Sequence[_Row]) -> EnvironmentReturn:
         terminateds=torch.tensor([row.ended for row in rows], dtype=torch.float32),
         answers=[row.answer for row in rows],
         scored=torch.tensor([row.is_scored for row in rows]),
+        failures=[row.failure for row in rows],
     )

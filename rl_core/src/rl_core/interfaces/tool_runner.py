@@ -27,7 +27,7 @@ def current_session() -> str | None:
 
 
 class ToolUnavailableError(RLCoreError):
-    """Raised by a tool that cannot run for a reason that is not the model's, such as a dead service: the row is not scored."""
+    """Raised by a tool that cannot run for a reason that is not the model's, such as a dead service: the row fails."""
 
 
 class CallProblem(StrEnum):

@@ -20,4 +20,4 @@ class CodeEnvironmentConfig(EnvironmentConfig):
     """Maximum number of programs that a worker runs at the same time, each in its own session."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """Where programs run, and their limits. `timeout_s` applies to all assertions of a row together and to each pair of
-    `stdin_stdout`."""
+    `stdin_stdout`. All tests of a row together may take half of `step_timeout_s`; the tests that are left then fail."""

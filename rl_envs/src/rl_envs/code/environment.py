@@ -12,7 +12,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.code.config import CodeEnvironmentConfig
 from rl_envs.code.extraction import last_code_block
-from rl_envs.code.scoring import CodeOutcome, CodeScore, CodeTests, read_tests, score
+from rl_envs.code.scoring import CodeOutcome, CodeScore, CodeTests, TimeLimits, read_tests, score
 from rl_envs.config import read_section
 from rl_envs.sandboxes import open_sandbox
 from rl_envs.single_turn import ended
@@ -26,7 +26,8 @@ class CodeEnvironment(EnvironmentInterface):
 
     Each row's metadata contains `tests` (assert lines, or functions with asserts, with `entry_point` for `check(candidate)`)
     or `stdin_stdout` (pairs of `input` and `output`), or both. `step` adds `code_outcome` (`passed`, `failed`, `error`,
-    `timeout`, `killed` or `no_code`), `tests_passed` and `tests_total`. A row whose sandbox does not start is not scored.
+    `timeout`, `killed` or `no_code`), `tests_passed` and `tests_total`. A row fails, and is not scored, if its sandbox does not
+    start or is ended from outside.
 
     Args:
         config: `CodeEnvironmentConfig`, a dict of its keys, or None for its defaults.
@@ -38,6 +39,8 @@ class CodeEnvironment(EnvironmentInterface):
     def __init__(self, config: CodeEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
         self.config = read_section(CodeEnvironmentConfig, config)
         self._sandbox = open_sandbox(self.config.sandbox)
+        # A slow program must reach its own limit, which is a result, before the timeout of the step, which is a failure.
+        self._limits = TimeLimits(call=self.config.sandbox.timeout_s, row=self.config.step_timeout_s / 2)
         self._threads = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="code")
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
@@ -53,21 +56,23 @@ class CodeEnvironment(EnvironmentInterface):
         output_kb = self.config.sandbox.output_kb
         tests = [read_tests(row, info, output_kb=output_kb) for row, info in enumerate(metadata)]
         codes = [last_code_block(str(log[-1].get("content") or "")) for log in message_log_batch]
-        scores = list(self._threads.map(self._score, codes, tests))
+        found = list(self._threads.map(self._score, codes, tests))
+        scores = [result if isinstance(result, CodeScore) else None for result in found]
         return ended(
             {self.config.reward: [self._reward(result) for result in scores]},
             [{**info, **_facts(result)} for info, result in zip(metadata, scores, strict=True)],
             replies=[_summary(result) for result in scores],
             answers=codes,
-            scored=[result is not None for result in scores],
+            failures=[None if isinstance(result, CodeScore) else result for result in found],
         )
 
-    def _score(self, code: str | None, tests: CodeTests) -> CodeScore | None:
+    def _score(self, code: str | None, tests: CodeTests) -> CodeScore | str:
+        """The score of a program, or why its sandbox failed."""
         try:
-            return score(self._sandbox, code, tests)
+            return score(self._sandbox, code, tests, self._limits)
         except SandboxError as error:
-            _log.warning("code: a row is not scored, because its sandbox did not start: %s", error)
-            return None
+            _log.warning("code: a row has failed, because its sandbox does not work: %s", error)
+            return f"the sandbox does not work: {error}"
 
     def _reward(self, result: CodeScore | None) -> float:
         if result is None:

@@ -34,6 +34,7 @@ class CodeOutcome(StrEnum):
     """The completion has no code block."""
 
 
+_SHORTEST_S = 0.01
 _OF_RUN = {Outcome.OK: CodeOutcome.FAILED, Outcome.ERROR: CodeOutcome.ERROR, Outcome.TIMEOUT: CodeOutcome.TIMEOUT}
 
 
@@ -146,31 +147,46 @@ def _pair(row: int, pair: Any) -> tuple[str, str]:
     raise DataError(f"Row {row}: an entry of `stdin_stdout` must be {{input: text, output: text}}, not {format_value(pair)}.")
 
 
-def score(sandbox: SandboxInterface, code: str | None, tests: CodeTests) -> CodeScore:
-    """Run all tests of a program in a new session.
+@dataclass(frozen=True, kw_only=True)
+class TimeLimits:
+    """Limits of a program's running time, in seconds.
+
+    Attributes:
+        call: Of all assertions together, and of each pair.
+        row: Of all tests of a row together.
+    """
+
+    call: float
+    row: float
+
+
+def score(sandbox: SandboxInterface, code: str | None, tests: CodeTests, limits: TimeLimits) -> CodeScore:
+    """Run all tests of a program in a new session. After a timeout, the tests that are left fail without being run.
 
     Raises:
-        SandboxError: A session could not be started.
+        SandboxError: A session could not be started, or was ended from outside.
     """
     if code is None:
         return CodeScore(outcome=CodeOutcome.NO_CODE, passed=0, total=tests.total)
     with sandbox.open_session() as session:
         passed, worst = 0, Outcome.OK
         if tests.assertions is not None:
-            passed, worst = _assertions(session, code, tests.assertions)
+            passed, worst = _assertions(session, code, tests.assertions, min(limits.call, limits.row))
+        left = limits.row
         for stdin, expected in tests.pairs:
             if worst in (Outcome.TIMEOUT, Outcome.LOST):
                 break  # the rest would take as long again
-            result = session.run_program(code, stdin=stdin)
+            result = session.run_program(code, stdin=stdin, timeout_s=min(limits.call, left))
+            left = max(left - result.seconds, _SHORTEST_S)
             worst = result.outcome if result.outcome is not Outcome.OK else worst
             passed += result.outcome is Outcome.OK and same_output(result.stdout, expected)
     outcome = CodeOutcome.PASSED if passed == tests.total else _OF_RUN.get(worst, CodeOutcome.KILLED)
     return CodeScore(outcome=outcome, passed=passed, total=tests.total)
 
 
-def _assertions(session: SessionInterface, code: str, tests: SplitTests) -> tuple[int, Outcome]:
+def _assertions(session: SessionInterface, code: str, tests: SplitTests, timeout_s: float) -> tuple[int, Outcome]:
     program, nonce = harness(code, tests)
-    result = session.run_program(program)
+    result = session.run_program(program, timeout_s=timeout_s)
     observed = read_observations(result.stdout, nonce)
     passed = 0
     for number, condition in enumerate(tests.conditions):

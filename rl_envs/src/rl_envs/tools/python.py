@@ -70,6 +70,11 @@ class SandboxedPython:
             return await interpreter.run(code)
         except SandboxError as error:
             raise ToolUnavailableError(f"the sandbox of the tool `python` does not work: {error}") from error
+        except asyncio.CancelledError:
+            if interpreter.has_started:
+                raise
+            # The timeout of the call expired before the model's code could run.
+            raise ToolUnavailableError("the sandbox of the tool `python` did not start within call_timeout_s") from None
         finally:
             if session is None:
                 interpreter.close()
@@ -81,12 +86,17 @@ class SandboxedPython:
 
 
 class _Interpreter:
-    """One rollout's session. Its calls run one after another, in the order in which the model made them."""
+    """One rollout's session. Its calls run one after another, in the order in which the model made them.
+
+    Attributes:
+        has_started: Whether a session has started, so that the time of a call is that of the model's code.
+    """
 
     def __init__(self, sandbox: SandboxInterface, config: SandboxConfig) -> None:
         self._sandbox, self._config = sandbox, config
         self._session: SessionInterface | None = None
         self._is_closed = False
+        self.has_started = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="python tool")
         self._lock = threading.Lock()
 
@@ -94,7 +104,11 @@ class _Interpreter:
         return await asyncio.wrap_future(self._thread.submit(self._run, code))
 
     def _run(self, code: str) -> str:
-        result = self._live_session().run(code, timeout_s=self._config.timeout_s)
+        session = self._live_session()
+        if not self.has_started:
+            session.run("")  # returns when the interpreter has started
+            self.has_started = True
+        result = session.run(code, timeout_s=self._config.timeout_s)
         if result.outcome is Outcome.LOST:
             self._end_session()  # the next call opens a new one
         return _report(result, self._config)

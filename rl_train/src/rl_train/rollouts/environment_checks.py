@@ -50,8 +50,9 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         environment_class: named in errors.
 
     Returns:
-        The same with rewards [B] float32 (each, if named), terminateds and scored [B] bool, all in CPU memory. The content of
-        the observations of rows that have not ended is text; text parts are joined.
+        The same with rewards [B] float32 (each, if named), terminateds and scored [B] bool, all in CPU memory. Rows with an
+        entry in `failures` are not scored. The content of the observations of rows that have not ended is text; text parts
+        are joined.
 
     Raises:
         RLCoreError: the contract is not met.
@@ -60,8 +61,8 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
     if not isinstance(found, tuple | list) or not _REQUIRED <= len(found) <= len(_FIELDS):
         size = f" of {len(found)} values" if isinstance(found, tuple | list) else ""
         raise RLCoreError(
-            f"{who} returned {_kind(found)}{size} from step(). Return an EnvironmentReturn({', '.join(_FIELDS)}); answers and "
-            "scored may be left out."
+            f"{who} returned {_kind(found)}{size} from step(). Return an EnvironmentReturn({', '.join(_FIELDS)}); answers, "
+            "scored and failures may be left out."
         )
     made = EnvironmentReturn(*found)
     _check_lists(made, who)
@@ -79,7 +80,7 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
     _check_sizes(made, rows, who)
     _check_finite(made, who)
     _check_rows(made, who)
-    return made._replace(observations=_observations(made, who))
+    return made._replace(observations=_observations(made, who), scored=_without_failed(made))
 
 
 def checked_observation(found: Any, *, task_name: str) -> Observation:
@@ -118,9 +119,9 @@ def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tu
 
 
 def _check_lists(made: EnvironmentReturn, who: str) -> None:
-    for name in ("observations", "metadata", "next_stop_strings", "answers"):
+    for name in ("observations", "metadata", "next_stop_strings", "answers", "failures"):
         value = getattr(made, name)
-        if not isinstance(value, tuple | list) and not (name == "answers" and value is None):
+        if not isinstance(value, tuple | list) and not (name in ("answers", "failures") and value is None):
             raise RLCoreError(f"{who} returned {_kind(value)} as {name}. Return a list with one entry per row.")
 
 
@@ -154,6 +155,17 @@ def _check_rows(made: EnvironmentReturn, who: str) -> None:
     for row, answer in enumerate(made.answers or ()):
         if answer is not None:
             _check_text(answer, f"answer of row {row}", who, "Return text, or None if no answer was found.")
+    for row, failure in enumerate(made.failures or ()):
+        if failure is not None:
+            _check_text(failure, f"failure of row {row}", who, "Return the reason as text, or None if the row has not failed.")
+
+
+def _without_failed(made: EnvironmentReturn) -> torch.Tensor | None:
+    """`scored`, without the rows that have failed."""
+    if made.failures is None or not any(failure is not None for failure in made.failures):
+        return made.scored
+    answered = torch.tensor([failure is None for failure in made.failures])
+    return answered if made.scored is None else made.scored & answered
 
 
 _OBSERVATION = "Return {'role': 'environment', 'content': text}, or a list of such messages, for each row that has not ended."

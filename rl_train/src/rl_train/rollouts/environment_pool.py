@@ -89,6 +89,7 @@ class EnvironmentPool(EnvironmentInterface):
             terminateds=torch.cat([part.terminateds for part in parts]),
             answers=[answer for part in parts for answer in (part.answers or [None] * len(part.observations))],
             scored=_concat_scored(parts),
+            failures=[failure for part in parts for failure in (part.failures or [None] * len(part.observations))],
         )
 
     def global_post_process_and_metrics(

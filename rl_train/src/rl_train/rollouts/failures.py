@@ -19,6 +19,10 @@ class RowNotSampledError(RLCoreError):
     """The engine could not sample a row, for example because its server did not respond."""
 
 
+class RowFailedError(Exception):
+    """An environment could not respond to one row for a reason that is not the model's (`EnvironmentReturn.failures`)."""
+
+
 class StepFailedError(Exception):
     """An environment could not respond to one row, or the engine could not sample it; the call may succeed if it is repeated.
 

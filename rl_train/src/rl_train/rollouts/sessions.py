@@ -16,7 +16,7 @@ from rl_core.interfaces.messages import Message, Observation
 from rl_train.pools.pool import ActorKey
 from rl_train.rollouts.environment_checks import checked_observation, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.rollouts.failures import StepFailedError, may_be_retried
+from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_retried
 
 SESSION_KEY = "session_id"
 _log = logging.getLogger("rlcore")
@@ -147,7 +147,12 @@ class StepQueue:
             elif error is not None:
                 step.future.set_exception(error)
             else:
-                step.future.set_result(_result(ended.result(), row))
+                found = ended.result()
+                failure = None if found.failures is None else found.failures[row]
+                if failure is None:
+                    step.future.set_result(_result(found, row))
+                else:
+                    step.future.set_exception(RowFailedError(failure))
         self._schedule()
 
     def _call(
@@ -221,7 +226,8 @@ class Session:
             metadata: state of the environment for this rollout.
 
         Raises:
-            StepFailedError: the environment raised, its worker died or exceeded its timeout, in every attempt.
+            StepFailedError: in every attempt, the environment raised, reported that this row failed, its worker died, or the
+                timeout expired.
         """
         if self._worker is not None:
             metadata = {**metadata, SESSION_KEY: self._name}
