@@ -28,7 +28,7 @@ def wait_until(holds, seconds=60.0):
 
 
 def descendants(process: int) -> list[int]:
-    """Process ids of the children of a process, of theirs, and so on."""
+    """Process ids of all direct and indirect children of a process."""
     try:
         children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     except OSError:
