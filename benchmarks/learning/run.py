@@ -39,8 +39,6 @@ from rlcore_cli.main import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-CONVERSATIONS = 32
-"""Conversations per SFT step, as in warm_up.yaml."""
 
 
 def rlcore(*arguments: str) -> None:
@@ -77,7 +75,7 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
     tools = {"tools": list(task.tools)} if task.tools else {}
     rows = [
         {"messages": task.demonstrate(records[index % len(records)], draw), **tools}
-        for index in range(CONVERSATIONS * task.warm_up)
+        for index in range(task.conversations * task.warm_up)
     ]
     write_jsonl(conversations, rows)
     texts = [json.dumps(row) for row in rows[:200] if task.tools]
@@ -86,9 +84,15 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
     size = write_untrained_model(untrained, tokenizer, hidden=task.hidden, layers=task.layers)
     print(f"{name}: {size:,} parameters, {len(tokenizer)} tokens", flush=True)
     rlcore(
-        "train", str(HERE / "warm_up.yaml"), f"sft.max_num_steps={task.warm_up}", f"policy.model_name={untrained}",
-        f"data.train.path={conversations}", f"logger.log_dir={work}", "logger.run_name=warm_up",
-    )  # fmt: skip
+        "train",
+        str(HERE / "warm_up.yaml"),
+        f"sft.max_num_steps={task.warm_up}",
+        f"sft.global_batch_size={task.conversations}",
+        f"policy.model_name={untrained}",
+        f"data.train.path={conversations}",
+        f"logger.log_dir={work}",
+        "logger.run_name=warm_up",
+    )
     shutil.copytree(next((work / "warm_up").glob("checkpoints/step_*/policy/weights")), made)
     return made
 

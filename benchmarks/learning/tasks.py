@@ -44,7 +44,8 @@ class Task:
         vocabulary: Number of tokens.
         spelled: What the tokenizer never merges.
         whole: Texts that are one token each.
-        warm_up: Number of SFT steps, of 32 conversations.
+        warm_up: Number of SFT steps.
+        conversations: Conversations per SFT step.
         hidden: Width of the model.
         layers: Its number of layers.
     """
@@ -57,6 +58,7 @@ class Task:
     spelled: str = r"\d"
     whole: Sequence[str] = ()
     warm_up: int = 300
+    conversations: int = 32
     hidden: int = 128
     layers: int = 3
 
@@ -250,7 +252,8 @@ TASKS: Mapping[str, Task] = {
         spelled=r" ?[\d_]",
         demonstrate=_play,
         succeeded=_solves,
-        warm_up=250,
+        conversations=16,
+        hidden=96,
         whole=(QUESTION.format(last=8, example=3, board="").strip(), "<move>", "</move>"),
     ),
     "tools": Task(
