@@ -1,12 +1,14 @@
 """The sliding puzzle: every generated board can be solved, and only legal moves move tiles."""
 
+from ast import literal_eval
 from collections import deque
+from itertools import permutations
 
 import pytest
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.sliding_puzzle.board import legal_moves, moved, shown, solved
+from rl_envs.sliding_puzzle.board import can_be_solved, legal_moves, moved, shown, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
 from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
 from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
@@ -97,6 +99,23 @@ def test_other_messages_do_not_move_tiles_and_cost_the_penalty():
         "mean_moves": 2.5,
         "mean_illegal_moves": 0.5,
     }
+
+
+def test_exactly_half_of_all_boards_can_be_solved_and_other_boards_are_refused():
+    every = [[[a, b], [c, d]] for a, b, c, d in permutations(range(4))]
+    reachable = {repr(solved(2))}
+    while grown := {repr(moved(board, way)) for board in map(literal_eval, reachable) for way in legal_moves(board)} - reachable:
+        reachable |= grown
+    assert {repr(board) for board in every if can_be_solved(board)} == reachable
+    assert len(reachable) == 12
+    data = SlidingPuzzleDataset({"num_samples": 20, "max_shuffles": 20})
+    assert all(can_be_solved(record["extra_env_info"]["board"]) for record in data)
+    # Without this error, any message would get the reward of a solved board.
+    answer = [{"role": "assistant", "content": "I give up"}]
+    with pytest.raises(DataError, match="Row 0: the board .* is already in order"):
+        SlidingPuzzleEnvironment().step([answer], [{"board": solved(3)}])
+    with pytest.raises(DataError, match="cannot be put in order by any moves"):
+        SlidingPuzzleEnvironment().step([answer], [{"board": [[2, 1, 3], [4, 5, 6], [7, 8, 0]]}])
 
 
 def test_the_environment_declares_its_turns_and_refuses_rows_without_a_board():

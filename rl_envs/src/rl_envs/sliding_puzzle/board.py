@@ -52,6 +52,19 @@ def shuffled(size: int, moves: int, draw: random.Random) -> Board:
     return board
 
 
+def can_be_solved(board: Sequence[Sequence[int]]) -> bool:
+    """Whether some sequence of legal moves leads to the solved board: half of all boards are like that.
+
+    A move swaps the gap with a tile and moves the gap by one row or column, so the parity of the permutation and that of the
+    gap's distance from its corner change together.
+    """
+    size = len(board)
+    tiles = [tile or size * size for row in board for tile in row]
+    inversions = sum(left > right for i, left in enumerate(tiles) for right in tiles[i + 1 :])
+    row, column = _gap(board)
+    return (inversions + row + column) % 2 == 0
+
+
 def shown(board: Sequence[Sequence[int]]) -> str:
     """The board as text: one line per row, `_` for the gap."""
     width = len(str(len(board) ** 2 - 1))

@@ -13,7 +13,7 @@ from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import read_section
-from rl_envs.sliding_puzzle.board import Board, legal_moves, moved, shown, solved
+from rl_envs.sliding_puzzle.board import Board, can_be_solved, legal_moves, moved, shown, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
 
 _MOVE = re.compile(r"<move>\s*(\w+)\s*</move>", re.IGNORECASE)
@@ -37,7 +37,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         """Make B moves; `answers` has each move, or None if it is not legal.
 
         Raises:
-            DataError: the metadata of a row has no `board`.
+            DataError: the metadata of a row has no `board`, or one that is solved or cannot be solved.
         """
         boards = [_board(row, info) for row, info in enumerate(metadata)]
         moves = [_read_move(str(log[-1]["content"]), board) for log, board in zip(message_log_batch, boards, strict=True)]
@@ -108,4 +108,8 @@ def _board(row: int, info: Any) -> Board:
             f"Row {row}: the metadata of `sliding_puzzle` needs `board`, n rows of n numbers from 0 (the gap), found "
             f"{format_value(info)}."
         ) from None
-    return [list(row) for row in board]  # type: ignore[union-attr]
+    found = [list(row) for row in board]  # type: ignore[union-attr]
+    if found == solved(len(found)) or not can_be_solved(found):
+        what = "is already in order" if found == solved(len(found)) else "cannot be put in order by any moves"
+        raise DataError(f"Row {row}: the board {found} {what}. Shuffle the solved board by legal moves to get a valid one.")
+    return found
