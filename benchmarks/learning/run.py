@@ -98,11 +98,18 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
 
 
 def training_records(config: Path, data: Sequence[str]) -> Any:
-    """The records of the training data of a config."""
+    """The records of the training data of a config; none of its problems is held out."""
     registry = Registry(discover())
-    train, _ = read_sources(load_config(config, list(data), registry=registry).run, registry)
+    train, validation = read_sources(load_config(config, list(data), registry=registry).run, registry)
     assert train is not None
+    trained, held_out = ({problem(record) for record in source.records} for source in (train, validation[""]))
+    assert not trained & held_out, f"{len(trained & held_out)} held-out problems are in the training data"
     return train.records
+
+
+def problem(record: Mapping[str, Any]) -> str:
+    """The text that distinguishes the problem of a record from others."""
+    return str(record["messages"][-1]["content"])
 
 
 def evaluate(config: Path, output: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -252,6 +252,7 @@ TASKS: Mapping[str, Task] = {
         spelled=r" ?[\d_]",
         demonstrate=_play,
         succeeded=_solves,
+        warm_up=200,
         conversations=16,
         hidden=96,
         whole=(QUESTION.format(last=8, example=3, board="").strip(), "<move>", "</move>"),

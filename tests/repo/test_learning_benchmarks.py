@@ -42,6 +42,15 @@ def test_some_demonstrations_of_each_task_succeed_and_most_do_not(name):
     assert 10 <= won <= 60
 
 
+def test_the_data_of_a_benchmark_is_refused_if_held_out_problems_are_trained():
+    from run import training_records
+
+    few = ["data.train.num_samples=300", "data.validation.num_samples=100"]
+    assert len(training_records(LEARNING / "sliding_puzzle.yaml", few)) == 300
+    with pytest.raises(AssertionError, match="held-out problems are in the training data"):
+        training_records(LEARNING / "sliding_puzzle.yaml", [*few, "data.train.split=validation"])
+
+
 def test_intervals_of_proportions_and_of_paired_differences():
     from intervals import difference, wilson
 
