@@ -112,7 +112,7 @@ def test_exactly_half_of_all_boards_can_be_solved_and_other_boards_are_refused()
     assert all(can_be_solved(record["extra_env_info"]["board"]) for record in data)
     # Without this error, any message would get the reward of a solved board.
     answer = [{"role": "assistant", "content": "I give up"}]
-    with pytest.raises(DataError, match="Row 0: the board .* is already in order"):
+    with pytest.raises(DataError, match=r"Row 0: the board .* is already in order"):
         SlidingPuzzleEnvironment().step([answer], [{"board": solved(3)}])
     with pytest.raises(DataError, match="cannot be put in order by any moves"):
         SlidingPuzzleEnvironment().step([answer], [{"board": [[2, 1, 3], [4, 5, 6], [7, 8, 0]]}])
