@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -133,12 +133,7 @@ class InProcessPool(Pool):
     ) -> Future[Any]:
         if self._threads is not None:
             return self._threads.submit(self._run, method, args)
-        future: Future[Any] = Future()
-        try:
-            future.set_result(self._run(method, args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return completed_call(self._run, method, args)
 
     def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
         return [self._run(method, call) for call in calls]
@@ -150,6 +145,16 @@ class InProcessPool(Pool):
 
     def _run(self, method: str, call: Any) -> Any:
         return self._group.submit_some(method, {0: call}).result()[0]
+
+
+def completed_call(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run a call now; a future with what it returned or raised."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def class_path(worker_class: Any) -> str:

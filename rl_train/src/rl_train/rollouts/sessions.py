@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.errors import DataError, WorkerDiedError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, keeps_sessions
 from rl_core.interfaces.messages import Message, Observation
-from rl_train.pools.pool import ActorKey
+from rl_train.pools.pool import ActorKey, completed_call
 from rl_train.rollouts.environment_checks import checked_observation, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_retried
@@ -83,7 +83,7 @@ class StepQueue:
         """Call a method for one session."""
         if isinstance(self.environment, EnvironmentPool):
             return asyncio.wrap_future(self.environment.submit(method, *args, on=worker))
-        return asyncio.wrap_future(_run_here(getattr(self.environment, method), *args))
+        return asyncio.wrap_future(completed_call(getattr(self.environment, method), *args))
 
     def lease(self) -> ActorKey:
         """The worker with the fewest sessions.
@@ -160,7 +160,7 @@ class StepQueue:
     ) -> Future[EnvironmentReturn]:
         if isinstance(self.environment, EnvironmentPool):
             return self.environment.submit_step(conversations, metadata, on=worker)
-        return _run_here(step_checked, self.environment, self.task_name, conversations, metadata)
+        return completed_call(step_checked, self.environment, self.task_name, conversations, metadata)
 
 
 @dataclass(eq=False)
@@ -258,15 +258,6 @@ class Session:
 
 def _failed(error: Exception) -> Exception:
     return StepFailedError(error) if may_be_retried(error) else error
-
-
-def _run_here(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    try:
-        future.set_result(function(*args))
-    except Exception as error:
-        future.set_exception(error)
-    return future
 
 
 def _result(found: EnvironmentReturn, row: int) -> StepResult:
