@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_backends_vllm.device import matmul_precision, quiet_import, set_process_environment, worker_environment
-from rl_backends_vllm.shm_cleanup import remove_stale_files, unlink_shared_memory
+from rl_backends_vllm.shm_cleanup import remove_stale_folders, unlink_shared_memory
 
 
 @pytest.mark.parametrize(("own", "level"), [({}, "ERROR"), ({"VLLM_LOGGING_LEVEL": "DEBUG"}, "DEBUG")])
@@ -52,16 +52,15 @@ def test_the_import_of_vllm_logs_at_that_level_too(monkeypatch, own, level):
     assert logger.level == logging.CRITICAL, "whoever has set it before keeps it"
 
 
-def test_shared_memory_and_folders_of_dead_processes_are_removed_and_others_kept(tmp_path):
+def test_folders_of_dead_processes_are_removed_and_others_kept(tmp_path):
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
-    gone, pages, folders = int(dead.stdout), tmp_path / "pages", tmp_path / "folders"
-    names = "__KMP_REGISTERED_LIB_{}_0", "rlcore-vllm-{}-0123abcd"
-    for name, place in zip(names, (pages, folders), strict=True):
-        for owner in (gone, os.getpid(), "of-something-else"):
-            (place / name.format(owner)).mkdir(parents=True)
-    (folders / names[1].format(gone) / "socket").touch()
-    assert remove_stale_files(pages, folders) == [name.format(gone) for name in names]
-    assert len(list(pages.iterdir())) == len(list(folders.iterdir())) == 2
+    owners = (dead.stdout.strip(), os.getpid(), "of-something-else")
+    gone, *kept = [tmp_path / f"rlcore-vllm-{owner}-0123abcd" for owner in owners]
+    for folder in (gone, *kept):
+        folder.mkdir()
+        (folder / "socket").touch()
+    remove_stale_folders(tmp_path)
+    assert set(tmp_path.iterdir()) == set(kept)
 
 
 def test_a_queue_is_unlinked_after_all_have_attached_and_closes_without_output(monkeypatch):

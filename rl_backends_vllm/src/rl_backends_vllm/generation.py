@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import worker_environment
-from rl_backends_vllm.shm_cleanup import remove_stale_files
+from rl_backends_vllm.shm_cleanup import remove_stale_folders
 from rl_backends_vllm.worker import VllmGenerationWorker
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
@@ -75,7 +75,7 @@ class VllmGeneration(DistributedGeneration):
 
     def shutdown(self) -> bool:
         done = super().shutdown()
-        remove_stale_files()
+        remove_stale_folders()
         return done
 
 

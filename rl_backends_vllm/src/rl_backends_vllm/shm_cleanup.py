@@ -3,8 +3,8 @@
 A shared memory segment needs a name only until all processes have opened it. Its name is then unlinked, so that nothing remains
 if a process is killed: this covers the message queues of a replica, the memory of tensor parallel groups on a CPU, which vLLM
 never unlinks, and the page with which the OpenMP runtime registers a process. Sockets and the rendezvous file of process groups
-are needed as long as the replica runs, and are kept in a folder per process. Files of processes that were killed earlier are
-removed when the next replica starts and when its own engine shuts down.
+are needed as long as the replica runs, and are kept in a folder per process. Folders of killed processes are removed when the
+next replica starts and when an engine shuts down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import util
 from multiprocessing.synchronize import SemLock
@@ -25,8 +25,6 @@ from pathlib import Path
 
 import psutil
 
-_SHM = Path("/dev/shm")
-_OPENMP_PAGE = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_\d+")
 _GROUP_MEMORY = re.compile(r"(/dev/shm/vllm_dist_\S+-cpushm_\d+)$", flags=re.MULTILINE)
 _QUEUES = "/dev/shm/psm_"
 _PREFIX = "rlcore-vllm-"
@@ -50,25 +48,20 @@ def unlink_shared_memory() -> None:
     unlink_openmp_page()
 
 
-def unlink_openmp_page(folder: Path = _SHM) -> None:
+def unlink_openmp_page() -> None:
     """Unlink this process's OpenMP page, which detects a second runtime in the process; that would have happened by now."""
-    (folder / f"__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
+    Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
 
-def remove_stale_files(shm: Path = _SHM, temporary: Path | None = None) -> list[str]:
-    """Remove OpenMP pages and folders of this user's exited processes; returns the removed names."""
-    removed = []
-    for path in [*shm.glob("__KMP_REGISTERED_LIB_*"), *(temporary or _temporary()).glob(f"{_PREFIX}*")]:
-        match = _OPENMP_PAGE.fullmatch(path.name) or _FOLDER.fullmatch(path.name)
+def remove_stale_folders(temporary: Path | None = None) -> None:
+    """Remove the folders of this user's replicas whose processes have exited."""
+    for path in (temporary or _temporary()).glob(f"{_PREFIX}*"):
+        match = _FOLDER.fullmatch(path.name)
         if match is None or _is_running(int(match[1])):
             continue
-        try:
+        with suppress(FileNotFoundError):  # removed by another driver meanwhile
             if path.stat().st_uid == os.getuid():
-                _remove(path)
-                removed.append(path.name)
-        except FileNotFoundError:  # removed by another process
-            continue
-    return removed
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -95,7 +88,7 @@ def replica_folder() -> Iterator[Path]:
 
 def remove_replica_folder() -> None:
     """Remove the folder of this process's replica after shutdown."""
-    _remove(_folder_of(os.getpid()))
+    shutil.rmtree(_folder_of(os.getpid()), ignore_errors=True)
 
 
 @contextmanager
@@ -148,11 +141,3 @@ def _is_running(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or folder; vLLM and other drivers may be removing the same files."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from rl_backends_vllm.engine import Engine
 from rl_backends_vllm.inflight import InFlightRequests
 from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings
-from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_files, replica_folder, unlink_openmp_page
+from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_folders, replica_folder, unlink_openmp_page
 from rl_backends_vllm.standalone import as_batch, only_config, standalone_config, standalone_context
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, end_token_ids, to_output
@@ -79,7 +79,7 @@ class VllmGenerationWorker(GenerationWorker):
         quiet_import()
         own = config.vllm_cfg
         tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
-        remove_stale_files()
+        remove_stale_folders()
         with (
             replica_folder() as folder,
             model_files(
