@@ -24,6 +24,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from cpu_time import cpu_seconds
+
 from rl_core.cluster import RayVirtualCluster
 from rl_core.plugins import Kind
 from rl_core.plugins.manager import discover
@@ -37,7 +39,6 @@ from rl_train.rollouts.environment_pool import EnvironmentPool
 
 ROOT = Path(__file__).parents[1]
 Row = tuple[list[dict[str, Any]], dict[str, Any]]
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _row(question: str, answer: str, **metadata: Any) -> Row:
@@ -141,25 +142,6 @@ def judge_server() -> Iterator[str]:
     server.shutdown()
 
 
-def cpu_seconds(roots: Sequence[int]) -> float:
-    """CPU time of these processes and of their descendants, including ended ones."""
-    parents, times = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(path.parent.name)] = int(fields[1])
-        times[int(path.parent.name)] = sum(map(int, fields[11:15])) / _TICKS
-    total = 0.0
-    for pid, seconds in times.items():
-        ancestor = pid
-        while ancestor not in (0, *roots):
-            ancestor = parents.get(ancestor, 0)
-        total += seconds if ancestor in roots else 0.0
-    return total
-
-
 def measure(
     cluster: RayVirtualCluster, name: str, section: Mapping[str, Any], rows: Sequence[Row], workers: int
 ) -> tuple[float, float]:
@@ -171,9 +153,9 @@ def measure(
         logs: Any = [messages for messages, _ in rows]
         metadata = [info for _, info in rows]
         environment.step(logs[: 8 * workers], metadata[: 8 * workers])
-        cpu, started = cpu_seconds(pool.pids()), time.perf_counter()
+        cpu, started = cpu_seconds(*pool.pids()), time.perf_counter()
         environment.step(logs, metadata)
-        return time.perf_counter() - started, cpu_seconds(pool.pids()) - cpu
+        return time.perf_counter() - started, cpu_seconds(*pool.pids()) - cpu
     finally:
         environment.shutdown()
 

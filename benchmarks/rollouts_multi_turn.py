@@ -14,7 +14,6 @@ The limit is the time of the slowest rollout alone: the sum of its environment t
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import time
@@ -23,8 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from cpu_time import cpu_seconds
 
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.cluster import RayVirtualCluster
@@ -123,13 +122,6 @@ def _sample_together(collector: Collector, rows: Sequence[Trajectory], turn: int
 def concurrent(collector: Collector, rows: Sequence[Trajectory]) -> None:
     """The library's loop."""
     collector.collect(rows, stream=SampleStream.TRAINING)
-
-
-def cpu_seconds() -> float:
-    """Of this process and its children, Ray's workers included."""
-    own = psutil.Process(os.getpid())
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True)) if process.is_running()]
-    return sum(each.user + each.system for each in times)
 
 
 def measure(collector: Collector, loop: Any, rows: int, seed: int) -> tuple[float, float, list[list[int]]]:

@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from cpu_time import cpu_seconds
+
 from rl_sandbox.levels import Level
 from rl_sandbox.local import LocalSandbox
 from rl_sandbox.session import LocalSession
@@ -31,26 +33,6 @@ PROGRAM = "print(sum(range(100)))"
 EXPECTED = "4950\n"
 NORMAL_USER = 61200
 _BATCH = 20
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds() -> float:
-    """CPU time of all living descendants of this process, with that of the children that they have waited for."""
-    parents, times = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(path.parent.name)] = int(fields[1])
-        times[int(path.parent.name)] = sum(map(int, fields[11:15])) / _TICKS
-    total = 0.0
-    for pid, seconds in times.items():
-        ancestor = pid
-        while ancestor not in (0, os.getpid()):
-            ancestor = parents.get(ancestor, 0)
-        total += seconds if ancestor == os.getpid() else 0.0
-    return total
 
 
 def measure(work: Callable[[int], None], count: int, threads: int) -> tuple[float, float]:

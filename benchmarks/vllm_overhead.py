@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
+from cpu_time import cpu_seconds
 
 PROMPT_TOKENS = 40
 
@@ -148,17 +148,6 @@ def sides(options: argparse.Namespace, model: str) -> Iterator[dict[str, Run]]:
     finally:
         for part in (there, cluster, here):
             part.shutdown()
-
-
-def cpu_seconds() -> float:
-    total = 0.0
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
-    return total
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
