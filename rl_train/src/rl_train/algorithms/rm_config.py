@@ -5,31 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from rl_core.config.source_tree import KeyPath
-from rl_train.config.optimizer_steps import TrainingPlan
-from rl_train.config.runtime_needs import RecordNeeds, RuntimeNeeds
-from rl_train.config.schema import AlgorithmConfig, RunConfig
+from rl_train.algorithms.pairs_config import PairsConfig
+from rl_train.config.schema import RunConfig
 
 
-class RewardModelConfig(AlgorithmConfig):
+class RewardModelConfig(PairsConfig):
     """Reward model training on preferences."""
 
     default_loss: ClassVar[str] = "bradley_terry"
     head: ClassVar[Literal["tokens", "scalar"]] = "scalar"
-
-    global_batch_size: int = Field(default=32, ge=1)
-    """Number of pairs per step. `policy.train_global_batch_size` (in rows, two per pair) splits them into optimizer steps."""
-    val_batch_size: int = Field(default=128, ge=1)
-    """Number of pairs per validation batch."""
-
-    @property
-    def runtime_needs(self) -> RuntimeNeeds:
-        return RuntimeNeeds(records=RecordNeeds(records_per_step=self.global_batch_size, pairs=True))
-
-    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        return TrainingPlan(steps=self.max_num_steps, rows=2 * self.global_batch_size, rows_per_unit=2)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         if run.loss_fn.head != "scalar":
@@ -40,6 +25,4 @@ class RewardModelConfig(AlgorithmConfig):
             )
         if run.policy.generation is not None:
             yield ("policy", "generation"), "reward model training does not sample: remove the section."
-        rows = run.policy.train_global_batch_size
-        if rows is not None and rows % 2:
-            yield ("policy", "train_global_batch_size"), (f"{rows} rows would split a pair (two rows): set an even number.")
+        yield from super().conflicts(run)
