@@ -35,7 +35,7 @@ from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.mixed_source import MixedRolloutSource
-from rl_train.rollouts.source import OnDemandSource
+from rl_train.rollouts.source import OnDemandSource, RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 from rl_train.runtime.collector import make_collector
@@ -142,24 +142,8 @@ def connect(
             registry=builder.registry,
             exits=builder.exits,
         )
-        needs = config.algorithm.runtime_needs
-        if loaders.prompts is not None and needs.rollouts is not None:
-            run.rollouts = OnDemandSource(
-                collector,
-                loaders.prompts,
-                group_size=needs.rollouts.samples_per_prompt,
-                reward_names={task: section.reward_names for task, section in config.env.items()},
-                min_scored=config.rollout.min_scored_of(needs.rollouts.samples_per_prompt),
-                max_failed_share=config.rollout.max_failed_share,
-            )
-            if loaders.answers is not None:
-                run.rollouts = MixedRolloutSource(
-                    run.rollouts,
-                    loaders.answers,
-                    group_size=needs.rollouts.samples_per_prompt,
-                    sampled_fraction=needs.rollouts.sampled_fraction,
-                    seed=config.algorithm.seed,
-                )
+        run.rollouts = _rollout_source(config, collector, loaders)
+        if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)
         evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
     run.initial_metrics = loaders.metrics()
@@ -179,6 +163,30 @@ def connect(
     if run.weights is not None:
         run.keep("canary", run.weights.calibration)
     return run
+
+
+def _rollout_source(config: RunConfig, collector: Collector, loaders: DataLoaders) -> RolloutSource | None:
+    """Rollouts of the prompts, mixed with the data's own answers if the algorithm uses them; None if it does not sample."""
+    needs = config.algorithm.runtime_needs.rollouts
+    if loaders.prompts is None or needs is None:
+        return None
+    sampled = OnDemandSource(
+        collector,
+        loaders.prompts,
+        group_size=needs.samples_per_prompt,
+        reward_names={task: section.reward_names for task, section in config.env.items()},
+        min_scored=config.rollout.min_scored_of(needs.samples_per_prompt),
+        max_failed_share=config.rollout.max_failed_share,
+    )
+    if loaders.answers is None:
+        return sampled
+    return MixedRolloutSource(
+        sampled,
+        loaders.answers,
+        group_size=needs.samples_per_prompt,
+        sampled_fraction=needs.sampled_fraction,
+        seed=config.algorithm.seed,
+    )
 
 
 def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoader) -> Evaluation:
