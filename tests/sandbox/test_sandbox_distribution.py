@@ -30,8 +30,12 @@ def test_the_whole_distribution_imports_neither_torch_nor_ray_nor_numpy():
 
 
 def test_the_launcher_needs_only_the_standard_library():
-    code = f"import sys; sys.path.insert(0, {str(Path(rl_sandbox.__file__).parents[1])!r}); import rl_sandbox.launcher"
-    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(rl_sandbox.__file__).parents[1])!r}); import rl_sandbox.launcher; "
+        "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'__main__'})"
+    )
+    found = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found == "rl_sandbox\n"
 
 
 def test_all_exported_names_exist():

@@ -175,17 +175,21 @@ def test_random_bytes_give_a_list_of_errors(files):
     ),
 ))  # fmt: skip
 def test_any_override_gives_a_run_or_a_list_of_errors(files, override):
-    outcome(write(files.folder / "config.yaml", EXAMPLES[0]), [override], files.registry)
+    found = outcome(write(files.folder / "config.yaml", EXAMPLES[0]), [override], files.registry)
+    assert isinstance(found, LoadedConfig) or str(found)
 
 
 def test_mutated_inherited_files_give_a_run_or_a_list_of_errors(files):
     rng = random.Random(11)
+    outcomes = []
     for _ in range(60):
         write(files.folder / "base.yaml", mutate_text(rng, rng.choice(EXAMPLES)))
         tree = mutate_tree(rng, yaml.safe_load(rng.choice(EXAMPLES)))
         tree = {"defaults": "base.yaml", **tree} if isinstance(tree, dict) else tree
         path = write(files.folder / "config.yaml", yaml.safe_dump(tree, allow_unicode=True))
-        outcome(path, [f"cluster.num_nodes={rng.choice(['1', 'x', '${policy.backend}'])}"], files.registry)
+        outcomes.append(outcome(path, [f"cluster.num_nodes={rng.choice(['1', 'x', '${policy.backend}'])}"], files.registry))
+    located = {name for item in outcomes for name in ("base.yaml:", "config.yaml:") if name in str(item)}
+    assert located == {"base.yaml:", "config.yaml:"}, "errors name the file that contains the mistake"
 
 
 def test_a_folder_a_device_and_a_closed_file_are_user_errors(files):

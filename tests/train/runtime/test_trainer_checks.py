@@ -58,13 +58,18 @@ def test_trainers_that_do_not_sample_refuse_a_policy_that_scores_at_a_sampling_t
     trainer(policy(generation={"temperature": 1.0}))
 
 
-def test_a_teacher_made_with_the_engines_temperature_is_accepted():
-    same = {"backend": "hf", "temperature": 0.5, "max_new_tokens": 5}
-    DistillationTrainer(
-        policy(generation=same),
-        generation=HuggingFaceGeneration(MODEL, temperature=0.5, max_new_tokens=5),
-        teacher=policy(generation=same, frozen=True),
-    )
+def test_a_teacher_must_be_made_with_the_engines_temperature():
+    def distillation(temperature):
+        sampling = {"backend": "hf", "max_new_tokens": 5}
+        return DistillationTrainer(
+            policy(generation={**sampling, "temperature": 0.5}),
+            generation=HuggingFaceGeneration(MODEL, temperature=0.5, max_new_tokens=5),
+            teacher=policy(generation={**sampling, "temperature": temperature}, frozen=True),
+        )
+
+    assert distillation(0.5).config.policy.generation.temperature == 0.5
+    with pytest.raises(ConfigError, match=r"samples at temperature 0\.5, but the teacher scores tokens at 0\.7"):
+        distillation(0.7)
 
 
 class TwoTurns(ArithmeticEnvironment):
