@@ -85,7 +85,7 @@ class RaisingTask:
         raise RecursionError("maximum recursion depth exceeded")
 
 
-def test_an_answer_that_makes_the_scorer_raise_gets_nothing_and_is_counted(monkeypatch):
+def test_an_answer_that_makes_the_scorer_raise_gets_nothing_and_is_counted(monkeypatch, own_messages):
     record = ReasoningGymDataset({"num_samples": 1})[0]
     monkeypatch.setattr("rl_envs.reasoning_gym.environment.make_task", lambda *args, **kwargs: RaisingTask())
     environment = ReasoningGymEnvironment({"answer_tag": None})
@@ -93,6 +93,11 @@ def test_an_answer_that_makes_the_scorer_raise_gets_nothing_and_is_counted(monke
     assert made.rewards.tolist() == [0.0]
     batch = BatchedDataDict({"rewards": made.rewards, "answers": made.answers, "extra_env_info": made.metadata})
     assert environment.global_post_process_and_metrics(batch)[1]["scorer_failed_frac"] == 1.0
+    environment.step([[_answer("4")]], [record["extra_env_info"]])
+    [warning] = own_messages()
+    assert "leg_counting" in warning
+    assert "RecursionError: maximum recursion depth exceeded" in warning
+    assert "'3'" in warning
 
 
 @pytest.mark.parametrize(

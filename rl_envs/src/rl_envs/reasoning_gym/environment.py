@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from rl_envs.reasoning_gym.config import ReasoningGymEnvironmentConfig
 from rl_envs.reasoning_gym.tasks import make_task
 from rl_envs.single_turn import ended
 
+_log = logging.getLogger("rlcore.reasoning_gym")
+_SHOWN_CHARS = 200
 SCORE_KEY = "score"
 """Metadata key of the score."""
 
@@ -35,6 +38,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
     def __init__(self, config: ReasoningGymEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
         self.config = read_section(ReasoningGymEnvironmentConfig, config)
         self._scorers: dict[str, Any] = {}
+        self._failed: set[str] = set()
+        """Tasks whose scorers have raised."""
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
         """Score B answers.
@@ -79,7 +84,17 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             self._scorers[key] = make_task(info["task"], info["params"], seed=0, size=1)
         try:
             return float(self._scorers[key].score_answer(answer, info["entry"]))
-        except Exception:  # the answer is the model's, and scorers parse it in many ways
+        except Exception as error:  # the answer is the model's, and scorers parse it in many ways
+            if key not in self._failed:
+                self._failed.add(key)
+                _log.warning(
+                    "reasoning_gym: the scorer of %s raised %s: %s for the answer %r; it counts as 0.0. Later failures of this "
+                    "task are only counted (`scorer_failed_frac`).",
+                    info["task"],
+                    type(error).__name__,
+                    error,
+                    answer[:_SHOWN_CHARS],
+                )
             return None
 
 
