@@ -71,6 +71,9 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
         return made
     untrained, conversations = work / "untrained", work / "demonstrations.jsonl"
     records = training_records(HERE / f"{name}.yaml", data)
+    if task.demonstrate is None:
+        assert task.model is not None
+        return ROOT / task.model
     draw = random.Random(0)
     tools = {"tools": list(task.tools)} if task.tools else {}
     rows = [
@@ -167,6 +170,8 @@ def write_review(path: Path, runs: Sequence[Path]) -> None:
         for title, some in chosen.items():
             for row in some:
                 talk = "\n".join(f"[{m['role']}] {m['content']} {m.get('tool_calls') or ''}" for m in row["messages"])
+                if row["segments"]:
+                    talk += f"\n[sampled in all segments] {row['completion']}"
                 facts = f"reward {row['reward']} {row['reward_parts']}, scored {row['scored']}, truncated {row['truncated']}"
                 lines.append(f"## {run.name}, {title}: {facts}, expected {row['expected_answer']}\n\n{talk}\n")
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -222,7 +227,7 @@ def main() -> None:
     )
     drawing = [f"seed {seed}={run}" for seed, run in zip(chosen.seeds, runs, strict=True)]
     curve = ROOT / "docs" / "curves" / f"learning-{name.replace('_', '-')}{label}.svg"
-    subprocess.run([sys.executable, ROOT / "docs" / "make_curves.py", curve, "validation/accuracy", *drawing], check=True)
+    subprocess.run([sys.executable, ROOT / "docs" / "make_curves.py", curve, task.metric, *drawing], check=True)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,10 @@ class Task:
     """A benchmark.
 
     Attributes:
-        demonstrate: The conversation that the model is warmed up on, from a record of the training data.
         succeeded: Whether a rollout succeeded, from its prompt and its sampled text.
+        demonstrate: The conversation that the model is warmed up on, from a record of the training data.
+        model: Folder of a model in the repository, which is not warmed up.
+        metric: The metric of the curve.
         problems: All problems, if the data is not a dataset of the config; the text of a problem decides its split.
         tools: The functions that demonstrations offer.
         vocabulary: Number of tokens.
@@ -50,8 +52,10 @@ class Task:
         layers: Its number of layers.
     """
 
-    demonstrate: Callable[[Record, random.Random], Messages]
     succeeded: Callable[[str, str], bool]
+    demonstrate: Callable[[Record, random.Random], Messages] | None = None
+    model: str | None = None
+    metric: str = "validation/accuracy"
     problems: Callable[[], Iterator[Record]] | None = None
     tools: Sequence[Any] = ()
     vocabulary: int = 400
@@ -247,7 +251,14 @@ def _spelled_backward(prompt: str, completion: str) -> bool:
     return bool(answers) and answers[-1].strip().lower() == word[::-1].lower()
 
 
+def _added_twice(prompt: str, completion: str) -> bool:
+    """Whether both turns of the agent are the sum, and the completion has nothing else."""
+    left, right = re.findall(r"(\d+)\+(\d+)=", prompt)[-1]
+    return completion.split() == [str(int(left) + int(right)) * 2]
+
+
 TASKS: Mapping[str, Task] = {
+    "agents": Task(succeeded=_added_twice, model="examples/addition/model", metric="validation/reward"),
     "sliding_puzzle": Task(
         spelled=r" ?[\d_]",
         demonstrate=_play,

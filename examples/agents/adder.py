@@ -4,8 +4,6 @@ from functools import cache
 
 from openai import OpenAI
 
-ATTEMPTS = 2
-
 
 @cache
 def connection(base_url):
@@ -14,12 +12,16 @@ def connection(base_url):
 
 
 def add(base_url, api_key, model, messages, metadata):
-    """Ask for the sum until the answer is a number, at most twice; returns the reward."""
+    """Add in both orders, and answer only if both sums agree; the reward is 1 for a right answer and otherwise 0."""
     client = connection(base_url).with_options(api_key=api_key)
-    for _ in range(ATTEMPTS):
-        # The second attempt starts over, without the first answer: a rewritten history, which is a new segment.
-        response = client.chat.completions.create(model=model, messages=messages)
-        answer = (response.choices[0].message.content or "").strip()
-        if answer.isdecimal():
-            break
+
+    def ask(question):
+        # Each question is a conversation of its own, so a rollout has two segments.
+        response = client.chat.completions.create(model=model, messages=[{"role": "user", "content": question}])
+        return (response.choices[0].message.content or "").strip()
+
+    question = messages[-1]["content"]
+    left, right = question.removesuffix("=").split("+")
+    first, second = ask(question), ask(f"{right}+{left}=")
+    answer = first if first == second else None
     return float(answer == metadata["expected_answer"])

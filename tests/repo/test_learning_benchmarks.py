@@ -51,6 +51,16 @@ def test_the_data_of_a_benchmark_is_refused_if_held_out_problems_are_trained():
         training_records(LEARNING / "sliding_puzzle.yaml", [*few, "data.train.split=validation"])
 
 
+def test_the_agent_succeeds_if_both_of_its_sums_are_right():
+    from run import training_records
+    from tasks import TASKS as tasks
+
+    succeeded = tasks["agents"].succeeded
+    assert succeeded("76+18=", "9494")
+    assert not any(succeeded("76+18=", wrong) for wrong in ("94", "9484", "8494", "8484", "94 94", ""))
+    assert len(training_records(LEARNING / "agents.yaml", ["data.train.num_samples=300"])) == 300
+
+
 def test_intervals_of_proportions_and_of_paired_differences():
     from intervals import difference, wilson
 

@@ -258,6 +258,11 @@ def test_after_the_timeout_the_row_is_not_scored_and_its_key_is_refused(played):
     assert refused == ["invalid_api_key"]
 
 
+def test_clients_close_idle_connections_before_the_endpoint_does(endpoint):
+    # Otherwise a client may send a request on a connection that is being closed, which fails without retries.
+    assert endpoint._server.config.timeout_keep_alive > 2 * openai.DefaultHttpxClient()._transport._pool._keepalive_expiry
+
+
 def test_keys_of_ended_rollouts_and_unknown_keys_are_refused(played, endpoint):
     keys = []
 

@@ -20,6 +20,7 @@ from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import SampledRow, SamplingRow
 from rl_serve.errors import ApiError, add_error_handlers, server_sent_event
 from rl_serve.gate import Gate
+from rl_serve.listening import KEEP_ALIVE_S
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
@@ -57,7 +58,14 @@ class AgentEndpoint(ModelServer):
         listener.bind(("127.0.0.1", 0))
         self._port = listener.getsockname()[1]
         self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, ws="none")
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=1,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                ws="none",
+            )
         )
         # Connections wait in the queue of the socket until the server accepts them.
         listener.listen(2048)

@@ -16,7 +16,7 @@ API_KEYS = "RLCORE_SERVE_API_KEYS"
 """Environment variable with the accepted keys, separated by commas."""
 _DRAIN_S = 30
 """Seconds that running requests may take after SIGTERM."""
-_KEEP_ALIVE_S = 65
+KEEP_ALIVE_S = 65
 """Seconds that idle connections stay open. Longer than clients keep them, so that no client uses one that is being closed."""
 _MAX_HEADER_BYTES = 16 * 1024
 
@@ -85,7 +85,7 @@ def run_server(app: Any, listener: socket.socket, address: Address, *, name: str
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_S,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         http="h11",
         ws="none",
