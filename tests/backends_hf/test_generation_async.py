@@ -1,6 +1,7 @@
 """Single rows of the Transformers engine: they join while others run, and are those of `generate`."""
 
 import asyncio
+import itertools
 
 import pytest
 import torch
@@ -343,3 +344,33 @@ def test_a_refit_discards_sessions(refitted):
     assert len(engine.group.worker._rows._sessions) == 0
     turn = batch_of([*before["output_ids"][0].tolist(), 20, 30])
     assert_same_row(asyncio.run(row_of(engine, with_sessions(turn, ["a"]), 0)), engine.generate(turn), 0)
+
+
+async def streamed(engine, batch):
+    """All outputs of each row, in the order in which they came."""
+    found = {row: [] for row in range(batch.size)}
+    async for row, output in engine.generate_async(batch):
+        found[row].append(output)
+    return found
+
+
+def test_rows_that_stream_are_returned_while_they_are_sampled_and_others_only_at_their_end(engine):
+    assert engine.streams_tokens
+    asked = torch.tensor([True, False, True, False, False, True])
+    found = asyncio.run(streamed(engine, BatchedDataDict({**BATCH, "stream_tokens": asked})))
+    expected = engine.generate(BATCH)
+    several = 0
+    for row, outputs in found.items():
+        assert_same_row(outputs[-1], expected, row)
+        assert "unfinished" not in outputs[-1]
+        assert all(output["unfinished"].tolist() == [True] for output in outputs[:-1])
+        assert asked[row] or len(outputs) == 1
+        several += len(outputs) > 2
+        lengths = [int(output["generation_lengths"][0]) for output in outputs]
+        assert lengths == sorted(set(lengths))
+        for output, whole in itertools.pairwise(outputs):
+            length = int(output["unpadded_sequence_lengths"][0])
+            assert output["output_ids"][0].tolist() == whole["output_ids"][0, :length].tolist()
+            assert output["logprobs"][0].tolist() == whole["logprobs"][0, :length].tolist()
+    assert several
+    assert rows_in(engine) == 0

@@ -7,11 +7,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import uvicorn
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
 from rl_sandbox.interface import SandboxUnavailableError
 from rl_sandbox.local import LocalSandbox
@@ -64,8 +66,9 @@ def byte_tokenizer():
 class ScriptedGeneration:
     """An engine whose completion is a function of the prompt's text, for tests of what the server does with completions."""
 
-    def __init__(self, tokenizer, answer):
+    def __init__(self, tokenizer, answer, *, streams_tokens):
         self._tokenizer, self._answer = tokenizer, answer
+        self.streams_tokens = streams_tokens
         self.prompts = []
 
     def prepare_for_generation(self):
@@ -77,6 +80,9 @@ class ScriptedGeneration:
             self.prompts.append(self._tokenizer.decode(prompt))
             tokens = self._tokenizer(self._answer(self.prompts[-1]))["input_ids"] + [self._tokenizer.eos_token_id]
             limit = int(data["max_new_tokens"][row])
+            if "stream_tokens" in data:
+                for length in range(1, len(tokens[:limit])):
+                    yield row, unfinished(prompt, tokens[:length])
             completion = Completion(
                 prompt=prompt,
                 tokens=tokens[:limit],
@@ -85,6 +91,12 @@ class ScriptedGeneration:
                 weight_version=3,
             )
             yield row, to_output([completion])
+
+
+def unfinished(prompt, tokens):
+    """The output of a row that is still sampled."""
+    row = Completion(prompt=prompt, tokens=tokens, logprobs=[-0.5] * len(tokens), truncated=True, weight_version=3)
+    return BatchedDataDict({**to_output([row]), "unfinished": torch.tensor([True])})
 
 
 @contextmanager
@@ -114,9 +126,9 @@ def scripted_app():
     """Applications of an engine that answers with a function of the prompt; returns the application and the engine."""
     threads = []
 
-    def make(answer, *, temperature=1.0, **options):
+    def make(answer, *, temperature=1.0, streams_tokens=False, **options):
         tokenizer = byte_tokenizer()
-        generation = ScriptedGeneration(tokenizer, answer)
+        generation = ScriptedGeneration(tokenizer, answer, streams_tokens=streams_tokens)
         served = ServedModel(
             name="scripted",
             generation=generation,

@@ -100,7 +100,9 @@ def test_a_stream_has_the_same_completions_as_a_response(client):
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
-    found = {choice["index"]: choice["delta"]["content"] for chunk in chunks for choice in chunk["choices"]}
+    found = {0: "", 1: ""}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        found[choice["index"]] += choice["delta"]["content"]
     assert found == {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
     assert chunks[-1]["usage"] == whole["usage"]
     assert len({chunk["id"] for chunk in chunks}) == 1
@@ -131,7 +133,7 @@ def test_equal_seeds_give_equal_completions_and_requests_without_a_seed_differ(c
 
 def test_the_model_is_listed_under_its_name(client):
     listed = client.get("/v1/models").json()["data"]
-    assert [(entry["id"], entry["max_model_len"]) for entry in listed] == [("addition", 128)]
+    assert [(entry["id"], entry["max_model_len"], entry["streams_tokens"]) for entry in listed] == [("addition", 128, True)]
     assert client.get("/health").json() == {"status": "ok", "model": "addition"}
 
 

@@ -17,6 +17,8 @@ ROWS = [SamplingRow(prompt=[4, 13, 5, 16], seed=seed, max_new_tokens=4) for seed
 class BatchesOnly:
     """The Transformers engine without `generate_async`; counts its calls and can hold the first one back."""
 
+    streams_tokens = False
+
     def __init__(self, generation):
         self._generation = generation
         self.sizes = []
@@ -62,6 +64,8 @@ def test_requests_that_wait_for_an_engine_of_whole_batches_form_the_next_batch(m
 
 class Endless:
     """An engine whose rows end only when they are cancelled."""
+
+    streams_tokens = True
 
     def __init__(self):
         self.entered, self.cancelled = threading.Event(), threading.Event()

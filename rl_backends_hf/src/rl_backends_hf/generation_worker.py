@@ -61,6 +61,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             "device": str(self._model.device),
             "reads_text": self._sampler.tokenizer is not None,
             "reads_sampling": True,
+            "streams_tokens": True,
             "precision": options.precision or "float32",
             "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
         }

@@ -21,6 +21,8 @@ class Row(SampledRow):
         parameters: the distribution of its tokens.
         scanner: searches for stop strings; None if there are none.
         session: conversation that it continues, whose keys and values are kept.
+        streams: whether it is returned while it is sampled.
+        streamed: number of its tokens that were returned.
         weight_version: of the weights that drew its first token.
         error: why it cannot be completed.
     """
@@ -29,6 +31,8 @@ class Row(SampledRow):
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     scanner: StopStringScanner | None = None
     session: str | None = None
+    streams: bool = False
+    streamed: int = 0
     weight_version: int = -1
     error: RLCoreError | None = None
 

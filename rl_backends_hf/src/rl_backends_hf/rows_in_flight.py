@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
+import torch
+
 from rl_backends_hf.rows import Row
 from rl_backends_hf.sampler import Sampler
 from rl_backends_hf.session_cache import SessionCache
@@ -55,7 +57,7 @@ class RowsInFlight:
                 news = self._admit(arrivals)
                 if not self._is_paused:
                     self._loop.weight_version = weight_version
-                    return news | self._collect(self._compute(0.0 if news else wait_s))
+                    return news | self._collect(self._compute(0.0 if news else wait_s)) | self._unfinished()
         except BaseException:
             self.clear()  # a step that does not finish leaves keys and values incomplete
             raise
@@ -102,6 +104,7 @@ class RowsInFlight:
                 refused[arrival.name] = error
                 continue
             row.session = arrival.row["session_ids"][0] if "session_ids" in arrival.row else None
+            row.streams = "stream_tokens" in arrival.row and bool(arrival.row["stream_tokens"][0])
             self._rows[arrival.name] = row
             joined.append(row)
         self._loop.add(joined)
@@ -128,6 +131,16 @@ class RowsInFlight:
             name = names[id(row)]
             del self._rows[name]
             found[name] = row.error or to_output([row.completion(weight_version=row.weight_version)])
+        return found
+
+    def _unfinished(self) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
+        """The rows that are streamed and have new tokens, with all their tokens."""
+        found: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
+        for name, row in self._rows.items():
+            if row.streams and len(row.tokens) > row.streamed:
+                row.streamed = len(row.tokens)
+                output = to_output([row.completion(weight_version=row.weight_version)])
+                found[name] = BatchedDataDict({**output, "unfinished": torch.tensor([True])})
         return found
 
     def _release(self) -> None:

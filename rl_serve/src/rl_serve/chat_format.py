@@ -20,8 +20,8 @@ from rl_serve.errors import ApiError
 from rl_train.data.chat_template import ROLES, conversation_tokens
 from rl_train.data.message_text import text_of
 from rl_train.data.tool_calls import read_tools
-from rl_train.tools.decoding import decode_answers
-from rl_train.tools.parsers import SampledMessage, ToolCallParser
+from rl_train.tools.decoding import decode_answers, special_tokens
+from rl_train.tools.parsers import SampledMessage, ToolCallParser, split_thinking
 from rl_train.tools.selection import choose_parser, parse_message
 
 _IGNORED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "tool_calls")
@@ -108,7 +108,16 @@ class ChatFormat:
         parsed = parse_message(self._parser, sampled, messages)
         if not parsed.calls or any(call.get("error") for call in parsed.calls):
             return AssistantMessage(content=text)
-        return AssistantMessage(content=parsed.content, tool_calls=parsed.calls)
+        return AssistantMessage(content=_with_leading_space(parsed.content, text), tool_calls=parsed.calls)
+
+    def tokens_before_calls(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens before the first special token that marks a tool call."""
+        markers, _ = special_tokens(self._tokenizer)
+        return token_ids[: next((place for place, token in enumerate(token_ids) if token in markers), len(token_ids))]
+
+    def text_before_calls(self, text: str) -> str:
+        """The beginning of an unfinished message that is part of its content, whatever follows."""
+        return self._parser.text_before_calls(text)
 
     @cached_property
     def _parser(self) -> ToolCallParser:
@@ -203,6 +212,17 @@ def _field(name: str, value: Any, role: str, what: str) -> Any:
     if name != "tool_calls" and not isinstance(value, str):
         raise ApiError(400, f"{what} must be a string.", param=what)
     return value
+
+
+def _with_leading_space(content: str, text: str) -> str:
+    """The content of a message with calls, with the whitespace at its beginning, as in a message without calls.
+
+    Streams send that whitespace before it is known whether calls follow.
+    """
+    thinking, said = split_thinking(text)
+    space = said[: len(said) - len(said.lstrip())]
+    rest = content.removeprefix(thinking)
+    return thinking + space + rest.lstrip() if space and rest and content.startswith(thinking) else content
 
 
 def _call_as_openai(call: ToolCall) -> dict[str, Any]:

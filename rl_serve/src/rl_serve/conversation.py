@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 from rl_core.errors import DataError
 from rl_serve.chat_format import ChatFormat
-from rl_serve.engine import EngineThread, SampledRow
+from rl_serve.deltas import RowDeltas
+from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
 from rl_serve.responses import ChoiceFormat
 from rl_serve.sampling import Limits, SamplingPlan, plan_sampling
@@ -44,11 +47,16 @@ class Conversation:
         """Forget all messages but the system message."""
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
-    def answer(self, text: str) -> str:
+    def answer(self, text: str, *, on_text: Callable[[str], None] | None = None) -> str:
         """The model's answer to a message; the conversation keeps both.
 
+        Args:
+            text: the message.
+            on_text: called with each new part of the answer; an engine that streams no tokens has one part.
+
         Raises:
-            ApiError: the conversation cannot be rendered or is too long; the message is not kept.
+            ApiError: the conversation cannot be rendered or is too long, or the engine sampled the answer again after a part of
+                it was passed to `on_text`; the message is not kept.
             WorkerError: the engine failed.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -65,13 +73,21 @@ class Conversation:
             stop_strings=(),
         )
         try:
-            row = asyncio.run(self._sample(plan))
+            answer = asyncio.run(self._sample(plan, on_text))
         except DataError as error:
             raise ApiError(400, str(error)) from error
-        answer = ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=False, token_ids=False).text(0, row)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
-    async def _sample(self, plan: SamplingPlan) -> SampledRow:
-        rows = [row async for _, row in self._engine.sample(plan.rows, greedy=plan.greedy)]
-        return rows[0]
+    async def _sample(self, plan: SamplingPlan, on_text: Callable[[str], None] | None) -> str:
+        deltas = RowDeltas(self._model.tokenizer)
+        choices = ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=False, token_ids=False)
+        rows = self._engine.sample(plan.rows, greedy=plan.greedy, stream=on_text is not None)
+        async with aclosing(rows):
+            async for _, row in rows:
+                deltas.new_tokens(row)
+                text = choices.text(0, row) if row.is_finished else deltas.stable_text(row.token_ids)
+                new = deltas.new_text(text, is_finished=row.is_finished)
+                if on_text is not None and new:
+                    on_text(new)
+        return deltas.sent

@@ -38,7 +38,7 @@ class SamplingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRow:
-    """A finished completion."""
+    """A completion, or some of its tokens."""
 
     token_ids: list[int]
     """Sampled tokens, including the token or the string that ended the completion."""
@@ -48,6 +48,10 @@ class SampledRow:
     """Whether a length limit ended the completion."""
     weight_version: int
     """Weight version that sampled it; -1 if the engine never received weights from a policy."""
+    is_finished: bool = True
+    """False while more tokens follow; `truncated` then has no meaning."""
+    start: int = 0
+    """Number of tokens of the completion before these."""
 
 
 class EngineClosedError(RLCoreError):
@@ -71,8 +75,20 @@ class EngineThread:
         self._is_closed = False
         self._loop.run(self._prepare())
 
-    async def sample(self, rows: Sequence[SamplingRow], *, greedy: bool) -> AsyncGenerator[tuple[int, SampledRow], None]:
+    @property
+    def streams_tokens(self) -> bool:
+        """Whether completions are available while they are sampled."""
+        return self._generation.streams_tokens
+
+    async def sample(
+        self, rows: Sequence[SamplingRow], *, greedy: bool, stream: bool = False
+    ) -> AsyncGenerator[tuple[int, SampledRow], None]:
         """Yield (index in `rows`, completion) as each row finishes. Closing the iterator cancels unfinished rows.
+
+        Args:
+            rows: what to sample.
+            greedy: take the most likely token at each position.
+            stream: also yield completions with all their tokens so far when they have new ones, if the engine supports it.
 
         Raises:
             DataError: the engine rejects a row.
@@ -87,7 +103,7 @@ class EngineThread:
 
         if self._is_closed:
             raise EngineClosedError("the engine was shut down")
-        future = self._loop.start(self._sample(rows, greedy, put))
+        future = self._loop.start(self._sample(_as_batch(rows, stream=stream and self.streams_tokens), greedy, put))
         future.add_done_callback(lambda done: put((_END, None if done.cancelled() else done.exception())))
         try:
             while True:
@@ -131,8 +147,7 @@ class EngineThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(self, rows: Sequence[SamplingRow], greedy: bool, put: Any) -> None:
-        batch = _as_batch(rows)
+    async def _sample(self, batch: BatchedDataDict[Any], greedy: bool, put: Any) -> None:
         lengths = batch["input_lengths"].tolist()
         if self._batches is None:
             try:
@@ -209,12 +224,13 @@ class _Waiting:
         return self.greedy == other.greedy and self.batch.keys() == other.batch.keys()
 
 
-def _as_batch(rows: Sequence[SamplingRow]) -> BatchedDataDict[Any]:
+def _as_batch(rows: Sequence[SamplingRow], *, stream: bool) -> BatchedDataDict[Any]:
     prompts = [torch.tensor(row.prompt, dtype=torch.int64) for row in rows]
     sampling = [dict(row.sampling) if row.sampling else None for row in rows]
     return BatchedDataDict(
         {
             **({"sampling": sampling} if any(sampling) else {}),
+            **({"stream_tokens": torch.ones(len(rows), dtype=torch.bool)} if stream else {}),
             "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
             "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
             "stop_strings": [list(row.stop_strings) or None for row in rows],
@@ -231,4 +247,5 @@ def _row_of(output: BatchedDataDict[Any], row: int, start: int) -> SampledRow:
         logprobs=output["logprobs"][row, start:end].tolist(),
         truncated=bool(output["truncated"][row]),
         weight_version=int(output["weight_version"][row]),
+        is_finished="unfinished" not in output,
     )

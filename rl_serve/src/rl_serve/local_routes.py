@@ -6,7 +6,6 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -17,6 +16,7 @@ from rl_core.errors import DataError, RLCoreError
 from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
 from rl_serve.answering import Answering, Ask, Reply
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
+from rl_serve.deltas import ChatDeltas, CompletionDeltas
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.errors import ApiError, server_sent_event
@@ -51,7 +51,8 @@ class LocalRoutes:
     async def models(self) -> dict[str, Any]:
         """The served model."""
         entry = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "rlcore"}
-        return {"object": "list", "data": [{**entry, "max_model_len": self._model.max_model_len}]}
+        facts = {"max_model_len": self._model.max_model_len, "streams_tokens": self._engine.streams_tokens}
+        return {"object": "list", "data": [{**entry, **facts}]}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Completions of texts or of token ids."""
@@ -59,7 +60,7 @@ class LocalRoutes:
         choices = self._format(plan, body, logprobs=body.logprobs is not None)
         head = ResponseHead.new("cmpl", "text_completion", self._model.name)
         if body.stream:
-            return self._stream(plan, body, head, choices.completion)
+            return self._stream(plan, body, head, CompletionDeltas(choices))
         rows = await self._sample_all(plan, request)
         found = [choices.completion(index, row) for index, row in sorted(rows.items())]
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
@@ -79,20 +80,13 @@ class LocalRoutes:
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         plan = self._plan(body, [self._chat.prompt(messages, tools)], max_tokens=most)
         choices = self._format(plan, body, logprobs=body.logprobs)
-
-        def choice(index: int, row: SampledRow, *, key: str = "message") -> dict[str, Any]:
-            text = choices.text(index, row)
-            message = self._chat.answer(
-                row.token_ids, text, prompt=plan.prompts[0], messages=messages, tools=tools, complete=not row.truncated
-            )
-            return choices.message(index, row, message, key=key)
-
+        deltas = ChatDeltas(choices, self._chat, messages, tools)
         if body.stream:
             head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._model.name)
-            return self._stream(plan, body, head, partial(choice, key="delta"))
+            return self._stream(plan, body, head, deltas)
         head = ResponseHead.new("chatcmpl", "chat.completion", self._model.name)
         rows = await self._sample_all(plan, request)
-        found = [choice(index, row) for index, row in sorted(rows.items())]
+        found = [choices.message(index, row, deltas.message(index, row)) for index, row in sorted(rows.items())]
         for each in found:
             each |= await self._answering.grade(messages, each["message"]["content"] or "", record)
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
@@ -207,9 +201,9 @@ class LocalRoutes:
             rows[index] = row
         return rows
 
-    async def _rows(self, plan: SamplingPlan) -> AsyncGenerator[tuple[int, SampledRow], None]:
+    async def _rows(self, plan: SamplingPlan, *, stream: bool = False) -> AsyncGenerator[tuple[int, SampledRow], None]:
         try:
-            async with contextlib.aclosing(self._engine.sample(plan.rows, greedy=plan.greedy)) as rows:
+            async with contextlib.aclosing(self._engine.sample(plan.rows, greedy=plan.greedy, stream=stream)) as rows:
                 async for index, row in rows:
                     yield index, row
         except DataError as error:
@@ -219,23 +213,24 @@ class LocalRoutes:
             raise ApiError(503, f"The engine failed: {type(error).__name__}. The server's log has the details.") from error
 
     def _stream(
-        self,
-        plan: SamplingPlan,
-        body: SamplingRequest,
-        head: ResponseHead,
-        choice: Callable[[int, SampledRow], Mapping[str, Any]],
+        self, plan: SamplingPlan, body: SamplingRequest, head: ResponseHead, deltas: CompletionDeltas | ChatDeltas
     ) -> StreamingResponse:
         counts = body.stream_options is not None and body.stream_options.include_usage
 
         async def events() -> AsyncIterator[str]:
             rows: dict[int, SampledRow] = {}
             try:
-                async with contextlib.aclosing(self._rows(plan)) as found:
+                async with contextlib.aclosing(self._rows(plan, stream=True)) as found:
                     async for index, row in found:
                         rows[index] = row
-                        yield server_sent_event(head.body([choice(index, row)]))
+                        if (choice := deltas.choice(index, row)) is not None:
+                            yield server_sent_event(head.body([choice]))
             except ApiError as error:
                 yield server_sent_event(error.body())
+                return
+            except Exception:  # the status was already sent, so the client learns of the failure only from an event
+                _log.exception("a stream failed")
+                yield server_sent_event(ApiError(500, "The server failed. Its log has the details.").body())
                 return
             if counts:
                 yield server_sent_event(head.body([], usage=usage(plan, rows)))

@@ -79,7 +79,7 @@ class SamplingRequest(RequestBody):
     stop: str | list[str] | None = None
     """Strings that end a completion; they are not part of its text."""
     stream: bool = False
-    """Whether completions are sent as server-sent events, one per finished completion."""
+    """Whether completions are sent as server-sent events while they are sampled."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     return_token_ids: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_serve.chat_format import AssistantMessage
 from rl_serve.engine import SampledRow
+from rl_serve.incremental_text import cut_at_stop, decoded
 from rl_serve.sampling import SamplingPlan
 
 
@@ -62,18 +63,21 @@ class ChoiceFormat:
     logprobs: bool
     token_ids: bool
 
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether choices have more of each token than its text."""
+        return self.logprobs or self.token_ids
+
     def text(self, index: int, row: SampledRow) -> str:
         """The text of a completion, without special tokens, and without the stop string that ended it."""
-        text: str = self.tokenizer.decode(row.token_ids, skip_special_tokens=True)
-        ends = [found for stop in self.plan.rows[index].stop_strings if (found := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
+        return cut_at_stop(decoded(self.tokenizer, row.token_ids), self.plan.rows[index].stop_strings)
 
-    def completion(self, index: int, row: SampledRow) -> dict[str, Any]:
-        """A choice of `/v1/completions`."""
-        choice = {"index": index, "text": self.text(index, row), **self._common(index, row)}
+    def completion(self, index: int, row: SampledRow, *, text: str | None = None, offset: int = 0) -> dict[str, Any]:
+        """A choice of `/v1/completions`; in a stream, with the new tokens, the new text and the number of characters before."""
+        choice = {"index": index, "text": self.text(index, row) if text is None else text, **self._common(index, row)}
         if self.logprobs:
             tokens = [self.tokenizer.decode([token]) for token in row.token_ids]
-            offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+            offsets = [offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
             choice["logprobs"] = {
                 "tokens": tokens,
                 "token_logprobs": row.logprobs,
@@ -109,11 +113,12 @@ class ChoiceFormat:
 
     def _common(self, index: int, row: SampledRow) -> dict[str, Any]:
         common: dict[str, Any] = {
-            "finish_reason": "length" if row.truncated else "stop",
+            "finish_reason": ("length" if row.truncated else "stop") if row.is_finished else None,
             "logprobs": None,
             "weight_version": row.weight_version,
         }
         if self.token_ids:
             common["token_ids"] = row.token_ids
-            common["prompt_token_ids"] = self.plan.prompts[index // self.plan.n]
+            if row.start == 0:
+                common["prompt_token_ids"] = self.plan.prompts[index // self.plan.n]
         return common

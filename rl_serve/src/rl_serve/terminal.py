@@ -43,8 +43,9 @@ def chat(
 ) -> None:
     """Chat with a model or a run in the terminal.
 
-    Each line is a message; /exit or the end of the input ends the conversation, /reset begins a new one. With redirected input,
-    only the answers are printed, and a message that cannot be answered ends the command with exit code 2.
+    Each line is a message; /exit or the end of the input ends the conversation, /reset begins a new one. Answers are printed
+    as they are sampled, if the engine streams tokens. With redirected input, only the answers are printed, and a message that
+    cannot be answered ends the command with exit code 2.
 
     Example:
         rlcore chat runs/config
@@ -86,13 +87,14 @@ def _answer(conversation: Conversation, text: str, is_interactive: bool) -> None
     from rl_serve.errors import ApiError
 
     try:
-        print(conversation.answer(text), flush=True)
+        conversation.answer(text, on_text=lambda new: print(new, end="", flush=True))
+        print(flush=True)
     except ApiError as error:
         _report(error.message, is_interactive)
     except KeyboardInterrupt:
         if not is_interactive:
             raise
-        print("(stopped)")
+        print("\n(stopped)")
 
 
 def _report(message: str, is_interactive: bool) -> None:

@@ -119,6 +119,8 @@ _TABLE = (
     ),
     _rows("sample_seeds", "int64", "", "rollouts", "Random seed of the sample."),
     _rows("sampling", "list", "", "servers", "dict or None: temperature, top_p and top_k of the row, replacing the engine's."),
+    _rows("stream_tokens", "bool", "", "servers", "The row is also returned while it is sampled."),
+    _rows("unfinished", "bool", "", "generation", "True in the output of a row that is still sampled."),
     _rows("session_ids", "list", "", "rollouts", "str or None: conversation that the row continues."),
     _rows("stop_strings", "list", "", "data, environments", "list[str] or None: strings that end a completion."),
     _rows("failures", "list", "", "generation", "str or None: why the engine could not sample the row."),

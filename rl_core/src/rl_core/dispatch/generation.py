@@ -219,6 +219,10 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         return self._can_poll
 
     @property
+    def streams_tokens(self) -> bool:
+        return self._can_poll and bool(self.facts.get("streams_tokens"))
+
+    @property
     def num_workers(self) -> int:
         return self.group.world_size
 

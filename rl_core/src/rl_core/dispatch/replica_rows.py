@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 ROW_KEYS = (
     *("input_ids", "input_lengths", "stop_strings", "sample_seeds", "max_new_tokens", "session_ids", "prompt_id", "sampling"),
+    "stream_tokens",
 )
 
 

@@ -98,7 +98,7 @@ class RowStream:
             self._group.submit_one("close_sessions", names, rank=rank, deadline_s=self._deadline_s)
 
     async def rows(self, data: BatchedDataDict[Any], *, greedy: bool) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
-        """Yield (row, its output) as each row ends; closing the iterator cancels the others.
+        """Yield (row, its output) as rows end, or have new tokens (`stream_tokens`); closing the iterator cancels the others.
 
         Raises:
             DataError: a row of this call cannot be completed.
@@ -120,7 +120,7 @@ class RowStream:
                 name, output = await ended.get()
                 if isinstance(output, Exception):
                     raise output
-                row, _ = places.pop(name)
+                row, _ = places[name] if "unfinished" in output else places.pop(name)
                 yield row, output
         finally:
             # Nothing is awaited here: a closing event loop may close the iterator without resuming it.
@@ -233,7 +233,10 @@ class RowStream:
         if ended:
             replica.last_news = asyncio.get_running_loop().time()
         for name, output in ended.items():
-            consumer = self._end(replica, name)
+            if isinstance(output, BatchedDataDict) and "unfinished" in output:
+                _, consumer = replica.in_flight.get(name, (None, None))
+            else:
+                consumer = self._end(replica, name)
             if consumer is not None:  # otherwise it was cancelled while its result was on the way
                 consumer.put_nowait((name, output))
 

@@ -37,6 +37,8 @@ class GenerationDatumSpec(TypedDict):
     session_ids: NotRequired[list[str | None]]
     """Name of the conversation that each row continues. `generate_async` samples all turns of a session on one replica, which
     may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
+    stream_tokens: NotRequired[torch.Tensor]
+    """[B] bool; `generate_async` also yields the row while it is sampled. Engines without `streams_tokens` ignore it."""
     prompt_id: NotRequired[torch.Tensor]
     """[B] int64; rows with equal ids are samples of one prompt and run on one replica. If absent, rows with equal tokens do."""
     messages: NotRequired[list[list[Message]]]
@@ -62,6 +64,9 @@ class GenerationOutputSpec(TypedDict):
     failures: NotRequired[list[str | None]]
     """Why a row could not be sampled, such as a server that did not respond; None for the others. A failed row has no
     completion. Absent if no row failed."""
+    unfinished: NotRequired[torch.Tensor]
+    """[B] bool, true for a row that is still sampled (`stream_tokens`): it has its tokens so far, and `truncated` has no
+    meaning. Absent in all other outputs."""
 
 
 class WeightOwner(ABC):
@@ -143,6 +148,11 @@ class GenerationInterface(ABC):
         return type(self).generate_async is not GenerationInterface.generate_async
 
     @property
+    def streams_tokens(self) -> bool:
+        """Whether `generate_async` yields unfinished rows on request (`stream_tokens`)."""
+        return False
+
+    @property
     def reads_messages(self) -> bool:
         """Whether the engine reads `messages` instead of `input_ids`, so that its server renders the prompt."""
         return False
@@ -177,9 +187,9 @@ class GenerationInterface(ABC):
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """Yield (row, its output) as each row finishes; closing the iterator cancels the others.
 
-        The rows of concurrent calls, in one event loop, are sampled together and join while others run. A row's error is raised
-        only to its caller. A row in progress at a refit continues with the new weights, or restarts, as its backend documents;
-        `weight_version` is the version of its first token.
+        Rows with `stream_tokens` are also yielded whenever they have new tokens. The rows of concurrent calls, in one event
+        loop, are sampled together and join while others run. A row's error is raised only to its caller. A row in progress at a
+        refit continues with the new weights, or restarts, as its backend documents; its `weight_version` is its first token's.
         """
         raise self._not_supported("generate_async")
 

@@ -177,7 +177,8 @@ class GenerationWorker(ABC):
 
         Returns:
             Name of each row that has ended since the last call, to its `GenerationOutputSpec` or to the error that prevents its
-            completion.
+            completion. A worker whose facts have `streams_tokens` also returns rows with `stream_tokens` that have new tokens,
+            with all their tokens so far and `unfinished`.
         """
         raise NotImplementedError
 

@@ -52,12 +52,23 @@ class ToolCallParser(ABC):
     def parse(self, message: SampledMessage) -> ParsedMessage:
         """The message's text and calls; the whole text if it calls nothing."""
 
+    def text_before_calls(self, text: str) -> str:
+        """The beginning of an unfinished message that is content whatever follows, so that a server can stream it.
+
+        `parse` may remove whitespace at the beginning of the text. By default, nothing is sent before the message is complete.
+        """
+        return ""
+
 
 class HermesParser(ToolCallParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as in Hermes and Qwen."""
 
     name = "hermes"
     _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+
+    def text_before_calls(self, text: str) -> str:
+        """See `ToolCallParser`."""
+        return _before_mark(text, "<tool_call>")
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
         """See `ToolCallParser`; the last call may lack its closing tag."""
@@ -72,6 +83,11 @@ class Llama3Parser(ToolCallParser):
     name = "llama3"
     _MARK = "<|python_tag|>"
     _OBJECT = re.compile(r'\s*\{\s*"(?:name|type|parameters|arguments|function)"\s*:')
+
+    def text_before_calls(self, text: str) -> str:
+        """See `ToolCallParser`; a message that begins with a brace may be a call."""
+        thinking, said = split_thinking(text)
+        return thinking if said.lstrip().startswith("{") else _before_mark(text, self._MARK)
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
         """See `ToolCallParser`; other JSON without the mark is an answer, not a call."""
@@ -90,6 +106,10 @@ class MistralParser(ToolCallParser):
     name = "mistral"
     _MARK = "[TOOL_CALLS]"
     _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\](.*)", re.DOTALL)
+
+    def text_before_calls(self, text: str) -> str:
+        """See `ToolCallParser`."""
+        return _before_mark(text, self._MARK)
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
         """See `ToolCallParser`."""
@@ -119,6 +139,13 @@ def split_thinking(text: str) -> tuple[str, str]:
     """The text up to the last `</think>`, and the rest; all of it is thinking if a `<think>` is not closed."""
     before, closing, after = text.rpartition("</think>")
     return (text, "") if "<think>" in after else (before + closing, after)
+
+
+def _before_mark(text: str, mark: str) -> str:
+    """The thinking, and the text before a mark, or before an end that may begin one, without trailing whitespace."""
+    thinking, said = split_thinking(text)
+    ends = (number for number in range(len(said)) if mark.startswith(said[number : number + len(mark)]))
+    return thinking + said[: next(ends, len(said))].rstrip()
 
 
 def _values(text: str) -> Iterator[tuple[Any, str | None]]:

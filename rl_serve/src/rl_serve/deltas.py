@@ -1,0 +1,154 @@
+"""Streams of completions: the deltas of each choice as its tokens arrive, which together are the choice of a whole response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_serve.chat_format import AssistantMessage, ChatFormat
+from rl_serve.engine import SampledRow
+from rl_serve.errors import ApiError
+from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop
+from rl_serve.responses import ChoiceFormat
+
+
+class RowDeltas:
+    """What is new in one completion each time that it arrives.
+
+    Args:
+        tokenizer: decodes tokens.
+        stop_strings: strings that end the text.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
+        self._text = IncrementalText(tokenizer)
+        self._stop_strings = stop_strings
+        self._tokens: list[int] = []
+        self.sent = ""
+        """Text of all deltas so far."""
+
+    def new_tokens(self, row: SampledRow) -> SampledRow:
+        """The tokens that were not there at the last call.
+
+        Raises:
+            ApiError: the completion was sampled again, with other tokens than those that were sent.
+        """
+        start = len(self._tokens)
+        both = min(start, len(row.token_ids))  # a row that is sampled again with the same seed may not have caught up
+        if row.token_ids[:both] != self._tokens[:both] or (row.is_finished and both < start):
+            raise ApiError(
+                503,
+                "The engine had to sample this completion again and drew other tokens than those already sent: a replica was "
+                "restarted, or the weights were updated. Repeat the request.",
+                code="completion_changed",
+            )
+        self._tokens = max(self._tokens, row.token_ids, key=len)
+        return replace(row, token_ids=row.token_ids[start:], logprobs=row.logprobs[start:], start=start)
+
+    def stable_text(self, token_ids: Sequence[int]) -> str:
+        """The text that later tokens cannot change and that is not the beginning of a stop string."""
+        return cut_at_possible_stop(self._text.read(token_ids), self._stop_strings)
+
+    def new_text(self, text: str, *, is_finished: bool) -> str:
+        """The text that was not sent yet.
+
+        Raises:
+            ApiError: the finished text does not begin with what was sent.
+        """
+        if text.startswith(self.sent):
+            new, self.sent = text[len(self.sent) :], text
+            return new
+        if is_finished:
+            raise ApiError(
+                500,
+                "The tokenizer decodes the finished completion to another text than its beginning, which was already sent. "
+                "Repeat the request without `stream`.",
+                code="text_changed",
+            )
+        return ""
+
+
+class CompletionDeltas:
+    """The deltas of `/v1/completions`.
+
+    Args:
+        choices: form of the choices.
+    """
+
+    def __init__(self, choices: ChoiceFormat) -> None:
+        self._choices = choices
+        self._rows: dict[int, RowDeltas] = {}
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, index: int, row: SampledRow) -> Mapping[str, Any] | None:
+        """The delta of a completion that has new tokens or has ended; None if there is nothing to send yet.
+
+        Raises:
+            ApiError: the completion has changed, see `RowDeltas`.
+        """
+        choices = self._choices
+        state = self._rows.setdefault(index, _row_deltas(choices, index))
+        new = state.new_tokens(row)
+        text = choices.text(index, row) if row.is_finished else state.stable_text(row.token_ids)
+        delta = state.new_text(text, is_finished=row.is_finished)
+        if not (delta or row.is_finished or choices.shows_tokens):
+            return None
+        found = choices.completion(index, new, text=delta, offset=self._offsets.get(index, 0))
+        if choices.logprobs:
+            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, found["logprobs"]["tokens"]))
+        return found
+
+
+class ChatDeltas:
+    """The deltas of `/v1/chat/completions`: text up to the first tool call, and the calls when the message is complete.
+
+    Args:
+        choices: form of the choices.
+        chat: the model's chat format.
+        messages: the conversation.
+        tools: the functions that the model was shown.
+    """
+
+    def __init__(
+        self, choices: ChoiceFormat, chat: ChatFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> None:
+        self._choices, self._chat, self._messages, self._tools = choices, chat, messages, tools
+        self._rows: dict[int, RowDeltas] = {}
+        self._started: set[int] = set()
+
+    def message(self, index: int, row: SampledRow) -> AssistantMessage:
+        """The message of a finished completion."""
+        return self._chat.answer(
+            row.token_ids,
+            self._choices.text(index, row),
+            prompt=self._choices.plan.prompts[0],
+            messages=self._messages,
+            tools=self._tools,
+            complete=not row.truncated,
+        )
+
+    def choice(self, index: int, row: SampledRow) -> Mapping[str, Any] | None:
+        """As `CompletionDeltas.choice`."""
+        choices = self._choices
+        state = self._rows.setdefault(index, _row_deltas(choices, index))
+        new = state.new_tokens(row)
+        message = self.message(index, row) if row.is_finished else AssistantMessage(content=self._stable_text(state, row))
+        delta = state.new_text(message.content, is_finished=row.is_finished)
+        if not (delta or row.is_finished or choices.shows_tokens):
+            return None
+        found = choices.message(index, new, replace(message, content=delta), key="delta")
+        if index in self._started:
+            del found["delta"]["role"]
+        self._started.add(index)
+        return found
+
+    def _stable_text(self, state: RowDeltas, row: SampledRow) -> str:
+        if not self._tools:
+            return state.stable_text(row.token_ids)
+        tokens = self._chat.tokens_before_calls(row.token_ids)
+        return self._chat.text_before_calls(state.stable_text(tokens))
+
+
+def _row_deltas(choices: ChoiceFormat, index: int) -> RowDeltas:
+    return RowDeltas(choices.tokenizer, choices.plan.rows[index].stop_strings)

@@ -1,0 +1,82 @@
+"""The text of a completion while it is sampled: only characters that later tokens cannot change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rl_train.tools.decoding import special_tokens
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""A token of one byte, in vocabularies that write unknown characters as bytes."""
+_CONTEXT_TOKENS: Final = 8
+"""Number of tokens that are decoded again with each new one, so that spaces and characters between tokens are correct."""
+_WINDOW_TOKENS: Final = 64
+"""Number of tokens after which the decoded window is shortened, so that long completions are not decoded from their start."""
+
+
+def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of a completion, without special tokens."""
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    return text
+
+
+def cut_at_stop(text: str, stop_strings: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    ends = [found for stop in stop_strings if (found := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def cut_at_possible_stop(text: str, stop_strings: Sequence[str]) -> str:
+    """The text before the first stop string, or before an end that may be the beginning of one."""
+    text = cut_at_stop(text, stop_strings)
+    return text[: min((partial_start(text, stop) for stop in stop_strings), default=len(text))]
+
+
+def partial_start(text: str, string: str) -> int:
+    """Where an end of the text begins that is a beginning of `string` but not all of it; the text's length if none does."""
+    first = max(len(text) - len(string) + 1, 0)
+    return next((start for start in range(first, len(text)) if string.startswith(text[start:])), len(text))
+
+
+class IncrementalText:
+    """Decodes one completion as its tokens arrive.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids).union(*special_tokens(tokenizer))
+        self._before = ""
+        self._start = 0
+
+    def read(self, token_ids: Sequence[int]) -> str:
+        """The text of all tokens so far, up to the first character that may still change.
+
+        Args:
+            token_ids: all sampled tokens so far; each call has the tokens of the call before it and perhaps more.
+        """
+        end = len(token_ids)
+        # One invalid byte turns its whole run of byte tokens into replacement characters, so a run is read when it has ended.
+        # Special tokens do not end it: they are removed before bytes are joined.
+        while end > self._start and self._continues_run(token_ids[end - 1]):
+            end -= 1
+        text = self._before + decoded(self._tokenizer, token_ids[self._start : end])
+        if end - self._start > _WINDOW_TOKENS:
+            self._shorten(token_ids[:end], text)
+        return text.rstrip(_REPLACEMENT)
+
+    def _shorten(self, token_ids: Sequence[int], text: str) -> None:
+        """Decode only the last tokens from now on, if they have the same text alone as behind the others."""
+        start = len(token_ids) - _CONTEXT_TOKENS
+        context = decoded(self._tokenizer, token_ids[start:])
+        if context.strip(_REPLACEMENT) and text.endswith(context) and not self._continues_run(token_ids[start]):
+            self._before, self._start = text[: -len(context)], start
+
+    def _continues_run(self, token: int) -> bool:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return token in self._special or (isinstance(name, str) and _BYTE.fullmatch(name) is not None)
