@@ -16,14 +16,18 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 
-.PHONY: quickstart test test-fast test-full lint docs dist clean
+.PHONY: quickstart test parallel-tests test-fast test-full lint docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
 # What CI runs: about 30 minutes on two cores.
-test: lint
-	$(BIN)/pytest $(PARALLEL) -m "not full"
+test: $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
+
+# The checks of `lint` use one core, so they run next to the tests.
+parallel-tests: $(VENV)/.installed-dev
+	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not full"
 
 # No Ray, vLLM or Megatron: about 5 minutes on two cores.
 test-fast: $(VENV)/.installed-dev

@@ -151,6 +151,7 @@ async def one_by_one(engine, batch):
     return await asyncio.gather(*(ask(row) for row in range(batch.size)))
 
 
+@pytest.mark.full("core/dispatch/test_streaming.py has replicas on a cluster; e2e/test_runs.py samples on one")
 def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder, local_ray):
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 

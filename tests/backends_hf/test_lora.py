@@ -356,6 +356,7 @@ def test_an_engine_samples_with_merged_weights_only(peft, parts, model_folder, t
     assert_same(base_of(worker), base)
 
 
+@pytest.mark.full("the test before this one sends merged weights over shared memory; backends_vllm/test_refit.py refits vLLM")
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_samples_with_merged_weights(peft, parts, tmp_path):

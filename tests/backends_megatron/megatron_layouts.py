@@ -164,8 +164,8 @@ COVER = {
         "tp2-qwen2", "tp2-budget", "tp2-sp-gemma", "pp2-uneven", "interleaved", "interleaved-packed", "dp2-distributed",
         "dp2-overlap", "cp2", "ep2-mixtral-packed", "tp2-pp2", "tp2-pp2-packed", "pp2-dp2", "tp2-cp2-packed", "tp2-ep2",
     },
-    "candidates": {"tp2-sp-packed", "interleaved", "cp2", "tp2-pp2-packed"},
-    "masters": {"interleaved-distributed", "ep2-distributed", "tp2-pp2-tied", "tp2-dp2-distributed", "value-pp2"},
+    "candidates": {"tp2-sp-packed", "interleaved", "cp2"},
+    "masters": {"interleaved-distributed", "ep2-distributed", "value-pp2"},
     "resume": {("tp2-pp2-tied", "one"), ("tp2-dp2-distributed", "one-distributed"), ("moe-dp2", "ep2")},
     "values": {"value-tp2", "value-interleaved", "value-dp2-distributed"},
 }  # fmt: skip

@@ -10,6 +10,9 @@ from e2e_runs import TINY, merged, metrics_of
 pytestmark = pytest.mark.megatron
 
 
+@pytest.mark.full(
+    "test_ray_ranks.py compares steps and exported weights of two ranks; e2e/test_runs.py has the command over Ray"
+)
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "local_ray")
 def test_a_run_of_grpo_has_the_numbers_of_the_backend_on_transformers(rlcore, tmp_path):

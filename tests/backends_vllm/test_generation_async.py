@@ -289,7 +289,10 @@ def batch_of_same(batch, **columns):
     return BatchedDataDict({**batch, **columns})
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+FULL = pytest.mark.full("an engine in a process of its own leaves nothing in either process in make test")
+
+
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=FULL), True])
 def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, readable, monkeypatch, tmp_path, asynchronous):
     engines.shutdown()  # one engine at a time in this process
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -340,6 +343,7 @@ def cluster(local_ray):
         yield made
 
 
+@pytest.mark.full("core/dispatch/test_streaming.py has two replicas; e2e/test_vllm_runs.py and test_replicas.py vLLM on Ray")
 @pytest.mark.slow
 def test_two_replicas_generate_stream_and_refit_like_one(cluster, readable, plain, trained):
     new_model, segments = trained.change(), shared_memory()
@@ -403,7 +407,7 @@ async def refit_beside(generator, batch, sync):
     return await asyncio.gather(asyncio.to_thread(sync.sync), collected(generator, batch))
 
 
-@pytest.mark.full("all engines of conftest.py are configured by a mapping; the test before this one has a cluster")
+@pytest.mark.full("all engines of conftest.py are configured by a mapping; test_replicas.py has a cluster")
 @pytest.mark.slow
 def test_a_plain_mapping_configures_a_replica_on_a_cluster(cluster, readable):
     vllm_config = {

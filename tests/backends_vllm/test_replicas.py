@@ -132,24 +132,15 @@ def test_two_tensor_parallel_processes_take_every_refit_over_both_transports(pat
             output = engine.generate(rows(step))
             assert output["weight_version"].tolist() == [step] * 6
             agrees_with_plain(policy, output, tmp_path / str(step))
-        # The end of one of vLLM's processes is the end of the replica, which is replaced.
-        undisturbed = engine.generate(rows(9))
-        first = family_of(engine)
-        held = held_by(first)
-        assert folders_of(first[0].pid), "its sockets lie in a folder of its own"
-        first[-1].kill()
-        again = engine.generate(rows(9))
-        assert engine.restarts == 1
-        assert torch.equal(again["output_ids"], undisturbed["output_ids"])
-        # The second ends regularly, without messages about names that no longer exist.
-        second = family_of(engine)
-        held |= held_by(second)
+        processes = family_of(engine)
+        held = held_by(processes)
+        assert folders_of(processes[0].pid), "its sockets lie in a folder of its own"
         log = Path(engine.group._actors[0].identity.log_file)
-        pids += engine.group.pids()
     finally:
         engine.shutdown()
         policy.shutdown()
-    assert_nothing_is_left(held, pids, [*first, *second])
+    # They end regularly, without messages about names that no longer exist.
+    assert_nothing_is_left(held, pids, processes)
     assert not re.findall(r"Traceback|Exception ignored|resource_tracker|leaked", log.read_text())
 
 
@@ -161,15 +152,16 @@ def assert_nothing_is_left(held, pids, processes):
     assert not [process for process in processes if lives(process)]
 
 
-@pytest.mark.full("the test before this one kills one of the processes; test_device.py removes what dead processes have left")
-def test_a_replica_all_of_whose_processes_are_killed_at_once_leaves_nothing(path, cluster):
+@pytest.mark.full("core/dispatch/test_revival.py replaces dead replicas; test_device.py removes what dead processes have left")
+@pytest.mark.parametrize("killed", ["one of vLLM's processes", "all at once"])
+def test_a_tensor_parallel_replica_that_is_killed_is_replaced_and_leaves_nothing(path, cluster, killed):
     engine = VllmGeneration(cluster, section(path, tensor_parallel_size=2, load_format="auto"))
     try:
         undisturbed = engine.generate(rows(9))
         first = family_of(engine)
         held, pids = held_by(first), engine.group.pids()
-        # No process is left to clean up.
-        for process in first:
+        # The end of one process is the end of the replica; if all are killed, no process is left to clean up.
+        for process in first if killed == "all at once" else first[-1:]:
             process.kill()
         again = engine.generate(rows(9))
         assert engine.restarts == 1

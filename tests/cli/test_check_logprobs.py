@@ -107,6 +107,7 @@ def test_a_policy_that_scores_with_a_perturbed_tensor_fails(config, tmp_path):
     assert len(report["failures"]) == 1
 
 
+@pytest.mark.full("the other tests here read the JSON and the numbers; core/cluster/test_no_orphans.py ends drivers of Ray")
 @pytest.mark.slow
 def test_over_ray_standard_output_has_only_json_and_no_process_remains(config, tmp_path):
     mark = uuid.uuid4().hex

@@ -135,12 +135,3 @@ def test_the_page_shows_the_current_files():
     page = (ROOT / "docs" / "custom_losses_and_algorithms.md").read_text()
     for file in (LOSS / "length_normalised.py", ALGORITHM / "settings.py", ALGORITHM / "best_of_n.py"):
         assert f"```python\n{file.read_text()}```" in page, file
-
-
-@pytest.mark.slow
-def test_workers_of_ray_find_a_loss_by_its_path(rlcore, tmp_path, local_ray):
-    changes = ["sft.max_num_steps=2", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.enabled=false"]
-    names = [f"logger.log_dir={tmp_path}", "logger.run_name=run"]
-    code, output = rlcore("train", "examples/custom_loss/train.yaml", *changes, *names, folder=ROOT)
-    assert code == 0, output
-    assert "2 steps done" in output

@@ -98,8 +98,8 @@ VARIANTS = {
 }
 
 
-FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo, dapo and gdpo learn in make test")
-ALWAYS_VARIANTS = ("grpo", "dapo", "gdpo")
+FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo and gdpo learn in make test")
+ALWAYS_VARIANTS = ("grpo", "gdpo")
 
 
 @pytest.mark.parametrize(

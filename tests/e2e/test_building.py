@@ -25,6 +25,9 @@ def test_ctrl_c_during_startup_ends_the_run_with_a_message(train, tmp_path):
     run.assert_gone()
 
 
+@pytest.mark.full(
+    "train/runtime/test_status.py has such a model; core/cluster/test_ray_worker_group.py names the rank of an error"
+)
 def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_and_its_error(train_here, tmp_path, local_ray):
     incomplete = tmp_path / "model"
     shutil.copytree(MODEL, incomplete)
@@ -44,7 +47,7 @@ def test_a_worker_that_cannot_read_its_model_fails_the_building_with_its_name_an
     assert "'policy'" in status["error"]
 
 
-@pytest.mark.full("the test before this one fails in the same place; backends_vllm/test_config.py has the words of the engine")
+@pytest.mark.full("train/runtime/test_status.py fails in the same place; backends_vllm/test_config.py has the engine's words")
 @pytest.mark.vllm
 def test_an_engine_that_rejects_its_arguments_fails_startup_with_its_own_message(train, tmp_path):
     # A known argument with a value that only the engine can refuse.

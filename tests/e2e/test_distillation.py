@@ -194,6 +194,7 @@ def test_more_candidates_than_tokens_are_refused(tmp_path):
     assert refused.value.exit_code == 2
 
 
+@pytest.mark.full("the tests above distill in one process; runs of test_runs.py have several groups of workers")
 def test_over_ray_student_and_teacher_are_separate_workers(teacher, tmp_path, local_ray):
     small = {"max_num_steps": 2, "num_prompts_per_step": 16}
     steps = distil(tmp_path, teacher, {"distillation": small, "cluster": {"backend": "ray"}})

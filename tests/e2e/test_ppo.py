@@ -102,9 +102,7 @@ def test_a_killed_run_resumes_to_the_result_of_an_uninterrupted_run(train, train
     assert {path.name for path in checkpoint.iterdir()} >= {"policy", "value"}
 
 
-@pytest.mark.full(
-    "backends_megatron/test_ray_ranks.py has actor and critic on two ranks of Ray; test_runs.py two ranks in a run"
-)
+@pytest.mark.full("test_trainers.py has two ranks of Ray; backends_hf/test_scalar_head.py a value model on two ranks")
 def test_two_ranks_of_policy_and_critic_over_ray_take_the_steps_of_one(train_here, tmp_path, local_ray):
     here = run_here(tmp_path, {"ppo": {"max_num_steps": 2}})
     two = {"cluster": {"backend": "ray", "workers_per_node": 2}, "checkpointing": {"enabled": False}}

@@ -125,7 +125,7 @@ def test_an_environment_called_with_generations_explains_the_arguments_of_step(p
         MathEnvironment().step(policy.generate(batch_of_prompts()))
 
 
-@pytest.mark.full("backends_hf/test_generation_engine.py has two replicas on a cluster")
+@pytest.mark.full("backends_hf/test_generation_engine.py makes these calls in one process; test_runs.py samples on a cluster")
 def test_a_generation_backend_prepares_generates_and_finishes(cluster):
     generator = HuggingFaceGeneration(model_name=str(MODEL), cluster=cluster, max_new_tokens=5)
     try:

@@ -166,6 +166,7 @@ def test_pairs_take_the_same_steps_in_every_kind_of_microbatch(plan):
         assert other["preference/margin"] == pytest.approx(one["preference/margin"], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.full("test_trainers.py trains over two ranks of a cluster as over one, with pairs that do not divide evenly")
 def test_two_ranks_of_a_cluster_take_the_steps_of_one(local_ray):
     from rl_core.cluster import RayVirtualCluster
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e_runs import MODEL, metrics_of
+from e2e_runs import MODEL, ROOT, metrics_of
 from ray import cloudpickle
 
 from rl_backends_hf import HuggingFaceGeneration
@@ -134,6 +134,7 @@ def test_kill_9_of_an_environment_worker_in_the_middle_of_a_step_completes_the_s
     assert not set(calls[2:]) & set(calls[:2])
 
 
+@pytest.mark.full("test_trainers.py trains over two ranks as over one; backends_hf/test_policy_ranks.py has their gradients")
 def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path, local_ray):
     changes = {"grpo": {"max_num_steps": 3}}
     code, output = train_here({**changes, **IN_PROCESS}, folder=tmp_path / "one")
@@ -148,6 +149,15 @@ def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path
         assert two[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-3, abs=1e-6)
 
 
+def test_workers_of_ray_find_a_loss_by_its_path(rlcore, monkeypatch, tmp_path, local_ray):
+    monkeypatch.syspath_prepend(str(ROOT))
+    changes = ["sft.max_num_steps=1", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.enabled=false"]
+    names = [f"logger.log_dir={tmp_path / 'runs'}", "logger.run_name=run"]
+    code, output = rlcore("train", "examples/custom_loss/train.yaml", *changes, *names, folder=ROOT)
+    assert code == 0, output
+    assert "loss/nll_of_answers" in metrics_of(tmp_path)[1]
+
+
 class PoisonedWorker(HFGenerationWorker):
     """Changes one number of one tensor in the second refit."""
 
@@ -159,17 +169,18 @@ class PoisonedWorker(HFGenerationWorker):
 
 
 class PoisonedGeneration(HuggingFaceGeneration):
-    capabilities = ("shared_memory", "collective", "by_reference")
+    capabilities = ("shared_memory",)
 
     def __init__(self, *, config, **options):
         super().__init__(config=HFGenerationConfig(**config.model_dump()), **options)
 
 
-@pytest.mark.usefixtures("importable", "local_ray")
+@pytest.mark.usefixtures("importable")
 def test_a_tensor_corrupted_during_a_refit_stops_the_run(train_here, tmp_path, monkeypatch):
     monkeypatch.setattr("rl_backends_hf.generation.HFGenerationWorker", PoisonedWorker)
     code, output = train_here(
         {
+            **IN_PROCESS,
             "policy": {"train_global_batch_size": 16},
             "grpo": {"max_num_steps": 6},
             "logger": {"loggers": {}},

@@ -44,8 +44,12 @@ def kill_after(step, folder):
     return thread, workers
 
 
-def test_ctrl_c_saves_and_a_resumed_run_names_the_policy_worker_that_dies(train, train_here, tmp_path, local_ray):
-    run = train(LONG)
+def test_ctrl_c_saves_a_checkpoint_and_leaves_no_process(train, tmp_path):
+    stop_by_ctrl_c(train(LONG), tmp_path)
+
+
+def stop_by_ctrl_c(run, tmp_path):
+    """The number of steps of a run that Ctrl-C stopped in order."""
     run.wait_for(lambda: steps_of(tmp_path) >= 1)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does; Ray's daemons must live until the checkpoint is written
     code, output = run.wait()
@@ -54,7 +58,12 @@ def test_ctrl_c_saves_and_a_resumed_run_names_the_policy_worker_that_dies(train,
     assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{done:06d}").is_dir(), output
     assert status_of(tmp_path).items() >= {"state": "interrupted", "reason": "Ctrl-C"}.items()
     run.assert_gone()
+    return done
 
+
+@pytest.mark.full("the test before this one interrupts a run; backends_megatron/test_ray_ranks.py kills a rank in a step")
+def test_a_resumed_run_names_the_policy_worker_that_dies(train, train_here, tmp_path, local_ray):
+    done = stop_by_ctrl_c(train(LONG), tmp_path)
     thread, workers = kill_after(done, tmp_path)
     # The checkpoint is found although the workers of the shared Ray have another working directory.
     code, output = train_here(LONG)
@@ -71,9 +80,7 @@ def test_ctrl_c_saves_and_a_resumed_run_names_the_policy_worker_that_dies(train,
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@pytest.mark.full(
-    "the test before this one interrupts a run; core/cluster/test_dead_daemons.py kills the daemons under a driver"
-)
+@pytest.mark.full("the first test here interrupts a run; core/cluster/test_dead_daemons.py kills the daemons under a driver")
 def test_sigterm_to_the_process_group_saves_and_a_resumed_run_names_the_ray_daemon_that_dies(train, tmp_path):
     run = train(LONG)
     run.wait_for(lambda: steps_of(tmp_path) >= 1)

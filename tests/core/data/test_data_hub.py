@@ -146,6 +146,7 @@ def trained(folder: Path, env: dict[str, str], **keys) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.full("the first test here loads every kind of repository, and a run reads the records of any dataset alike")
 @pytest.mark.slow
 def test_a_config_trains_on_a_hub_dataset(hub, tmp_path):
     env = environment(hub, tmp_path / "home")

@@ -214,6 +214,7 @@ def test_a_refit_that_sends_nothing_is_rejected(monkeypatch, tmp_path):
     one.shutdown()
 
 
+@pytest.mark.full("core/weights/test_revival_in_refit.py kills replicas while they are verified")
 def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy, tmp_path):
     one = engine(replicas=1)
     canary = make_canary(range(5, 15), num_receivers=1, max_length=12, exact=True)

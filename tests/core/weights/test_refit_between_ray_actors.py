@@ -105,6 +105,7 @@ def test_both_transports_send_every_step_to_every_replica(policy, engine_of):
         sync.close()
 
 
+@pytest.mark.full("test_refit_between_processes.py has the faults of both sides, without Ray")
 def test_a_tensor_that_one_replica_does_not_load_is_named(policy, engine_of):
     engine = engine_of(ForgetfulSecondReplica)
     with pytest.raises(WeightSyncError, match=r"(?s)replicas do not have.*k\.weight: .* in replica 0, .* in replica 1"):

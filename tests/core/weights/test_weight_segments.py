@@ -78,7 +78,12 @@ def test_small_segments_are_kept_for_the_next_refit_and_large_ones_are_not(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("then", ["", "raise SystemExit(3)", "raise RuntimeError"])
+FULL = pytest.mark.full("a process that ends by an error, and one that is killed, run in make test")
+
+
+@pytest.mark.parametrize(
+    "then", [pytest.param("", marks=FULL), pytest.param("raise SystemExit(3)", marks=FULL), "raise RuntimeError"]
+)
 def test_a_process_that_ends_by_itself_leaves_no_segment(then):
     process, path = owner(then)
     process.wait()

@@ -10,8 +10,10 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import ClippedPGLossFn
 
+FULL = pytest.mark.full("core/dispatch/test_facades.py combines the metrics of ranks")
 
-@pytest.fixture(params=["in this process", pytest.param("over two ranks", marks=pytest.mark.ray)])
+
+@pytest.fixture(params=["in this process", pytest.param("over two ranks", marks=[pytest.mark.ray, FULL])])
 def trainer(request, policy):
     if request.param == "in this process":
         yield policy()
