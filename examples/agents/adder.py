@@ -16,7 +16,7 @@ def add(base_url, api_key, model, messages, metadata):
     client = connection(base_url).with_options(api_key=api_key)
 
     def ask(question):
-        # Each question is a conversation of its own, so a rollout has two segments.
+        # Each question is a separate conversation, so a rollout has two segments.
         response = client.chat.completions.create(model=model, messages=[{"role": "user", "content": question}])
         return (response.choices[0].message.content or "").strip()
 

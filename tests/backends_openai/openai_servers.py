@@ -93,6 +93,22 @@ def complete(body):
     }
 
 
+LEARNING_STEPS = 30
+LEARNING = ("grpo.num_prompts_per_step=16", "grpo.max_val_samples=256")
+"""Overrides of grpo_addition.yaml for a run of some minutes."""
+
+
+def assert_learned(rows):
+    """The metrics of a run of `LEARNING_STEPS`: every step's weights reached the server, and held-out success rose."""
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    print("held-out accuracy before and after:", accuracy)
+    synced = [row for row in rows if "refit/weight_version" in row]
+    assert {row["refit/weight_version"] for row in synced} >= set(range(LEARNING_STEPS))
+    assert all(row["refit/canary_error"] < 1e-3 for row in synced)
+    # From 0.6, a difference of 0.1 is three standard errors of 256 paired questions or more.
+    assert accuracy[-1] > accuracy[0] + 0.1
+
+
 SECTION = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_strings", "stop_token_ids", "refit_folder", "num_workers")
 
 

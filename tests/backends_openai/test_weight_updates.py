@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from openai_servers import ADMIN, KEY, MODEL, engine_of, prompts, updatable
+from openai_servers import ADMIN, KEY, LEARNING, LEARNING_STEPS, MODEL, assert_learned, engine_of, prompts, updatable
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -144,15 +144,13 @@ def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeyp
     assert b"${oc.env:AN_ADMIN_KEY}" in written
 
 
-@pytest.mark.full("trains for three minutes")
+@pytest.mark.full("trains for some minutes; the test before it trains for two steps")
 def test_the_held_out_success_of_a_model_trained_with_a_server_rises(tmp_path, monkeypatch):
     monkeypatch.setenv("A_KEY", KEY)
     monkeypatch.setenv("AN_ADMIN_KEY", ADMIN)
     updates = tmp_path / "updates"
     updates.mkdir()
-    with updatable(updates) as (url, _):
-        rows, _ = trained(
-            run_config(url, updates, 40), tmp_path, "grpo.max_val_samples=256", "policy.generation.openai_cfg.max_retries=8"
-        )
-    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
-    assert accuracy[-1] > accuracy[0] + 0.2
+    with updatable(updates) as (url, served):
+        rows, _ = trained(run_config(url, updates, LEARNING_STEPS), tmp_path, *LEARNING)
+        assert served.weight_version == LEARNING_STEPS
+    assert_learned(rows)
