@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_backends_hf.packed_linears import packed_linears
+from rl_backends_hf.packed_linears import packed_linears, padded_rows
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 """Sums of 32 products of numbers below 1: their order, and one rounding to bfloat16."""
@@ -36,6 +36,24 @@ def test_packed_layers_compute_what_plain_layers_compute(bias, dtype):
         found = [block(*inputs[:2]), block(*inputs[2:])]
     assert all(layer.forward.__func__ is nn.Linear.forward for layer in block.children())
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_products_have_few_different_numbers_of_rows():
+    rows = range(1, 4097)
+    assert all(count <= padded_rows(count) <= 1.25 * count for count in rows)
+    assert [padded_rows(count) for count in range(1, 9)] == list(range(1, 9))
+    assert len(set(map(padded_rows, rows))) <= 48
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@torch.inference_mode()
+def test_padded_rows_do_not_change_a_product(dtype):
+    layer = nn.Linear(32, 24, dtype=dtype)
+    inputs = 0.5 * torch.rand(3, 11, 32, dtype=dtype).sub(0.5)  # 33 rows are computed as 40
+    expected = layer(inputs)
+    with packed_linears(layer, rows=16, steps=50):
+        torch.testing.assert_close(layer(inputs), expected, atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(layer(inputs.transpose(0, 1)), expected.transpose(0, 1), atol=TOLERANCE[dtype], rtol=0)
 
 
 @torch.inference_mode()

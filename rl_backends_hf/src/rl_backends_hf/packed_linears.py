@@ -81,6 +81,16 @@ def _packed_forwards(
     return [shared.part(index) for index in range(len(layers))]
 
 
+def padded_rows(rows: int) -> int:
+    """`rows` up to 8, then rounded up to 10, 12, 14, 16, 20, 24, 28, 32, 40 and so on: at most a quarter more.
+
+    oneDNN compiles a program for each shape of a product and keeps a thousand of them, with 0.3 to 0.7 MB each. Without
+    rounding, the memory of a process that samples batches of all sizes grows by hundreds of MB.
+    """
+    step = 1 << max(0, (rows - 1).bit_length() - 3)
+    return -(-rows // step) * step
+
+
 class _PackedProduct:
     """The linear map of a packed weight [H', H] and its bias."""
 
@@ -88,10 +98,12 @@ class _PackedProduct:
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            input.to(self._weight.dtype), self._weight, self._bias, "none", [], ""
-        )
-        return output.to(input.dtype)
+        flat = input.to(self._weight.dtype).reshape(-1, input.shape[-1])
+        rows = len(flat)
+        if (padded := padded_rows(rows)) > rows:
+            flat = nn.functional.pad(flat, (0, 0, 0, padded - rows))
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(flat, self._weight, self._bias, "none", [], "")
+        return output[:rows].view(*input.shape[:-1], -1).to(input.dtype)
 
 
 class _SharedProduct:
