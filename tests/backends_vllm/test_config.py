@@ -33,7 +33,7 @@ policy:
 """
 
 
-def rlcore(*arguments, python=()):
+def rlcore_process(*arguments, python=()):
     return subprocess.run(
         [sys.executable, *python, "-m", "rlcore_cli.main", *map(str, arguments)],
         capture_output=True,
@@ -44,15 +44,15 @@ def rlcore(*arguments, python=()):
 
 
 @pytest.fixture
-def mistakes(tmp_path):
+def mistakes(tmp_path, rlcore):
     """The output lines of `rlcore validate`, from the fifth on, for a run with additional lines in its section."""
 
     def lines(*more):
         path = tmp_path / "run.yaml"
         path.write_text(RUN + "".join(f"    {line}\n" for line in more))
-        result = rlcore("validate", path)
-        assert (result.returncode, result.stdout) == (2, "")
-        return [line.removeprefix(f"{path}:") for line in result.stderr.splitlines()[1:]]
+        code, output = rlcore("validate", path)
+        assert code == 2
+        return [line.removeprefix(f"{path}:") for line in output.splitlines()[1:]]
 
     return lines
 
@@ -60,7 +60,7 @@ def mistakes(tmp_path):
 def test_validating_a_run_on_vllm_imports_neither_torch_nor_vllm(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(RUN + "    vllm_cfg: {kv_cache_gib: 0.5}\n    vllm_kwargs: {block_size: 32}\n")
-    result = rlcore("validate", path, "--json", python=("-X", "importtime"))
+    result = rlcore_process("validate", path, "--json", python=("-X", "importtime"))
     assert result.returncode == 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}

@@ -390,7 +390,7 @@ def test_the_command_imports_nothing_heavy_before_it_runs():
 
 
 @pytest.mark.full(
-    "e2e/test_vllm_runs.py has vLLM over Ray; test_check_logprobs.py looks for processes left by a command over Ray"
+    "backends_vllm/test_replicas.py has vLLM over Ray; core/cluster/test_no_orphans.py looks for processes of a killed driver"
 )
 @pytest.mark.slow
 @pytest.mark.vllm

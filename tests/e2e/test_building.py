@@ -14,6 +14,7 @@ def status_of(folder):
     return json.loads((folder / "runs" / "run" / "status.json").read_text())
 
 
+@pytest.mark.full("cli/test_train_stops.py has a signal during startup, test_stopped_runs.py Ctrl-C in a run over Ray")
 def test_ctrl_c_during_startup_ends_the_run_with_a_message(train, tmp_path):
     run = train()
     run.wait_for(lambda: (tmp_path / "runs" / "run" / "status.json").exists())

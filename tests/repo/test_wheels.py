@@ -25,7 +25,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["workspace"]["members"]
 NAMES = {package: tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]["name"] for package in PACKAGES}
 STEPS = ["grpo.max_num_steps=2", "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2", "grpo.val_at_start=false"]
-STEPS += ["grpo.val_period=0", "grpo.val_batch_size=8", "data.validation.num_samples=8", "data.train.num_samples=100"]
+STEPS += [
+    "cluster.backend=in_process",
+    "grpo.val_period=0",
+    "grpo.val_batch_size=8",
+    "data.validation.num_samples=8",
+    "data.train.num_samples=100",
+]
 
 
 @pytest.fixture(scope="module")
