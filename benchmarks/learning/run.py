@@ -91,6 +91,7 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
         str(HERE / "warm_up.yaml"),
         f"sft.max_num_steps={task.warm_up}",
         f"sft.global_batch_size={task.conversations}",
+        f"policy.optimizer.kwargs.lr={task.learning_rate}",
         f"policy.model_name={untrained}",
         f"data.train.path={conversations}",
         f"logger.log_dir={work}",

@@ -48,6 +48,7 @@ class Task:
         whole: Texts that are one token each.
         warm_up: Number of SFT steps.
         conversations: Conversations per SFT step.
+        learning_rate: Learning rate of SFT.
         hidden: Width of the model.
         layers: Its number of layers.
     """
@@ -63,6 +64,7 @@ class Task:
     whole: Sequence[str] = ()
     warm_up: int = 300
     conversations: int = 32
+    learning_rate: float = 1e-3
     hidden: int = 128
     layers: int = 3
 
@@ -77,13 +79,13 @@ def _play(record: Record, draw: random.Random) -> Messages:
     """A game of a player who sees solutions of up to `FORESIGHT` moves, and otherwise moves at random."""
     board = record["extra_env_info"]["board"]
     log = list(record["messages"])
+    near = _moves_to_win(len(board))
     for _ in range(MOVES):
-        after = {tile: moved(board, way) for way, tile in legal_moves(board).items()}
-        near = _moves_to_win(len(board))
-        distances = {tile: near[shown(made)] for tile, made in after.items() if shown(made) in near}
-        tile = min(distances, key=distances.__getitem__) if distances else draw.choice(sorted(after))
-        board = after[tile]
-        log.append({"role": "assistant", "content": f"<move>{tile}</move>"})
+        after = {way: moved(board, way) for way in legal_moves(board)}
+        distances = {way: near[shown(made)] for way, made in after.items() if shown(made) in near}
+        way = min(distances, key=distances.__getitem__) if distances else draw.choice(sorted(after))
+        board = after[way]
+        log.append({"role": "assistant", "content": f"<move>{way}</move>"})
         if board == solved(len(board)):
             break
         log.append({"role": "user", "content": shown(board)})
@@ -100,16 +102,23 @@ def _moves_to_win(size: int) -> dict[str, int]:
     return found
 
 
+_INTO_THE_GAP = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
+"""Rows and columns from the gap to the tile that moves in this direction."""
+
+
 def _solves(prompt: str, completion: str) -> bool:
     """Plays the moves of a completion on the board of the prompt."""
-    tiles = [tile for line in prompt.split("\n\n")[-1].splitlines() for tile in line.split()]
-    size = round(len(tiles) ** 0.5)
+    board = [line.split() for line in prompt.split("\n\n")[-1].splitlines()]
+    size = len(board)
     order = [*map(str, range(1, size * size)), "_"]
-    for tile in re.findall(r"<move>(\d+)</move>", completion)[:MOVES]:
-        gap, place = tiles.index("_"), tiles.index(tile) if tile in tiles else -1
-        if place >= 0 and abs(gap // size - place // size) + abs(gap % size - place % size) == 1:
-            tiles[gap], tiles[place] = tiles[place], tiles[gap]
-        if tiles == order:
+    for way in re.findall(r"<move>(.*?)</move>", completion, re.DOTALL)[:MOVES]:
+        cells = {tile: (row, column) for row, tiles in enumerate(board) for column, tile in enumerate(tiles)}
+        row, column = cells["_"]
+        down, right = _INTO_THE_GAP.get(way.strip(), (size, size))
+        tile = next((tile for tile, cell in cells.items() if cell == (row + down, column + right)), None)
+        if tile is not None:
+            board[row][column], board[row + down][column + right] = tile, "_"
+        if [tile for tiles in board for tile in tiles] == order:
             return True
     return False
 
@@ -263,10 +272,11 @@ TASKS: Mapping[str, Task] = {
         spelled=r" ?[\d_]",
         demonstrate=_play,
         succeeded=_solves,
-        warm_up=200,
+        warm_up=260,
         conversations=16,
+        learning_rate=2e-3,
         hidden=96,
-        whole=(QUESTION.format(last=8, example=3, board="").strip(), "<move>", "</move>"),
+        whole=(QUESTION.format(last=8, example=3, board="").strip(), "<move>", "</move>", "up", "down", "left", "right"),
     ),
     "tools": Task(
         demonstrate=_calculate,
