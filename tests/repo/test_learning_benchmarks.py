@@ -42,6 +42,26 @@ def test_some_demonstrations_of_each_task_succeed_and_most_do_not(name):
     assert 10 <= won <= 60
 
 
+def test_the_success_of_a_game_is_its_reward_also_after_illegal_moves():
+    from tasks import MOVES
+    from tasks import TASKS as tasks
+
+    from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
+    from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
+
+    environment, draw, rewards = SlidingPuzzleEnvironment({"max_moves": MOVES}), random.Random(0), []
+    for record in SlidingPuzzleDataset({"num_samples": 100, "max_shuffles": 3}):
+        state, texts, reward, done = record["extra_env_info"], [], 0.0, False
+        while not done:
+            texts.append(draw.choice([*(f"<move>{way}</move>" for way in ("up", "down", "left", "right", "9")), "!"]))
+            made = environment.step([[{"role": "assistant", "content": texts[-1]}]], [state])
+            state, done, reward = made.metadata[0], bool(made.terminateds[0]), reward + float(made.rewards["solved"][0])
+        rewards.append(reward)
+        prompt = record["messages"][-1]["content"]
+        assert tasks["sliding_puzzle"].succeeded(prompt, "".join(texts)) == (reward == 1.0)
+    assert 10 < sum(rewards) < 60
+
+
 def test_the_data_of_a_benchmark_is_refused_if_held_out_problems_are_trained():
     from run import training_records
 
