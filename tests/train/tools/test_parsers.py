@@ -55,6 +55,17 @@ def test_a_parser_separates_calls_from_text(name, text, content, calls):
     assert parsed(name, text) == (content, calls)
 
 
+@pytest.mark.parametrize(("name", "text", "content"), [(name, *case[:2]) for name, cases in READ.items() for case in cases])
+def test_text_before_calls_only_grows_and_begins_the_content(name, text, content):
+    parser, longest = PARSERS[name](), ""
+    for length in range(len(text) + 1):
+        before = parser.text_before_calls(text[:length])
+        assert before.startswith(longest)
+        assert content.startswith(before)
+        longest = before
+    assert longest == ("" if name == "llama3" and text.startswith("{") else content.rstrip())
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
