@@ -106,12 +106,8 @@ def test_a_deep_copy_shares_nothing_and_a_copy_shares_the_tensors():
 
 
 @pytest.fixture(scope="module")
-def store(no_ray):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=200_000_000, log_to_driver=False)
-        yield
-        ray.shutdown()
+def store(local_ray):
+    """The object store of the local Ray."""
 
 
 def test_a_batch_from_the_store_is_read_without_a_copy_and_written_to_in_private(store):

@@ -34,7 +34,7 @@ def cluster(local_ray):
 
 @pytest.fixture(scope="module")
 def pair(cluster):
-    """Two Ray workers that no test kills."""
+    """Two Ray workers; a test that kills one restarts it."""
     with RayWorkerGroup(cluster, TickingWorker) as group:
         yield group
 
@@ -269,31 +269,30 @@ def test_a_worker_that_fails_fails_its_consumers_and_forgets_their_rows(group):
     assert asyncio.run(collected(stream, rows(2))) == [0]
 
 
-def test_a_worker_that_dies_ends_the_wait_of_its_consumers_and_of_no_other(cluster, pair):
-    pair.shutdown()  # the cluster has room for one group
-    with RayWorkerGroup(cluster, TickingWorker) as group:
-        stream = stream_of(group)
+@pytest.mark.ray
+def test_a_worker_that_dies_ends_the_wait_of_its_consumers_and_of_no_other(pair):
+    stream = stream_of(pair)
 
-        async def die():
-            living = await asked(stream, rows(FOREVER))  # on rank 0
-            with pytest.raises(WorkerDiedError, match="rank 1"):
-                await collected(stream, rows(1, first=DIES))
-            with pytest.raises(WorkerDiedError, match="rank 1"):
-                await collected(stream, rows(FOREVER, FOREVER))
-            assert not living.done()
-            group.run_one("end_all")
-            return await living
+    async def die():
+        living = await asked(stream, rows(FOREVER))  # on rank 0
+        with pytest.raises(WorkerDiedError, match="rank 1"):
+            await collected(stream, rows(1, first=DIES))
+        with pytest.raises(WorkerDiedError, match="rank 1"):
+            await collected(stream, rows(FOREVER, FOREVER))
+        assert not living.done()
+        pair.run_one("end_all")
+        return await living
 
-        assert asyncio.run(die()) == [0]
-        group.restart(1)
-        assert sorted(asyncio.run(collected(stream, rows(2, 2)))) == [0, 1]
+    assert asyncio.run(die()) == [0]
+    pair.restart(1)
+    assert sorted(asyncio.run(collected(stream, rows(2, 2)))) == [0, 1]
 
 
-def test_an_unresponsive_worker_is_named_after_the_deadline(cluster):
-    with RayWorkerGroup(cluster, TickingWorker, num_workers=1) as group:
-        with pytest.raises(DeadlineExceededError, match="rank 0"):
-            asyncio.run(collected(stream_of(group, deadline_s=0.5), rows(1, first=SLEEPS)))
-        group.restart(0)
+@pytest.mark.ray
+def test_an_unresponsive_worker_is_named_after_the_deadline(pair):
+    with pytest.raises(DeadlineExceededError, match="rank 0"):
+        asyncio.run(collected(stream_of(pair, deadline_s=0.5), rows(1, first=SLEEPS)))
+    pair.restart(0)
 
 
 def test_a_worker_that_finishes_no_row_fails_after_the_deadline(alone):
