@@ -1,5 +1,7 @@
 import asyncio
+import platform
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -174,3 +176,15 @@ def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder, local_ray)
         engine.shutdown()
     finally:
         cluster.shutdown()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return freed memory by themselves")
+def test_memory_that_was_freed_is_returned_when_generation_finishes(engine):
+    engine.generate(batch_of([5, 6]))
+    blocks = [torch.ones(2**14) for _ in range(2000)]  # 64 KiB each: small enough for the heap
+    kept = blocks[::100]
+    del blocks
+    before = psutil.Process().memory_info().rss
+    engine.finish_generation()
+    assert before - psutil.Process().memory_info().rss > 64 * 2**20
+    assert all(bool((block == 1.0).all()) for block in kept)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.freed_memory import return_freed_memory
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.rows_in_flight import RowsInFlight
 from rl_backends_hf.sampler import Sampler, SamplerSettings
@@ -84,6 +85,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def finish_generation(self) -> None:
         self._rows.release_if_idle()
+        return_freed_memory()
         if self.context.device == "cuda":
             torch.cuda.empty_cache()
 
