@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalized along the last axis, with the dtype of `x`."""
+        """Normalizes `x` [..., hidden size] along its last axis; same shape and dtype."""
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         if self._zero_centered:

@@ -94,7 +94,7 @@ class SampledRow:
         return self.prompt.tokens + self.tokens
 
     def completion(self, *, weight_version: int) -> Completion:
-        """The finished row."""
+        """The finished row, sampled by weights of version `weight_version`."""
         return Completion(
             prompt=self.prompt.tokens,
             tokens=self.tokens,

@@ -60,7 +60,7 @@ class _PortableTensor:
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the columns of a batch for pickling."""
+    """The columns of a batch in the form in which they are pickled; `unpack_columns` is the inverse."""
     return {key: _portable_column(column) for key, column in columns.items()}
 
 

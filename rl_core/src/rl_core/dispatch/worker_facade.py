@@ -92,7 +92,7 @@ class WorkerFacade:
         return self._facts
 
     def shutdown(self) -> bool:
-        """Stop the workers and their processes; calling it twice is fine."""
+        """Stop the workers and their processes; calling it twice is fine. Returns True."""
         if not self._closed:
             self._closed = True
             self.group.shutdown()

@@ -112,14 +112,14 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Make the engine ready to sample; calling it twice is fine."""
+        """Make the engine ready to sample; calling it twice is fine. Returns True."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release memory that only sampling needs; calling it twice is fine."""
+        """Release memory that only sampling needs; calling it twice is fine. Returns True."""
 
     def shutdown(self) -> bool:
-        """Stop the engine and its processes; calling it twice is fine."""
+        """Stop the engine and its processes; calling it twice is fine. Returns True."""
         return True
 
     @property

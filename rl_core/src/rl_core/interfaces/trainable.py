@@ -103,7 +103,7 @@ class TrainableInterface(ABC):
         raise NotSupportedError(f"{type(self).__name__} does not implement `load_checkpoint`, so runs cannot be resumed.")
 
     def shutdown(self) -> bool:
-        """Stop the model and its processes; calling it twice is fine."""
+        """Stop the model and its processes; calling it twice is fine. Returns True."""
         return True
 
     @property

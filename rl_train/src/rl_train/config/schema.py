@@ -133,7 +133,7 @@ class LoggingConfig(Section):
     run_name: str | None = None
     """Name of the run folder; defaults to the name of the config file."""
     num_rollouts_logged: int | None = Field(default=None, ge=0)
-    """Number of rollouts written to rollouts.jsonl in each step; all by default."""
+    """Maximum number of rollouts that loggers write in each step, to rollouts/step_NNNNNN.jsonl for example; all by default."""
     loggers: dict[str, LoggerConfig] = Field(default_factory=dict)
     """Additional loggers, by component name."""
 

@@ -8,18 +8,29 @@ from typing import Any
 
 
 class Logger(ABC):
-    """Writes metrics. Called only in the driver, once per step."""
+    """Writes metrics and rollouts. Called only in the driver process; an exception of a method ends the run."""
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the numbers of one step; names are `area/quantity`."""
+        """Write the metrics of one step.
+
+        Args:
+            metrics: Values by name, such as `reward/mean`; docs/metrics.md has their units. May contain NaN and infinities.
+            step: The finished step; 0 is the validation before the first one.
+        """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the resolved config, once."""
+        """Write the resolved config, without secrets; called once, before the first step."""
         return None
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Write the rollouts of one step."""
+        """Write rollouts of one step, at most `logger.num_rollouts_logged`.
+
+        Args:
+            rows: One JSON-ready record per rollout, with `prompt`, `completion`, `messages`, `answer`, `reward` and the other
+                keys of `rl_train.rollouts.records.rollout_records`.
+            step: As in `log_metrics`.
+        """
         return None
 
     def finish(self) -> None:
