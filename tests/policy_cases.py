@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction
@@ -72,6 +74,24 @@ def make_context(rank: int = 0, world_size: int = 1, port: int = 0, **fields: bo
     return WorkerContext(
         rank=rank, world_size=world_size, local_rank=rank, node_rank=0, master_address="127.0.0.1", master_port=port, **fields
     )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def plain_model(folder):
+    """The model by Transformers, float32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def plain_logprobs(model, rows, *, temperature: float = 1.0) -> torch.Tensor:

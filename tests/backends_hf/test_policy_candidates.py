@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
+from policy_cases import LargestTensor, plain_model
 
 from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -34,23 +33,6 @@ class WeightedCandidates(LossFunction):
         loss = ((of_candidates + 0.5 * next_token_logprobs) * mask).sum() / global_valid_toks
         untrained = (data["candidate_logprobs"] * (1 - mask).unsqueeze(-1)).abs().sum()
         return loss, {"untrained": untrained.detach()}
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any result has."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
-def plain_model(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def plain_distributions(model, rows, *, temperature=1.0):

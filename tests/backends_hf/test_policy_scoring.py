@@ -1,7 +1,7 @@
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
+from policy_cases import LargestTensor, plain_model
 
 from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -23,23 +23,6 @@ MICROBATCHING = {
         }
     },
 }
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any result has."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
-def plain_model(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("microbatching", MICROBATCHING)

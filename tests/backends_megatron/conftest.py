@@ -27,6 +27,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def policy(models):
+    """A policy in this process; it is shut down afterwards, since Megatron keeps its groups for the whole process."""
+    from rl_backends_megatron.policy import MegatronPolicy
+
+    made = []
+
+    def make(kind="llama-tied", **fields):
+        made.append(MegatronPolicy(str(models / kind), **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
 @pytest.fixture(scope="session")
 def out(request, models, tmp_path_factory) -> Path:
     """The output of runs with four, two and one processes, forks of one program, because importing Megatron takes long."""

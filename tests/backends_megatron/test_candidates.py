@@ -103,22 +103,6 @@ def test_tensor_parallel_logits_give_targets_and_topk_without_gathering(out, voc
     torch.testing.assert_close(torch.cat([grad for _, grad, _ in found], 1), logits.grad, rtol=1e-5, atol=2e-6)
 
 
-@pytest.fixture
-def policy(models):
-    """A policy in this process; it is shut down afterwards, since Megatron keeps its groups for the whole process."""
-    from rl_backends_megatron.policy import MegatronPolicy
-
-    made = []
-
-    def make(kind, **fields):
-        made.append(MegatronPolicy(str(models / kind), **fields))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.shutdown()
-
-
 @pytest.mark.parametrize(
     "form",
     [

@@ -19,22 +19,6 @@ from rl_core.training.data_only import read_metadata
 pytestmark = pytest.mark.megatron
 
 
-@pytest.fixture
-def policy(models):
-    """A policy in this process; it is shut down afterwards, since Megatron keeps its groups for the whole process."""
-    from rl_backends_megatron.policy import MegatronPolicy
-
-    made = []
-
-    def make(kind="llama-tied", **fields):
-        made.append(MegatronPolicy(str(models / kind), **fields))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.shutdown()
-
-
 def prompts(**columns):
     given = cases.make_prompts()
     del given["max_new_tokens"]

@@ -86,21 +86,6 @@ class TestOverRanks:
         assert torch.equal(found, expected)
 
 
-@pytest.fixture
-def policy(models):
-    from rl_backends_megatron.policy import MegatronPolicy
-
-    made = []
-
-    def make(kind, **fields):
-        made.append(MegatronPolicy(str(models / kind), **fields))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.shutdown()
-
-
 def test_a_model_of_another_head_is_refused_before_anything_starts(policy, models, tmp_path):
     with pytest.raises(UserError, match="does not predict tokens"):
         policy("qwen3-value")
