@@ -61,8 +61,10 @@ def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024):
     )
 
 
-FULL = pytest.mark.full("a dense model with tied weights and a mixture of experts are refitted in make test")
-ALWAYS = ("llama-tied", "qwen3-moe")
+FULL = pytest.mark.full(
+    "a mixture of experts is refitted in make test; dense models in test_replicas.py and e2e/test_vllm_runs.py"
+)
+ALWAYS = ("qwen3-moe",)
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=() if name in ALWAYS else FULL) for name in FAMILIES])

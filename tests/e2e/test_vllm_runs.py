@@ -1,4 +1,4 @@
-"""Whole runs with vLLM over Ray: their metrics and their config errors."""
+"""Whole runs with vLLM: their metrics and their config errors."""
 
 import json
 
@@ -9,8 +9,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 VLLM = {"policy": {"generation": {"backend": "vllm", "vllm_cfg": {"max_num_seqs": 16}}}}
 
 
-def test_a_run_on_vllm_trains_on_tokens_that_its_policy_would_have_sampled(train_here, tmp_path, local_ray):
-    code, output = train_here({**VLLM, "grpo": {"max_num_steps": 3}})
+def test_a_run_on_vllm_trains_on_tokens_that_its_policy_would_have_sampled(train_here, tmp_path):
+    # In this process; backends_vllm/test_replicas.py has vLLM over Ray.
+    code, output = train_here({**VLLM, "cluster": {"backend": "in_process"}, "grpo": {"max_num_steps": 3}})
     assert code == 0, output
     steps = metrics_of(tmp_path)
     assert sorted(steps) == [1, 2, 3]

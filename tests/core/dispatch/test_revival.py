@@ -164,6 +164,7 @@ def test_all_rows_are_sampled_again_if_all_replicas_are_killed(engine, tmp_path)
     assert two.restarts == 2
 
 
+@pytest.mark.full("rows that stream wait for a restarted replica in a later test here, and the first test reaches the limit")
 def test_a_streaming_call_on_a_dead_replica_ends_after_a_restart_and_fails_without_one(engine, tmp_path):
     two = engine(max_restarts=1, worker_class=StreamingMortalWorker)
     condemn(tmp_path, "poll", 1)
