@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from rl_envs.grading_process import Ending, GradingProcess
 from rl_envs.math.answers import unboxed_answer
 from rl_envs.math.environment import MathEnvironment
 
@@ -91,6 +92,44 @@ def test_a_comparison_whose_process_is_killed_is_retried():
     graded = environment.step([[{"role": "assistant", "content": endless}]], [{"expected_answer": "1"}])
     environment.shutdown()
     assert graded.metadata[0]["grading"] == "timeout"  # of the second process, which was not killed
+
+
+class DyingProcess(GradingProcess):
+    """A process that ends or stops when it gets a request."""
+
+    def __init__(self, number):
+        super().__init__("rl_envs.math.worker")
+        self._number = number
+
+    def _running(self):
+        child = super()._running()
+        child.send_signal(self._number)
+        return child
+
+
+REQUEST = {"expected": "1", "completion": r"\boxed{1}", "require_box": True, "allow_unevaluated": False}
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [(signal.SIGKILL, Ending.KILLED), (signal.SIGSEGV, Ending.CRASHED), (signal.SIGPROF, Ending.CPU_LIMIT)],
+)
+def test_only_a_process_that_was_killed_from_outside_is_a_failure(number, ending):
+    process = DyingProcess(number)
+    assert process.ask(REQUEST, timeout_s=5.0) is ending
+    process.end()
+    assert ending.is_failure == (ending is Ending.KILLED)
+
+
+def test_a_row_whose_process_is_stopped_fails_and_is_not_scored(monkeypatch):
+    monkeypatch.setattr("rl_envs.grading_process._WALL_PER_CPU", 0.1)
+    environment = MathEnvironment()
+    environment._pool._started().get()
+    environment._pool._idle.put(DyingProcess(signal.SIGSTOP))
+    made = environment.step([[{"role": "assistant", "content": r"\boxed{1}"}]], [{"expected_answer": "1"}])
+    environment.shutdown()
+    assert (made.scored.tolist(), made.failures) == ([False], ["its grading process was stuck"])
+    assert made.metadata[0]["grading"] == "not_graded"
 
 
 def test_alarms_of_the_caller_are_not_changed(lenient_grader):

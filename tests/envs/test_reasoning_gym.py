@@ -1,6 +1,8 @@
 """Reasoning Gym tasks by name: problems by seed, and the task's own scorer."""
 
+import os
 import pickle
+import signal
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment, read_answer
+from rl_envs.reasoning_gym.worker import could_be_code
 from rl_train.rollouts.environment_checks import step_checked
 
 pytest.importorskip("reasoning_gym")
@@ -18,9 +21,8 @@ pytest.importorskip("reasoning_gym")
     ("task", "params"),
     [("leg_counting", {"min_animals": 2, "max_animals": 2}), ("countdown", {}), ("spell_backward", {}), ("mini_sudoku", {})],
 )
-def test_right_answers_of_a_task_get_the_full_score_and_wrong_ones_less(task, params):
+def test_right_answers_of_a_task_get_the_full_score_and_wrong_ones_less(environment, task, params):
     data = ReasoningGymDataset({"task": task, "params": params, "num_samples": 3, "seed": 7})
-    environment = ReasoningGymEnvironment()
     rows = pickle.loads(pickle.dumps([data[i] for i in range(3)]))
     right = [[*row["messages"], _answer(f"<answer>{row['extra_env_info']['expected_answer']}</answer>")] for row in rows]
     wrong = [[*row["messages"], _answer("<answer>-77</answer>")] for row in rows]
@@ -61,14 +63,16 @@ def test_datasets_of_neighbouring_seeds_share_no_problems(task):
     assert not problems[0] & problems[1]
 
 
-def test_only_the_full_score_is_rewarded_with_reward_correct():
+def test_only_the_full_score_is_rewarded_with_reward_correct(environment):
     entry = {"question": "", "answer": "golfer", "metadata": {}}
     info = {"task": "spell_backward", "params": {}, "entry": entry}
     # The scorer adds 1/6 per letter in the right place, ignores letters after the last, and 6 * (1/6) is just below 1.
     logs = [[_answer(f"<answer>{text}</answer>")] for text in ("golfer", "golfere", "golfre")]
-    score = ReasoningGymEnvironment().step(logs, [info] * 3)
+    score = environment.step(logs, [info] * 3)
     assert score.rewards.tolist() == pytest.approx([1.0, 1.0, 4 / 6])
-    correct = ReasoningGymEnvironment({"reward": "correct"}).step(logs, [info] * 3)
+    strict = ReasoningGymEnvironment({"reward": "correct"})
+    correct = strict.step(logs, [info] * 3)
+    strict.shutdown()
     assert correct.rewards.tolist() == [1.0, 0.0, 0.0]
     assert [row["score"] for row in correct.metadata] == [row["score"] for row in score.metadata]
 
@@ -80,24 +84,66 @@ def test_the_last_tagged_answer_is_scored():
     assert read_answer(" 2 ", None) == "2"
 
 
-class RaisingTask:
-    def score_answer(self, answer, entry):
-        raise RecursionError("maximum recursion depth exceeded")
+@pytest.fixture(scope="module")
+def environment():
+    opened = ReasoningGymEnvironment({"timeout_s": 2.0})
+    yield opened
+    opened.shutdown()
 
 
-def test_an_answer_that_makes_the_scorer_raise_gets_nothing_and_is_counted(monkeypatch, own_messages):
-    record = ReasoningGymDataset({"num_samples": 1})[0]
-    monkeypatch.setattr("rl_envs.reasoning_gym.environment.make_task", lambda *args, **kwargs: RaisingTask())
-    environment = ReasoningGymEnvironment({"answer_tag": None})
-    made = environment.step([[_answer("3")]], [record["extra_env_info"]])
-    assert made.rewards.tolist() == [0.0]
+def test_an_answer_that_makes_the_scorer_raise_gets_nothing_and_is_counted(environment, monkeypatch, own_messages):
+    monkeypatch.setattr(environment, "_failed", set())
+    record = ReasoningGymDataset({"num_samples": 1})[0]["extra_env_info"]
+    broken = {**record, "entry": {"question": "", "metadata": {}}}  # without `answer`, so that the scorer raises
+    made = environment.step([[_answer("<answer>3</answer>")]], [broken])
+    assert (made.rewards.tolist(), made.scored.tolist()) == ([0.0], [True])
     batch = BatchedDataDict({"rewards": made.rewards, "answers": made.answers, "extra_env_info": made.metadata})
     assert environment.global_post_process_and_metrics(batch)[1]["scorer_failed_frac"] == 1.0
-    environment.step([[_answer("4")]], [record["extra_env_info"]])
+    environment.step([[_answer("<answer>4</answer>")]], [broken])
     [warning] = own_messages()
     assert "leg_counting" in warning
-    assert "RecursionError: maximum recursion depth exceeded" in warning
+    assert "KeyError: 'answer'" in warning
     assert "'3'" in warning
+
+
+def test_an_answer_that_takes_too_long_or_is_code_is_scored_0_and_others_are_unaffected(environment, tmp_path):
+    info = ReasoningGymDataset({"task": "countdown", "num_samples": 1})[0]["extra_env_info"]
+    right, written = info["expected_answer"], tmp_path / "written"
+    code = f"__import__('os').system('touch {written}')"
+    answers = [right, "9**9**9**9", code, code.replace("__", "\uff3f\uff3f"), f"open('{written}', 'w')", "nan", "1e999", right]
+    made = step_checked(environment, "rg", [[_answer(f"<answer>{text}</answer>")] for text in answers], [info] * len(answers))
+    rewards = made.rewards.tolist()
+    assert (rewards[0], rewards[-1]) == (1.0, 1.0)
+    assert max(rewards[1:-1]) < 0.1
+    assert made.scored.all()
+    assert not written.exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_code"),
+    [
+        ("2*x**2 - sin(x)/3 + C", False),
+        ("(3 + 4)*5 - 1.5e3", False),
+        ("['A', 'B.']", False),
+        ("sin('1')", True),
+        ("ev\u00aal(1)", True),
+        ("().a", True),
+        ("x.subs", True),
+        ("(open#\n)('f')", True),
+        ("S(chr(95))", True),
+        ("[print][0](1)", True),
+    ],
+)
+def test_expressions_with_attributes_or_other_calls_could_be_code(answer, is_code):
+    assert could_be_code(answer) is is_code
+
+
+def test_a_scoring_process_that_is_killed_from_outside_is_replaced_and_the_answer_scored(environment):
+    info = ReasoningGymDataset({"num_samples": 1})[0]["extra_env_info"]
+    log = [_answer(f"<answer>{info['expected_answer']}</answer>")]
+    assert environment.step([log], [info]).rewards.tolist() == [1.0]
+    os.kill(environment._process.pid, signal.SIGKILL)
+    assert environment.step([log], [info]).rewards.tolist() == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ class MathEnvironment(EnvironmentInterface):
     r"""Compares final answers symbolically: `\boxed{\frac12}` is right if `0.5` is expected. See `docs/math.md`.
 
     Each row's metadata contains `expected_answer` (or `ground_truth`). `step` adds `grading`, the outcome of the comparison:
-    `right`, `wrong`, `unevaluated`, `unreadable`, `no_answer`, `timeout` or `failed`; and `boxed`, whether the answer was in
-    a box. Grading processes start at the first `step`.
+    `right`, `wrong`, `unevaluated`, `unreadable`, `no_answer`, `timeout`, `failed` or `not_graded` (the row fails); and
+    `boxed`, whether the answer was in a box. Grading processes start at the first `step`.
 
     Args:
         config: `MathEnvironmentConfig`, a dict of its keys, or None for its defaults. `num_workers` is the
@@ -69,6 +69,7 @@ class MathEnvironment(EnvironmentInterface):
             ],
             replies=correctness_replies(right),
             answers=[result.answer for result in results],
+            failures=[result.failure for result in results],
         )
 
     def global_post_process_and_metrics(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import base64
 import logging
+import pickle
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.config import read_section
+from rl_envs.grading_process import Ending, GradingProcess
 from rl_envs.reasoning_gym.config import ReasoningGymEnvironmentConfig
-from rl_envs.reasoning_gym.tasks import make_task
 from rl_envs.single_turn import ended
 
 _log = logging.getLogger("rlcore.reasoning_gym")
@@ -28,8 +29,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
     With `reward: correct`, only the full score is rewarded.
 
     A row's metadata contains `task`, `params` and `entry`, as `ReasoningGymDataset` writes them; `step` adds `score`, None if
-    the answer made the scorer raise, which counts as 0.0. Some scorers evaluate the answer as an expression; the only time
-    limit is `step_timeout_s`.
+    the answer made the scorer raise or exceed a limit, which counts as 0.0. Scorers run in a process with limits of CPU time
+    and memory, because some evaluate the answer as a Python expression; these do not get answers that could be code.
 
     Args:
         config: `ReasoningGymEnvironmentConfig`, a dict of its keys, or None for its defaults.
@@ -37,7 +38,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
 
     def __init__(self, config: ReasoningGymEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
         self.config = read_section(ReasoningGymEnvironmentConfig, config)
-        self._scorers: dict[str, Any] = {}
+        self._process = GradingProcess("rl_envs.reasoning_gym.worker")
         self._failed: set[str] = set()
         """Tasks whose scorers have raised."""
 
@@ -48,11 +49,13 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             DataError: the metadata of a row has no entry of a task.
         """
         answers = [read_answer(str(log[-1]["content"]), self.config.answer_tag) for log in message_log_batch]
-        scores = [self._score(answer, info) for answer, info in zip(answers, metadata, strict=True)]
+        found = [self._score(answer, info) for answer, info in zip(answers, metadata, strict=True)]
+        scores = [None if isinstance(each, Ending) else each for each in found]
         return ended(
             [self._reward(score) for score in scores],
             [{**info, SCORE_KEY: score} for info, score in zip(metadata, scores, strict=True)],
             answers=answers,
+            failures=[each.explain() if isinstance(each, Ending) and each.is_failure else None for each in found],
         )
 
     def global_post_process_and_metrics(
@@ -71,31 +74,40 @@ class ReasoningGymEnvironment(EnvironmentInterface):
     def _reward(self, score: float | None) -> float:
         return float(_is_full(score)) if self.config.reward == "correct" else score or 0.0
 
-    def _score(self, answer: str | None, info: Any) -> float | None:
-        """The score of an answer; None if the scorer raised."""
+    def shutdown(self) -> None:
+        self._process.end()
+
+    def _score(self, answer: str | None, info: Any) -> float | Ending | None:
+        """The score of an answer; None if the scorer raised, or how its process ended."""
         if not isinstance(info, Mapping) or not {"task", "params", "entry"} <= info.keys():
             raise DataError(
                 "The metadata of a row of `reasoning_gym` needs `task`, `params` and `entry`: use the dataset `reasoning_gym`."
             )
         if answer is None:
             return 0.0
-        key = json.dumps([info["task"], info["params"]], sort_keys=True, default=str)
-        if key not in self._scorers:
-            self._scorers[key] = make_task(info["task"], info["params"], seed=0, size=1)
-        try:
-            return float(self._scorers[key].score_answer(answer, info["entry"]))
-        except Exception as error:  # the answer is the model's, and scorers parse it in many ways
-            if key not in self._failed:
-                self._failed.add(key)
-                _log.warning(
-                    "reasoning_gym: the scorer of %s raised %s: %s for the answer %r; it counts as 0.0. Later failures of this "
-                    "task are only counted (`scorer_failed_frac`).",
-                    info["task"],
-                    type(error).__name__,
-                    error,
-                    answer[:_SHOWN_CHARS],
-                )
-            return None
+        # Pickled, because JSON would change tuples and keys that are numbers. The reply is JSON: answers may be hostile.
+        row = base64.b64encode(pickle.dumps((info["task"], info["params"], info["entry"]))).decode("ascii")
+        reply = self._process.ask({"row": row, "answer": answer}, timeout_s=self.config.timeout_s)
+        if isinstance(reply, Ending):
+            return reply
+        if "config_error" in reply:
+            raise ConfigError(reply["config_error"])
+        if "error" in reply:
+            self._warn(info["task"], reply["error"], answer)
+        score: float | None = reply.get("score")
+        return score
+
+    def _warn(self, task: str, error: str, answer: str) -> None:
+        """Log the first failure of a task's scorer."""
+        if task not in self._failed:
+            self._failed.add(task)
+            _log.warning(
+                "reasoning_gym: the scorer of %s raised %s for the answer %r; it counts as 0.0. Later failures of this task are "
+                "only counted (`scorer_failed_frac`).",
+                task,
+                error,
+                answer[:_SHOWN_CHARS],
+            )
 
 
 def _is_full(score: float | None) -> bool:

@@ -1,0 +1,79 @@
+"""The scoring process of `reasoning_gym`, started as `python -m rl_envs.reasoning_gym.worker`; does not import torch."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import inspect
+import json
+import math
+import pickle
+import re
+import signal
+import unicodedata
+from functools import cache
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_envs.grading_worker import serve
+from rl_envs.reasoning_gym.tasks import make_task
+
+_EVALUATES = re.compile(r"\b(?:eval|parse_expr|sympify)\(")
+_ATTRIBUTE = re.compile(r"[^\W\d]\w*\s*\.\s*[^\W\d]|(?<!\d)\.\s*[^\W\d]")
+_CALL = re.compile(r"([^\W\d]\w*|[\])}'\"])\s*\(")
+_FUNCTIONS = frozenset(
+    ("Abs", "Rational", "abs", "acos", "asin", "atan", "cos", "cosh", "cot", "csc", "exp", "factorial", "ln", "log", "sec")
+    + ("sin", "sinh", "sqrt", "tan", "tanh")
+)
+"""Functions that an expression may call; calls of others could do more than calculate."""
+_scorers: dict[str, Any] = {}
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    task, params, entry = pickle.loads(base64.b64decode(request["row"]))
+    signal.setitimer(signal.ITIMER_PROF, 0.0)  # loading a task is not the answer's time
+    try:
+        scorer = _scorer(task, params)
+    except ConfigError as error:
+        return {"config_error": str(error)}
+    signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
+    if evaluates_answers(type(scorer)) and could_be_code(request["answer"]):
+        return {"score": None}
+    score = float(scorer.score_answer(request["answer"], entry))
+    return {"score": score if math.isfinite(score) else None}
+
+
+def _scorer(task: str, params: dict[str, Any]) -> Any:
+    key = json.dumps([task, params], sort_keys=True, default=str)
+    if key not in _scorers:
+        _scorers[key] = make_task(task, params, seed=0, size=1)
+    return _scorers[key]
+
+
+@cache
+def evaluates_answers(scorer: type) -> bool:
+    """Whether the module of a task evaluates texts as Python expressions."""
+    return _EVALUATES.search(inspect.getsource(importlib.import_module(scorer.__module__))) is not None
+
+
+def could_be_code(answer: str) -> bool:
+    """Whether a Python expression could do more than calculate: it has attributes, or calls other than those of `_FUNCTIONS`.
+
+    SymPy evaluates texts in arguments too, so there must be no texts next to calls.
+    """
+    text = unicodedata.normalize("NFKC", answer)  # as Python reads identifiers
+    called = set(_CALL.findall(text))
+    has_texts = "'" in text or '"' in text
+    hides_calls = any(sign in text for sign in ("__", "\\", "#", ":="))
+    return hides_calls or _ATTRIBUTE.search(text) is not None or not called <= _FUNCTIONS or (bool(called) and has_texts)
+
+
+def _warm_up() -> None:
+    try:
+        importlib.import_module("reasoning_gym")
+    except ImportError:
+        return  # the first row reports that the package is missing
+
+
+if __name__ == "__main__":
+    serve(_answer, warm_up=_warm_up)
