@@ -21,10 +21,9 @@ from rl_envs.reasoning_gym.tasks import make_task
 _EVALUATES = re.compile(r"\b(?:eval|parse_expr|sympify)\(")
 _ATTRIBUTE = re.compile(r"[^\W\d]\w*\s*\.\s*[^\W\d]|(?<!\d)\.\s*[^\W\d]")
 _CALL = re.compile(r"([^\W\d]\w*|[\])}'\"])\s*\(")
-_FUNCTIONS = frozenset(
-    ("Abs", "Rational", "abs", "acos", "asin", "atan", "cos", "cosh", "cot", "csc", "exp", "factorial", "ln", "log", "sec")
-    + ("sin", "sinh", "sqrt", "tan", "tanh")
-)
+_ELEMENTARY = frozenset(("Abs", "Rational", "abs", "exp", "factorial", "ln", "log", "sqrt"))
+_TRIGONOMETRIC = frozenset(("acos", "asin", "atan", "cos", "cosh", "cot", "csc", "sec", "sin", "sinh", "tan", "tanh"))
+_FUNCTIONS = _ELEMENTARY | _TRIGONOMETRIC
 """Functions that an expression may call; calls of others could do more than calculate."""
 _scorers: dict[str, Any] = {}
 
