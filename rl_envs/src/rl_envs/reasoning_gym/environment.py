@@ -102,8 +102,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         if task not in self._failed:
             self._failed.add(task)
             _log.warning(
-                "reasoning_gym: the scorer of %s raised %s for the answer %r; it counts as 0.0. Later failures of this task are "
-                "only counted (`scorer_failed_frac`).",
+                "reasoning_gym: the scorer of %s raised %s for the answer %r; it counts as 0.0. Later failures of this task "
+                "are only counted (`scorer_failed_frac`).",
                 task,
                 error,
                 answer[:_SHOWN_CHARS],
