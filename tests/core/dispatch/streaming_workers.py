@@ -19,11 +19,12 @@ TICK_S = 0.01
 
 
 class TickingWorker:
-    """The answers contain the rank that produced them."""
+    """The answers contain the rank that produced them; rows with `stream_tokens` are also returned while they tick."""
 
     def __init__(self, context):
         self.context = context
         self.left = {}
+        self.streaming = set()
         self.calls = self.ticks = 0
         self.closed = []
 
@@ -44,12 +45,16 @@ class TickingWorker:
                 time.sleep(3600)
             else:
                 self.left[arrival.name] = ticks
+                if "stream_tokens" in arrival.row and arrival.row["stream_tokens"][0]:
+                    self.streaming.add(arrival.name)
         until = time.monotonic() + (0 if answers else wait_s)
         while self.left and not answers:
             answers = self._tick()
             if time.monotonic() >= until:
                 break
-        return answers
+        rank = torch.tensor([self.context.rank])
+        streamed = [name for name in self.left if name in self.streaming]
+        return answers | {name: BatchedDataDict(rank=rank, unfinished=torch.tensor([True])) for name in streamed}
 
     def in_flight(self):
         return sorted(self.left)

@@ -101,6 +101,22 @@ def test_rows_come_as_they_end_each_once(group):
     assert group.world_size > 1 or order == [1, 2, 0]
 
 
+def test_rows_that_stream_come_while_they_are_in_flight_and_once_when_they_end(group):
+    stream = stream_of(group)
+    batch = BatchedDataDict({**rows(30, 30), "stream_tokens": torch.tensor([True, False])})
+
+    async def outputs():
+        return [(row, "unfinished" in output, stream.load) async for row, output in stream.rows(batch, greedy=False)]
+
+    found = asyncio.run(outputs())
+    assert [unfinished for row, unfinished, _ in found if row == 1] == [False]
+    *before, last = [unfinished for row, unfinished, _ in found if row == 0]
+    assert before, "30 ticks are longer than a poll"
+    assert all(before)
+    assert not last
+    assert sum(found[-1][2]) == 0
+
+
 def test_each_row_goes_to_the_replica_with_the_fewest_in_flight(pair):
     stream = stream_of(pair)
 
