@@ -1,14 +1,46 @@
-"""Runs coroutines for code that is not asynchronous itself."""
+"""Runs coroutines for code that is not asynchronous itself, and blocking calls for code that is."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
+
+
+def in_thread(call: Callable[[], ResultT], *, name: str) -> asyncio.Future[ResultT]:
+    """Run a blocking call in a new thread, with the caller's context variables; cancelling the future does not end the call.
+
+    Unlike with `asyncio.to_thread`, neither the event loop nor the process waits at its end for a call that never returns.
+    The future raises what the call raises, but a RuntimeError instead of exceptions that would end the event loop
+    (SystemExit) or that a future cannot hold (StopIteration).
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def settle(set_outcome: Callable[[], None]) -> None:
+        if not future.done():
+            set_outcome()
+
+    def run() -> None:
+        try:
+            result = call()
+            outcome = partial(future.set_result, result)
+        except BaseException as error:
+            if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+            outcome = partial(future.set_exception, error)
+        with suppress(RuntimeError):  # the event loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True).start()
+    return future
 
 
 class EventLoopThread:

@@ -7,6 +7,7 @@ import pytest
 from cluster_workers import Worker
 
 from rl_core.cluster import InProcessWorkerGroup, RayVirtualCluster, RayWorkerGroup
+from rl_core.cluster.remote_actor import RemoteActor
 from rl_core.errors import UserError, WorkerDiedError, WorkerError
 from rl_train.weight_sync import waiting
 from rl_train.weight_sync.waiting import wait_together
@@ -56,6 +57,13 @@ def test_a_death_in_one_group_explains_the_failure_that_another_saw_first(cluste
         with pytest.raises(WorkerDiedError, match=r"(?s)rank 1 .*'trio'.* died in .*Also failed:\n- rank 0 .*peer"):
             wait_together([seen_first, sleeping], 3600.0)
     trio.restart(1)
+
+
+def test_an_actor_killed_before_it_ran_is_a_death_whose_process_has_not_started(cluster):
+    actor = RemoteActor("actor 0 of 'pool'", options={}, env={}, runtime_env={})
+    actor.kill()
+    with pytest.raises(WorkerDiedError, match=r"actor 0 of 'pool', its process has not started, died in start\. Ray says: "):
+        actor.started().result()
 
 
 def test_a_group_in_this_process_answers_for_its_one_rank():

@@ -9,7 +9,7 @@ import pytest
 import ray
 from cluster_workers import ContextFree, Worker, lives, wait_until
 
-from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, ray_calls
+from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, pending_call
 from rl_core.errors import (
     CheckpointError,
     DeadlineExceededError,
@@ -207,7 +207,7 @@ def test_a_stopped_worker_is_reported_as_unresponsive_and_killed(cluster):
 
 def test_a_dead_worker_is_reported_as_the_cause_instead_of_its_hanging_peers(pair, monkeypatch):
     # A busy machine may see the death late; then no call waits.
-    monkeypatch.setattr(ray_calls, "_GRACE_S", 120.0)
+    monkeypatch.setattr(pending_call, "_GRACE_S", 120.0)
     with pytest.raises(WorkerDiedError) as caught:
         pair.run_all("die_on", 1)
     text = str(caught.value)

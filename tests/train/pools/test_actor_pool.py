@@ -11,8 +11,8 @@ import ray
 from cluster_workers import Scorer, lives, wait_until
 
 from rl_core.cluster import Deadlines, RayVirtualCluster, daemons
+from rl_core.cluster.remote_actor import ActorCall
 from rl_core.errors import DeadlineExceededError, RayDiedError, UserError, WorkerDiedError, WorkerError
-from rl_train.pools import actor_pool
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 
@@ -142,7 +142,7 @@ def test_a_call_whose_outcome_arrives_while_ray_dies_ends_with_that_reason(local
         raise RayDiedError("the raylet died")
 
     pool = ActorPool(None, Scorer, 1)
-    monkeypatch.setattr(actor_pool, "resolve", died)
+    monkeypatch.setattr(ActorCall, "result", died)
     with pytest.raises(RayDiedError, match="the raylet died"):
         pool.submit("square", 3).result(60)
     monkeypatch.undo()

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.cluster.deadlines import Deadlines
     from rl_core.cluster.in_process import InProcessWorkerGroup
+    from rl_core.cluster.pending_call import PendingCall
     from rl_core.cluster.ray_worker_group import RayWorkerGroup
     from rl_core.cluster.sharding import NamedSharding
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
-    from rl_core.cluster.worker_group import PendingCall, WorkerGroup
+    from rl_core.cluster.worker_group import WorkerGroup
     from rl_core.interfaces.worker_context import WorkerContext
 
 _MODULE_OF = {
     "Deadlines": "rl_core.cluster.deadlines",
     "InProcessWorkerGroup": "rl_core.cluster.in_process",
     "NamedSharding": "rl_core.cluster.sharding",
-    "PendingCall": "rl_core.cluster.worker_group",
+    "PendingCall": "rl_core.cluster.pending_call",
     "RayVirtualCluster": "rl_core.cluster.virtual_cluster",
     "RayWorkerGroup": "rl_core.cluster.ray_worker_group",
     "WorkerContext": "rl_core.interfaces.worker_context",

@@ -164,8 +164,8 @@ def raise_if_dead() -> None:
         raise RayDiedError(_watch.death)
 
 
-def wait(refs: Sequence[Any], *, num_returns: int, timeout_s: float) -> list[Any]:
-    """Those of `refs` that are ready, like `ray.wait`.
+def wait(refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
+    """Wait until one of `refs` is ready; returns all that are then, or none after `timeout_s`.
 
     Raises:
         RayDiedError: A daemon died meanwhile.
@@ -173,11 +173,11 @@ def wait(refs: Sequence[Any], *, num_returns: int, timeout_s: float) -> list[Any
     until = time.monotonic() + timeout_s
     while True:
         left = max(until - time.monotonic(), 0.0)
-        ready, _ = ray.wait(list(refs), num_returns=num_returns, timeout=min(left, _LOOK_S))
+        ready, others = ray.wait(list(refs), num_returns=1, timeout=min(left, _LOOK_S))
         raise_if_dead()
-        if len(ready) >= num_returns or left <= _LOOK_S:
-            done: list[Any] = ready
-            return done
+        if ready or left <= _LOOK_S:
+            more = ray.wait(others, num_returns=len(others), timeout=0)[0] if ready and others else []
+            return [*ready, *more]
 
 
 def _find(node: Any) -> list[_Daemon]:

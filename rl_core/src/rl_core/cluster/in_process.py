@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_shards
+from rl_core.cluster.worker_group import WorkerGroup, check_shards
 from rl_core.errors import RLCoreError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext, construct
 
@@ -75,20 +76,20 @@ class InProcessWorkerGroup(WorkerGroup):
         if not args_by_rank:
             raise UserError(f"{method}() of group '{self._name}' was called on no rank")
         [item] = args_by_rank.values()
-        return self._run(method, item if isinstance(item, tuple) else (item,), kwargs, as_list=True)
+        return self._run(method, item if isinstance(item, tuple) else (item,), kwargs)
 
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        return self._run(method, args, kwargs, as_list=True)
+        return self._run(method, args, kwargs)
 
     def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         self._sharding.get_worker_coords(rank)
-        return self._run(method, args, kwargs, as_list=False)
+        return self._run(method, args, kwargs, shape=lambda values: values[0])
 
     def submit_sharded(
         self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
         check_shards(self._sharding, shards, axis)
-        return self._run(method, (shards[0], *args), kwargs, as_list=True)
+        return self._run(method, (shards[0], *args), kwargs)
 
     def pids(self) -> list[int]:
         return [os.getpid()]
@@ -117,7 +118,9 @@ class InProcessWorkerGroup(WorkerGroup):
         except Exception as error:
             raise self._failed("__init__", error) from error
 
-    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, as_list: bool) -> PendingCall:
+    def _run(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Callable[[list[Any]], Any] = list
+    ) -> PendingCall:
         if self._worker is None:
             raise UserError(f"group '{self._name}' was shut down; {method}() cannot run on it")
         try:
@@ -125,8 +128,8 @@ class InProcessWorkerGroup(WorkerGroup):
         except Exception as error:
             failed = self._failed(method, error)
             failed.__cause__ = error
-            return _Done(None, failed, as_list=as_list)
-        return _Done(value, None, as_list=as_list)
+            return PendingCall.completed(None, failed, shape=shape)
+        return PendingCall.completed(value, None, shape=shape)
 
     def _failed(self, method: str, error: Exception) -> WorkerError:
         failed = WorkerError(
@@ -135,27 +138,3 @@ class InProcessWorkerGroup(WorkerGroup):
         failed.exit_code = error.exit_code if isinstance(error, RLCoreError) else 1
         failed.group = self._name
         return failed
-
-
-class _Done(PendingCall):
-    """A completed call."""
-
-    def __init__(self, value: Any, error: WorkerError | None, *, as_list: bool) -> None:
-        self._value = value
-        self._error = error
-        self._as_list = as_list
-
-    def poll(self, timeout_s: float) -> bool:
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def on_done(self, callback: Callable[[], None]) -> None:
-        callback()
-
-    def result(self, deadline_s: float | None = None) -> Any:
-        return self.settle() if self._as_list else self.settle()[0]
-
-    def settle(self, deadline_s: float | None = None) -> list[Any]:
-        self.poll(0.0)
-        return [self._value]

@@ -14,11 +14,11 @@ from rl_core.cluster import daemons
 from rl_core.cluster.bundle_allocator import BundleAllocator, strategy_of
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.ray_calls import PendingRayCall, collect
+from rl_core.cluster.pending_call import PendingCall, collect
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, own_options, pack_worker, wait_gone
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.cluster.worker_group import PendingCall, WorkerGroup, check_shards
+from rl_core.cluster.worker_group import WorkerGroup, check_shards
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.rendezvous.loopback import interface_variables
@@ -258,7 +258,7 @@ class RayWorkerGroup(WorkerGroup):
     def _pending(
         self, calls: Sequence[ActorCall], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list
     ) -> PendingCall:
-        return PendingRayCall(
+        return PendingCall(
             calls,
             deadline_s=self._deadlines.call_s if deadline_s is None else deadline_s,
             deadlines=self._deadlines,

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -100,7 +99,8 @@ class RemoteActor:
     def identity(self) -> Identity | None:
         """Identifies its process; None before it has started."""
         if self._identity is None and ray.wait([self._identity_ref], timeout=0)[0]:
-            self._identity = resolve(self.started()).value
+            with suppress(ray.exceptions.RayError):  # it never started, and `started().result()` says why
+                self._identity = ray.get(self._identity_ref)
         return self._identity
 
     def started(self) -> ActorCall:
@@ -216,7 +216,7 @@ class ActorCall:
         self.ref = ref
         self.started = time.monotonic()
 
-    def resolve(self) -> Any:
+    def result(self) -> Any:
         """The result of a completed call.
 
         Raises:
@@ -259,22 +259,6 @@ class ActorCall:
         known = known.split("The actor is dead because")[-1].strip()
         text = f"{self.actor.label}, {self.actor.where()}, died in {self.method}. Ray says: {known}"
         return WorkerDiedError("\n".join(part for part in (text, self.actor.log_tail()) if part))
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """The value of a completed call, or its exception."""
-
-    value: Any = None
-    error: WorkerError | None = None
-
-
-def resolve(call: ActorCall) -> _Outcome:
-    """Like `ActorCall.resolve`, but the error is returned instead of raised."""
-    try:
-        return _Outcome(value=call.resolve())
-    except WorkerError as error:
-        return _Outcome(error=error)
 
 
 def _worker_error(headline: str, failure: Failure) -> WorkerError:

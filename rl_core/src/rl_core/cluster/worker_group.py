@@ -3,50 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.errors import UserError, WorkerDiedError, WorkerError
-
-
-class PendingCall(ABC):
-    """A call that was started but not awaited."""
-
-    @abstractmethod
-    def poll(self, timeout_s: float) -> bool:
-        """Whether every worker has answered; waits up to `timeout_s`.
-
-        Raises:
-            WorkerError: A worker raised or died; raised immediately, even if others are still busy.
-        """
-
-    @abstractmethod
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when a worker has answered or failed, in any thread; at once if that has already happened.
-
-        With several workers it is called for each. It may be called slightly before `poll` returns True.
-        """
-
-    @abstractmethod
-    def result(self, deadline_s: float | None = None) -> Any:
-        """The result of the call, as returned by the corresponding `run_...` method.
-
-        Args:
-            deadline_s: Seconds from now; None for the group's own deadline.
-
-        Raises:
-            WorkerError: A worker raised; WorkerDiedError if its process is gone.
-            DeadlineExceededError: Some did not answer in time; names them with their stacks.
-        """
-
-    @abstractmethod
-    def settle(self, deadline_s: float | None = None) -> list[Any]:
-        """One entry per called worker: its answer, or the WorkerDiedError of one that died.
-
-        As `result`, but a death does not end the wait for the others, and their answers are kept.
-        """
+from rl_core.errors import UserError
 
 
 class WorkerGroup(ABC):
@@ -141,15 +104,6 @@ class WorkerGroup(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shutdown()
-
-
-def root_cause(failures: Sequence[WorkerError]) -> WorkerError:
-    """The failure that explains the others: a death, else the first one; its text includes the others."""
-    cause = next((failure for failure in failures if isinstance(failure, WorkerDiedError)), failures[0])
-    others = [str(other).splitlines()[0] for other in failures if other is not cause]
-    if others:
-        cause.args = ("\n".join([str(cause), "Also failed:", *(f"- {line}" for line in others)]),)
-    return cause
 
 
 def check_shards(sharding: NamedSharding, shards: Sequence[Any], axis: str) -> None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
-from rl_core.cluster.worker_group import PendingCall, WorkerGroup
+from rl_core.cluster.pending_call import PendingCall
+from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.affinity import ReplicaAffinity
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError

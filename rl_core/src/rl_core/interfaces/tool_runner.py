@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
 
 from rl_core.errors import RLCoreError
+from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import Message, ToolCall
 from rl_core.interfaces.tool_specs import Tool, ToolArgumentError
 
@@ -143,34 +144,18 @@ Outcome = tuple[Any, BaseException | None]
 
 async def _outcome(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
     if not inspect.iscoroutinefunction(tool.function):
-        return await _in_thread(tool, arguments)
+        return await in_thread(partial(_call, tool, arguments), name=f"tool {tool.name}")
     try:
         return await tool.function(**arguments), None
     except Exception as error:
         return None, error
 
 
-async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
-    # Not asyncio.to_thread: its pool would wait at the end for a function that never returns.
-    loop = asyncio.get_running_loop()
-    finished: asyncio.Future[Outcome] = loop.create_future()
-
-    def report(outcome: Outcome) -> None:
-        if not finished.done():
-            finished.set_result(outcome)
-
-    def work() -> None:
-        try:
-            outcome: Outcome = (tool.function(**arguments), None)
-        except BaseException as error:  # a tool that calls sys.exit() must not end the thread without a result
-            outcome = (None, error)
-        try:
-            loop.call_soon_threadsafe(report, outcome)
-        except RuntimeError:  # the timeout has expired and the loop is closed
-            return
-
-    threading.Thread(target=copy_context().run, args=(work,), name=f"tool {tool.name}", daemon=True).start()
-    return await finished
+def _call(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
+    try:
+        return tool.function(**arguments), None
+    except BaseException as error:  # also SystemExit, whose name the model reads
+        return None, error
 
 
 def _as_text(value: Any) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
+from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import messages_of
 from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
@@ -172,32 +172,6 @@ def rewards_of(value: Any, task_name: str) -> dict[str, float] | None:
                 "for a rollout that must not be scored."
             )
     return {name: float(reward) for name, reward in named.items()} or None
-
-
-def in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[Any]:
-    """Run a call in a thread that does not keep the process alive; cancelling the future does not end the call."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = call()
-        except BaseException as raised:  # also SystemExit, which would end only this thread
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def _to_end(agent: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -19,18 +19,9 @@ from typing import Any
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.ray_calls import collect
+from rl_core.cluster.pending_call import collect
 from rl_core.cluster.ray_runtime import RayLease
-from rl_core.cluster.remote_actor import (
-    ActorCall,
-    RemoteActor,
-    is_wrapped,
-    own_options,
-    pack_worker,
-    plain_class,
-    resolve,
-    wait_gone,
-)
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, is_wrapped, own_options, pack_worker, plain_class, wait_gone
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
@@ -317,26 +308,35 @@ class ActorPool(Pool):
     def _handle_outcome(self, ref: Any) -> None:
         for index, slot in enumerate(self._slots):
             if slot.building is not None and slot.building.ref == ref:
-                self._built(index)
+                self._built(index, slot.building)
             elif ref in slot.running:
-                call, pending, _ = slot.running[ref]
-                outcome = resolve(pending)
-                if isinstance(outcome.error, WorkerDiedError):
-                    others = [other for other, _, _ in slot.running.values() if other is not call]
-                    self._replace(index, outcome.error)
-                    self._retry([call, *others], outcome.error)
-                else:
-                    del slot.running[ref]  # only now: if Ray died, `_serve` ends the calls that are still here
-                    call.settle(outcome.value, outcome.error)
+                self._ended(index, ref)
 
-    def _built(self, index: int) -> None:
+    def _ended(self, index: int, ref: Any) -> None:
+        """Pass on the outcome of a call, unless its actor died: then a new actor runs its calls again."""
+        running = self._slots[index].running
+        call, pending, _ = running[ref]
+        outcome: tuple[Any, WorkerError | None]
+        try:
+            outcome = pending.result(), None
+        except WorkerDiedError as death:
+            others = [other for other, _, _ in running.values() if other is not call]
+            self._replace(index, death)
+            self._retry([call, *others], death)
+            return
+        except WorkerError as error:
+            outcome = None, error
+        del running[ref]  # only now: if Ray died, `_serve` ends the calls that are still here
+        call.settle(*outcome)
+
+    def _built(self, index: int, building: ActorCall) -> None:
         slot = self._slots[index]
-        assert slot.building is not None
-        outcome = resolve(slot.building)
-        if isinstance(outcome.error, WorkerDiedError):
-            self._not_started(index, outcome.error)
-        elif outcome.error is not None:
-            self._give_up_actor(index, outcome.error)
+        try:
+            building.result()
+        except WorkerDiedError as error:
+            self._not_started(index, error)
+        except WorkerError as error:
+            self._give_up_actor(index, error)
         else:
             slot.building, slot.tries = None, 1
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.cluster.worker_group import PendingCall, root_cause
+from rl_core.cluster.pending_call import PendingCall, root_cause
 from rl_core.errors import DeadlineExceededError, WorkerDiedError, WorkerError
 
 # A rank that dies makes its peers in other groups fail in their collective, often before its own death is noticed: after the
