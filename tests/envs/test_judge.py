@@ -77,6 +77,17 @@ def test_scores_are_read_from_the_replies_and_mapped_to_rewards():
     assert "from 0 (worst) to 10 (best)" in body["messages"][1]["content"]
 
 
+def test_a_reply_that_was_cut_is_not_scored_because_its_number_may_be_cut():
+    def answer(body, number):
+        status, headers, content = reply("Almost perfect.\nScore: 1")
+        content["choices"][0]["finish_reason"] = "length" if "grade:\ncut" in body["messages"][-1]["content"] else "stop"
+        return status, headers, content
+
+    with serving(answer) as (url, _):
+        made, _ = judge(url, ["cut", "whole"])
+    assert (made.scored.tolist(), made.rewards.tolist()) == ([False, True], [0.0, pytest.approx(0.1)])
+
+
 def test_braces_in_an_answer_are_not_replaced_and_rows_without_a_reference_have_none():
     with serving(lambda body, number: reply("Score: 1")) as (url, script):
         made, _ = judge(url, ["{reference} {question} {0}"], [None], min_score=-1, max_score=1, extra_body={"seed": 3})

@@ -30,9 +30,9 @@ _TASK = (
 class JudgeEnvironment(EnvironmentInterface):
     """Rewards the judge's score, mapped from `min_score` ... `max_score` to 0.0 ... 1.0; every row ends.
 
-    A row whose reply has no valid score, or whose request failed after all retries, is not scored. `step` adds `judge` to the
-    metadata of a row: `reply`, `score`, `input_tokens`, `output_tokens`, `retries`. The question is the last message before the
-    answer.
+    A row whose reply has no valid score or was cut at `max_tokens`, or whose request failed after all retries, is not scored.
+    `step` adds `judge` to the metadata of a row: `reply`, `score`, `input_tokens`, `output_tokens`, `retries`. The question is
+    the last message before the answer.
 
     Args:
         config: `JudgeEnvironmentConfig`, or a dict of its keys.
@@ -138,14 +138,17 @@ class JudgeEnvironment(EnvironmentInterface):
             },
         )
         try:
-            reply = response.body["choices"][0]["message"]["content"] or ""
+            choice = response.body["choices"][0]
+            reply, is_cut = choice["message"]["content"] or "", choice.get("finish_reason") == "length"
             usage = response.body.get("usage") or {}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise RLCoreError(
                 f"The response of {self.config.base_url} has no choices[0].message.content ({type(error).__name__}: {error}): "
                 "the judge needs a server with OpenAI's chat completions."
             ) from error
-        return _result(str(reply), self._read_score(str(reply)), usage, response.attempts - 1)
+        # The last number of a cut reply may be cut too: "Score: 1" of "Score: 10".
+        score = None if is_cut else self._read_score(str(reply))
+        return _result(str(reply), score, usage, response.attempts - 1)
 
     def _read_score(self, reply: str) -> float | None:
         found = re.findall(self.config.score_pattern, reply)
