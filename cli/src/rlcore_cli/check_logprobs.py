@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rl_core.thread_waiting import thread_waiting
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def check_logprobs(
 
 def prepare_process() -> None:
     """Sets the environment variables that must be set before torch is imported, as `rlcore train` does."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.update(thread_waiting())
 
 
 def _backends(pair: PolicyAndEngine, precision: str) -> dict[str, str]:

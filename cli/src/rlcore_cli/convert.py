@@ -43,8 +43,9 @@ def convert(
     """
     import os
 
-    # Before torch is imported, as in `rlcore train`.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from rl_core.thread_waiting import thread_waiting
+
+    os.environ.update(thread_waiting())  # before torch is imported
     from rl_train.runtime.convert import convert as run
 
     done = run(checkpoint, output, to=to, merge=merge, model=model, trust=trust_checkpoint)

@@ -51,9 +51,10 @@ def train(
     """
     import os
 
+    from rl_core.thread_waiting import thread_waiting
+
     files, changes = config_files(config, bases, overrides)
-    # Before torch is imported: threads that spin while waiting slow down all other processes on a laptop.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.update(thread_waiting())  # before torch is imported
     from rl_train.runtime.launch import train as launch
 
     finished = launch(files, changes, resume=resume, allow_config_change=allow_config_change, show_samples=show_samples)

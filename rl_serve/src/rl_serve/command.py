@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rl_core.thread_waiting import thread_waiting
+
 if TYPE_CHECKING:
     from rl_serve.listening import Address
     from rl_serve.settings import ServeSettings
@@ -65,7 +67,7 @@ def serve(
         rlcore serve ++server.host=localhost ++server.port=5000 ++prompt_config=generic/math ++generate_port=7000
         curl http://127.0.0.1:7000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "2 + 2 ="}'
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.update(thread_waiting())
     from rl_serve.listening import Address
 
     target, overrides = _target_in(arguments or [])

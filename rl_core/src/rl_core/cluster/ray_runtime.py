@@ -36,8 +36,7 @@ class RayLease:
     @property
     def is_connected(self) -> bool:
         """Whether this process is connected to Ray."""
-        connected: bool = ray.is_initialized()
-        return connected
+        return bool(ray.is_initialized())
 
     def release(self) -> None:
         """Release the lease. Idempotent."""
@@ -132,24 +131,21 @@ def _signal_handlers_kept() -> Iterator[None]:
 @contextmanager
 def _variables(**values: str) -> Iterator[None]:
     """Environment variables for processes started in the block."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
     """Make a Ray that is started in the block listen only on 127.0.0.1.
 
-    All of Ray's servers do so if the node's address is 127.0.0.1, but on Linux Ray replaces that address with the machine's
-    external one, unless this switch, meant for other systems, disables clusters.
+    On Linux, Ray replaces this address of a node with an external one, unless this switch, meant for other systems, is off.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -162,10 +158,9 @@ def _on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _daemons_in_own_session() -> Iterator[None]:
-    """Keep signals sent to our process group, by `timeout` or a closing terminal, from Ray's daemons.
+    """Keep signals to our process group, by `timeout` or a closing terminal, from ending Ray's daemons before the run.
 
-    They would end the daemons at once, before the run has saved a checkpoint. On systems other than Linux, Ray needs the
-    daemons in our group, to end them with us.
+    On systems other than Linux, Ray needs the daemons in our group, to end them with us.
     """
     if sys.platform != "linux":
         yield

@@ -22,6 +22,7 @@ from rl_core.cluster.worker_group import WorkerGroup, check_shards
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.rendezvous.loopback import interface_variables
+from rl_core.thread_waiting import thread_waiting
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ class RayWorkerGroup(WorkerGroup):
     `RayWorkerGroup(cluster, policy_class)` works with classes without ranks. A class wrapped in `@ray.remote` is
     unwrapped. Methods run on the main thread of their process, one at a time.
 
-    Each process starts with RANK, WORLD_SIZE, LOCAL_RANK, NODE_RANK, OMP_NUM_THREADS and OMP_WAIT_POLICY=passive in
-    its environment, and has MASTER_ADDR and MASTER_PORT before the class is imported.
+    Each process starts with RANK, WORLD_SIZE, LOCAL_RANK, NODE_RANK, OMP_NUM_THREADS, OMP_WAIT_POLICY and
+    GOMP_SPINCOUNT in its environment, and has MASTER_ADDR and MASTER_PORT before the class is imported.
 
     Args:
         cluster: Cluster that the workers run on.
@@ -193,7 +194,7 @@ class RayWorkerGroup(WorkerGroup):
             "LOCAL_RANK": str(self._local_rank(rank)),
             "NODE_RANK": str(bundle.node_rank),
             "OMP_NUM_THREADS": str(self._threads(rank)),
-            "OMP_WAIT_POLICY": "passive",
+            **thread_waiting(),
             **self._env_vars,
         }
         return RemoteActor(

@@ -35,10 +35,7 @@ def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
 
 def plain_class(worker_class: Any) -> type:
     """The class itself, unwrapped if it is wrapped in `@ray.remote`."""
-    if isinstance(worker_class, ray.actor.ActorClass):
-        wrapped: type = worker_class.__ray_metadata__.modified_class
-        return wrapped
-    found: type = worker_class
+    found: type = worker_class.__ray_metadata__.modified_class if is_wrapped(worker_class) else worker_class
     return found
 
 
@@ -49,7 +46,7 @@ def is_wrapped(worker_class: Any) -> bool:
 
 def own_options(worker_class: Any) -> dict[str, Any]:
     """The options of a class wrapped in `@ray.remote(...)`, without those that a pool or group decides."""
-    if not isinstance(worker_class, ray.actor.ActorClass):
+    if not is_wrapped(worker_class):
         return {}
     decided = {
         "name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries", "max_concurrency",

@@ -1,0 +1,30 @@
+"""Threads of torch spin briefly between operations, unless the user's environment says how they wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_core.thread_waiting import thread_waiting
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_threads_spin_for_a_limited_time_by_default(environment):
+    found = thread_waiting()
+    assert found["OMP_WAIT_POLICY"] == "passive"
+    assert 0 < int(found["GOMP_SPINCOUNT"]) < 100_000
+    environment.setenv("OMP_WAIT_POLICY", found["OMP_WAIT_POLICY"])
+    environment.setenv("GOMP_SPINCOUNT", found["GOMP_SPINCOUNT"])
+    assert thread_waiting() == found  # what a command sets is passed to its workers
+
+
+@pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "0"}])
+def test_a_wait_policy_of_the_users_environment_is_kept_and_passed_to_workers(environment, own):
+    for name, value in own.items():
+        environment.setenv(name, value)
+    assert thread_waiting() == own
