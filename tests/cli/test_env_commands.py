@@ -50,3 +50,11 @@ def test_wrong_options_of_env_play_are_refused():
         done = run("env", "play", "guess", *words)
         assert done.exit_code != 0
         assert says in str(done.exception)
+
+
+def test_env_play_of_an_environment_with_tools_names_the_commands_that_can_run_it(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2+2?", "expected_answer": "4"}\n')
+    done = run("env", "play", "tools", "--rows", str(rows))
+    assert done.exit_code != 0
+    assert "`rlcore check env tools`" in str(done.exception)

@@ -55,6 +55,12 @@ def play_env(
     if (kind is PlayerKind.SCRIPT) != (script is not None):
         raise UserError("--player script and --script FILE belong together: give both or neither.")
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=row + 1)
+    if trial.reads_tool_calls:
+        raise UserError(
+            f"The environment {name!r} has tools. Their calls are parsed from the tokens of a model, and a player has none. "
+            f"Use `rlcore check env {name}` for the environment without a model, or `rlcore eval CONFIG` to run it with the "
+            "model of a config."
+        )
     if row >= len(trial.rows):
         raise UserError(f"--row {row}: there are only {len(trial.rows)} rows, numbered from 0.")
     answers = script.read_text(encoding="utf-8").splitlines() if script is not None else []

@@ -113,6 +113,13 @@ def test_an_environment_without_mistakes_passes_and_its_right_answers_are_compar
     assert "accuracy 0" in found["metrics"][1]
 
 
+def test_an_environment_with_tools_is_checked_without_a_model(rows):
+    found = checked("tools", rows)
+    assert {status for status, _ in found.values()} == {CheckStatus.OK, CheckStatus.NOTE}
+    assert "there is no tool 'no_such_tool'. Available tools: calculator." in found["tool calls"][1]
+    assert "as '\\\\boxed{ANSWER}', 3 of 3 expected answers" in found["correct answers"][1]
+
+
 def test_right_answers_without_a_higher_reward_and_a_failed_constructor_are_reported(rows):
     found = checked("rl_envs.arithmetic.environment.ArithmeticEnvironment", rows, "format_reward=-1")
     assert list(found) == ["construction"]

@@ -36,7 +36,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         return {"config_error": str(error)}
     signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
-    if evaluates_answers(type(scorer)) and could_be_code(request["answer"]):
+    if evaluates_answers(type(scorer).__module__) and could_be_code(request["answer"]):
         return {"score": None}
     score = float(scorer.score_answer(request["answer"], entry))
     return {"score": score if math.isfinite(score) else None}
@@ -50,9 +50,9 @@ def _scorer(task: str, params: dict[str, Any]) -> Any:
 
 
 @cache
-def evaluates_answers(scorer: type) -> bool:
+def evaluates_answers(module: str) -> bool:
     """Whether the module of a task evaluates texts as Python expressions."""
-    return _EVALUATES.search(inspect.getsource(importlib.import_module(scorer.__module__))) is not None
+    return _EVALUATES.search(inspect.getsource(importlib.import_module(module))) is not None
 
 
 def could_be_code(answer: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.messages import messages_of
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 from rl_train.rollouts.records import expected_answer
 from rl_train.runtime.environment_sessions import LocalSession
@@ -79,12 +80,17 @@ class _EnvironmentCheck:
         yield from _result("pickling", self._pickling)
         yield from _result("metrics", self._metrics)
         yield from _result("turns", self._turns, passed=CheckStatus.NOTE)
+        if self._trial.reads_tool_calls:
+            yield from _result("tool calls", self._tool_calls)
         yield from self._right_answers()
 
-    def _call(self, environment: EnvironmentInterface, answers: Sequence[str], rows: Sequence[int]) -> EnvironmentReturn:
+    def _call(
+        self, environment: EnvironmentInterface, answers: Sequence[str], rows: Sequence[int], **fields: Any
+    ) -> EnvironmentReturn:
+        """One step; `fields` are added to the model's messages."""
         chosen = [self._trial.rows[row] for row in rows]
         logs: Any = [
-            [*copy.deepcopy(list(row.messages)), {"role": "assistant", "content": answer}]
+            [*copy.deepcopy(list(row.messages)), {"role": "assistant", "content": answer, **fields}]
             for row, answer in zip(chosen, answers, strict=True)
         ]
         sessions = [LocalSession(environment, f"check-{number}") for number in range(len(chosen))]
@@ -176,6 +182,12 @@ class _EnvironmentCheck:
         ended = self._all(self._environment).terminateds
         share = f"{int(ended.sum())} of {len(ended)} rows ended after their first turn"
         return f"the environment declares up to {self._trial.section.turns_needed} turns; {share}"
+
+    def _tool_calls(self) -> str:
+        call = {"id": "000000001", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
+        made = self._call(self._environment, [""], [0], tool_calls=[call])
+        reply = "the end of the rollout" if made.terminateds[0] else repr(messages_of(made.observations[0])[0]["content"])
+        return f"a call of an unknown tool was answered with {reply}; calls in a model's text are not checked"
 
     def _right_answers(self) -> Iterator[CheckResult]:
         rows = [row for row in range(len(self._trial.rows)) if expected_answer(self._trial.rows[row].metadata) is not None]

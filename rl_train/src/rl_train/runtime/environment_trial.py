@@ -53,6 +53,8 @@ class EnvironmentTrial:
     """Creates an instance in this process."""
     rows: Sequence[TrialRow]
     """At least one row."""
+    reads_tool_calls: bool = False
+    """Whether messages of the model are parsed for tool calls, which needs the tokens of a model."""
 
     @property
     def max_turns(self) -> int:
@@ -93,11 +95,8 @@ def open_trial(
         raise ConfigError(f"There are no rows for {name!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
     make = constructor(section, name, registry)
     plain: Any = make.func
-    if plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()):
-        raise ConfigError(
-            f"The environment {name!r} has tools, whose calls are parsed from the tokens of a model. Run it with one."
-        )
-    return EnvironmentTrial(task=name, section=section, make=make, rows=found)
+    reads_tool_calls = bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
+    return EnvironmentTrial(task=name, section=section, make=make, rows=found, reads_tool_calls=reads_tool_calls)
 
 
 def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> partial[EnvironmentInterface]:
