@@ -1,11 +1,13 @@
-"""Hundreds of concurrent requests while the backend is killed and restarted."""
+"""Hundreds of concurrent requests while the backend is killed and restarted, and the memory of a server over many requests."""
 
 import asyncio
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from rl_serve.app import create_proxy_app
@@ -70,3 +72,50 @@ def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed
             assert response.json()["error"]["message"]
     assert {response.status_code for response in during} >= {200, 503}
     assert [response.status_code for response in after] == [200] * 50
+
+
+def requests_of_all_kinds(count):
+    """Path, body and expected status of requests with batches, lengths and parameters that vary."""
+    draw = random.Random(0)
+    for number in range(count):
+        a, b = draw.randrange(100), draw.randrange(100)
+        length = draw.randrange(1, 40)
+        message = {"role": "user", "content": f"{a}+{b}="}
+        tokens = [draw.randrange(4, 14) for _ in range(length)]
+        yield [
+            ("/v1/completions", {"prompt": tokens, "n": 1 + number % 5, "max_tokens": 1 + number % 4, "stream": True}, 200),
+            ("/v1/completions", {"prompt": [f"{a}+{b}=", f"{b}+{a}="], "logprobs": 0, "temperature": 0}, 200),
+            ("/v1/completions", {"prompt": f"{a}+{b}=", "best_of": 3}, 400),
+            ("/v1/chat/completions", {"messages": [message], "max_tokens": 4, "logprobs": True, "seed": number}, 200),
+            ("/generate", {"question": f"{a}+{b}=", "expected_answer": str(a + b)}, 200),
+            ("/inference/v1/generate", {"token_ids": tokens, "sampling_params": {"max_tokens": 3}}, 200),
+        ][number % 6]
+
+
+@pytest.mark.full("10,000 requests take several minutes")
+def test_memory_after_10000_requests_is_within_5_percent_of_that_after_1000():
+    server, port = start_backend(0)
+    process = psutil.Process(server.pid)
+    requests = list(requests_of_all_kinds(10_000))
+
+    async def send(client, waiting):
+        for path, body, status in waiting:
+            response = await client.post(path, json=body)
+            assert response.status_code == status, response.text
+
+    async def scenario():
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+            found = []
+            for part in (requests[:1000], requests[1000:]):
+                waiting = iter(part)
+                await asyncio.gather(*(send(client, waiting) for _ in range(64)))
+                found.append(process.memory_info().rss)
+            return found
+
+    try:
+        before, after = asyncio.run(scenario())
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    assert after <= 1.05 * before, f"{before / 2**20:.0f} MiB after 1,000 requests, {after / 2**20:.0f} MiB after 10,000"

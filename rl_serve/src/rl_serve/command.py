@@ -68,8 +68,10 @@ def serve(
         curl http://127.0.0.1:7000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "2 + 2 ="}'
     """
     os.environ.update(thread_waiting())
+    from rl_serve.allocator import return_large_blocks
     from rl_serve.listening import Address
 
+    return_large_blocks()
     target, overrides = _target_in(arguments or [])
     address = Address.of(host, 7000 if port is None else port)
     if target is None:
