@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import uuid
@@ -12,13 +13,14 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from rl_core.data.conversation_tokens import encode
-from rl_core.errors import DataError, RLCoreError
+from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
 from rl_serve.answering import Answering, Ask, Reply
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
 from rl_serve.deltas import ChatDeltas, CompletionDeltas
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import EngineThread, SampledRow
+from rl_serve.engine_state import read_engine_state
 from rl_serve.errors import ApiError, server_sent_event
 from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
@@ -44,9 +46,12 @@ class LocalRoutes:
         self._chat = ChatFormat(model.tokenizer)
         self._responses = AnswerResponses(answering, limits)
 
-    async def health(self) -> dict[str, str]:
-        """Whether the server runs."""
-        return {"status": "ok", "model": self._model.name}
+    async def health(self) -> Response:
+        """Whether the engine answers: 200, also if some replicas are dead, and 503 if all are."""
+        state = await asyncio.to_thread(read_engine_state, self._model.generation)
+        status = 503 if state.status == "engine failed" else 200
+        reason = {"reason": state.reason} if state.reason else {}
+        return JSONResponse({"status": state.status, "model": self._model.name, **reason}, status_code=status)
 
     async def models(self) -> dict[str, Any]:
         """The served model."""
@@ -208,6 +213,10 @@ class LocalRoutes:
                     yield index, row
         except DataError as error:
             raise ApiError(400, str(error), param="prompt") from error
+        except WorkerDiedError as error:
+            _log.exception("a generation replica exited")
+            reason = str(error).partition(". ")[0].rstrip(".")
+            raise ApiError(503, f"The engine failed: {reason}.", code="replica_exited") from error
         except RLCoreError as error:
             _log.exception("the engine failed")
             raise ApiError(503, f"The engine failed: {type(error).__name__}. The server's log has the details.") from error

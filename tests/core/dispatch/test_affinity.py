@@ -41,3 +41,14 @@ def test_a_replica_without_rows_in_progress_is_forgotten():
     affinity.release("busy")
     assert affinity.load == [0, 0]
     assert affinity.place("second", rows(5)) == 0
+
+
+def test_an_excluded_replica_gets_rows_only_if_all_are_excluded():
+    affinity, turn = ReplicaAffinity(2), BatchedDataDict({**rows(1), "session_ids": ["s"]})
+    first = affinity.place("turn 1", turn)
+    affinity.release("turn 1")
+    affinity.excluded.add(first)
+    assert [affinity.place(f"row {number}", rows(number)) for number in range(3)] == [1, 1, 1]
+    assert affinity.place("turn 2", turn) == 1
+    affinity.excluded.add(1)
+    assert affinity.place("last", rows(7)) == 0

@@ -45,6 +45,8 @@ class ReplicaAffinity:
         self._rows: dict[str, tuple[int, PromptKey]] = {}
         self._prompts: list[Counter[PromptKey]] = [Counter() for _ in range(replicas)]
         self._sessions: dict[str, int] = {}
+        self.excluded: set[int] = set()
+        """Replicas that get no more rows, unless all are excluded."""
 
     @property
     def load(self) -> list[int]:
@@ -56,11 +58,11 @@ class ReplicaAffinity:
         [prompt] = prompt_keys(row)
         session = row["session_ids"][0] if "session_ids" in row else None
         rank = self._sessions.pop(session, None) if session is not None else None
-        if rank is None:
+        if rank is None or rank in self.excluded:
             rank = next((rank for rank, prompts in enumerate(self._prompts) if prompt in prompts), None)
         if rank is None:
             load = self.load
-            rank = load.index(min(load))
+            rank = min(range(len(load)), key=lambda one: (one in self.excluded, load[one]))
         if session is not None:
             self._sessions[session] = rank  # now the most recently used one
             if len(self._sessions) > _MAX_SESSIONS:

@@ -103,7 +103,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         Raises:
             NotSupportedError: the worker has no `poll`.
             DataError: a row cannot be completed; raised before any replica starts.
-            WorkerDiedError: a replica with rows of this call died and its restarts are used up.
+            WorkerDiedError: a replica with rows of this call died and its restarts are used up. Later calls use the others.
             WeightSyncError: it was restarted and could not be refitted, or the engine has no `weight_owner`.
         """
         if not self.streams_rows:

@@ -180,7 +180,9 @@ class RowStream:
             except Exception as error:  # passed to every consumer of this replica, which raises it
                 names = list(replica.in_flight)
                 self._fail(replica, error)
-                if not isinstance(error, WorkerDiedError | DeadlineExceededError):
+                if isinstance(error, WorkerDiedError):
+                    self._affinity.excluded.add(rank)  # later calls use the other replicas
+                elif not isinstance(error, DeadlineExceededError):
                     self._tell(rank, names)
             await asyncio.sleep(0)  # let consumers run first: a replica in this process blocks the loop while it works
 

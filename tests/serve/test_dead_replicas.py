@@ -1,0 +1,72 @@
+"""Replicas of a served engine that exit and may not be restarted."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from starlette.testclient import TestClient
+
+from rl_backends_hf.generation import HuggingFaceGeneration
+from rl_core.cluster import RayVirtualCluster
+from rl_core.data.tokenizer import load_tokenizer
+from rl_serve.app import create_app
+from rl_serve.engine import EngineThread
+from rl_serve.sampling import Limits
+from rl_serve.served_model import ServedModel
+
+MODEL = Path(__file__).parents[2] / "examples/addition/model"
+GREEDY = {"prompt": "12+34=", "temperature": 0}
+
+
+@pytest.fixture
+def replicas(local_ray):
+    """A client of a server with two replicas without restarts, and the engine."""
+    with RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=1, max_colocated_worker_groups=1) as cluster:
+        engine = HuggingFaceGeneration(str(MODEL), cluster=cluster, max_new_tokens=8, max_restarts=0)
+        served = ServedModel(
+            name="addition",
+            generation=engine,
+            tokenizer=load_tokenizer(str(MODEL)),
+            temperature=1.0,
+            top_p=1.0,
+            max_new_tokens=8,
+            max_model_len=engine.facts["max_model_len"],
+            vocab_size=engine.facts["vocab_size"],
+        )
+        thread = EngineThread(engine)
+        try:
+            with TestClient(create_app(served, thread, limits=Limits())) as client:
+                yield client, engine
+        finally:
+            thread.close()
+            engine.shutdown()
+
+
+def kill(pid):
+    process = psutil.Process(pid)
+    os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_remaining_replicas_answer_and_health_reports_the_dead_ones(replicas):
+    client, engine = replicas
+    assert client.get("/health").json() == {"status": "ok", "model": "addition"}
+    first, second = engine.group.pids()
+
+    kill(first)  # an idle engine places rows on the first replica
+    health = client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "degraded")
+    assert health.json()["reason"].startswith("1 of 2 generation replicas exited, and policy.generation.max_restarts (0)")
+    failed = client.post("/v1/completions", json=GREEDY)
+    assert failed.status_code == 503
+    assert "exited and `policy.generation.max_restarts` (0) does not allow another restart" in failed.json()["error"]["message"]
+    for _ in range(3):
+        answered = client.post("/v1/completions", json=GREEDY)
+        assert answered.json()["choices"][0]["text"] == "46"
+
+    kill(second)
+    health = client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "engine failed")
+    assert client.post("/v1/completions", json=GREEDY).status_code == 503
