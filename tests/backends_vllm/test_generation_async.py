@@ -154,6 +154,26 @@ def test_rows_come_as_they_end_and_are_those_of_generate(engine):
     same_rows(items, engine.generate(batch))
 
 
+def test_rows_that_stream_are_returned_while_they_are_sampled_and_others_only_at_their_end(engine):
+    assert engine.streams_tokens
+    batch = random_batch(rows=4, max_new_tokens=torch.tensor([300, 40, 300, 1]))
+    asked = torch.tensor([True, False, True, True])
+    items = asyncio.run(collected(engine, BatchedDataDict({**batch, "stream_tokens": asked})))
+    rows = {row: [output for number, output in items if number == row] for row in range(4)}
+    same_rows([(row, outputs[-1]) for row, outputs in rows.items()], engine.generate(batch))
+    assert len(rows[1]) == 1
+    assert max(len(rows[0]), len(rows[2])) > 2
+    for *before, last in rows.values():
+        assert "unfinished" not in last
+        lengths = [int(output["generation_lengths"]) for output in (*before, last)]
+        assert lengths == sorted(lengths)
+        for output in before:
+            assert output["unfinished"].tolist() == [True]
+            length = int(output["unpadded_sequence_lengths"])
+            assert output["output_ids"].tolist() == last["output_ids"][:, :length].tolist()
+            assert output["logprobs"].tolist() == last["logprobs"][:, :length].tolist()
+
+
 def test_sampled_and_greedy_rows_share_the_engine_independently(engine, plain):
     sampled, greedy = random_batch(rows=6, seed=1), random_batch(rows=6, seed=2)
     limits = torch.tensor([40, 3, 25, 9, 60, 14])

@@ -117,8 +117,7 @@ class AsyncEngine(Engine):
 
         try:
             async for output in self._engine.generate(tokens_input(tokens), parameters, request_id):
-                if output.finished:
-                    self._finished.put(output)
+                self._finished.put(output)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # `finished` returns it in the waiting thread

@@ -43,7 +43,10 @@ class Engine(ABC):
 
     @abstractmethod
     def finished(self, wait_s: float) -> list[Any]:
-        """Requests finished since the last call (`vllm.RequestOutput` or `FailedRequest`); waits at most `wait_s` for one."""
+        """Requests finished since the last call (`vllm.RequestOutput` or `FailedRequest`); waits at most `wait_s` for one.
+
+        Also unfinished outputs of the requests that stream, after each of their tokens.
+        """
 
     @abstractmethod
     def started(self) -> set[str]:
@@ -134,7 +137,7 @@ class InProcessEngine(Engine):
         done: list[Any] = []
         with self.detect_engine_death():
             while not done and not self.is_paused and self._engine.has_unfinished_requests():
-                done = [output for output in self._engine.step() if output.finished]
+                done = list(self._engine.step())
                 if time.monotonic() >= until:
                     break
         return done

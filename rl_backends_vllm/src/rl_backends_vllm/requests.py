@@ -32,8 +32,14 @@ class SamplingSettings:
     top_k: int | None
     end_ids: frozenset[int]
 
-    def parameters(self, prompt: Prompt, *, greedy: bool) -> Any:
-        """The `vllm.SamplingParams` of one row: final output only, with the log-probability of each sampled token."""
+    def parameters(self, prompt: Prompt, *, greedy: bool, streams: bool = False) -> Any:
+        """The `vllm.SamplingParams` of one row, with the log-probability of each sampled token.
+
+        Args:
+            prompt: the row.
+            greedy: take the most likely token at each position.
+            streams: output all tokens so far after each step, instead of the finished row only.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -50,7 +56,7 @@ class SamplingSettings:
             flat_logprobs=True,
             detokenize=bool(strings),
             skip_special_tokens=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
             extra_args={GREEDY_TEMPERATURE: self.temperature} if greedy and self.temperature != 1.0 else None,
         )
 
@@ -58,6 +64,17 @@ class SamplingSettings:
 def engine_seed(seed: int) -> int:
     """A row's seed as vLLM needs it: mixed, because a CPU uses only its lower 32 bits, and non-negative, as -1 means none."""
     return int(mix(torch.tensor(seed)) & (2**63 - 1))
+
+
+def completion_so_far(output: Any, *, prompt: Sequence[int], weight_version: int) -> Completion:
+    """An unfinished `vllm.RequestOutput` as a row with the tokens that also have a log-probability."""
+    [found] = output.outputs
+    # vLLM continues to append to both lists, perhaps in another thread.
+    logprobs = [] if found.logprobs is None else list(found.logprobs.logprobs)
+    tokens = list(found.token_ids)[: len(logprobs)]
+    return Completion(
+        prompt=prompt, tokens=tokens, logprobs=logprobs[: len(tokens)], truncated=False, weight_version=weight_version
+    )
 
 
 def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) -> Completion:

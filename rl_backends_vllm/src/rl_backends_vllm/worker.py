@@ -109,6 +109,7 @@ class VllmGenerationWorker(GenerationWorker):
             "device": self.context.device,
             "precision": matmul_precision(str(model.dtype).removeprefix("torch."), device=self.context.device),
             "reads_text": files.tokenizer_path is not None,
+            "streams_tokens": True,
         }
 
     def generate(
@@ -140,14 +141,17 @@ class VllmGenerationWorker(GenerationWorker):
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         self._requests.cancel(cancelled)
-        refused: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
+        found: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
         for arrival in arrivals:
             try:
                 self._start_request(arrival)
             except DataError as error:
-                refused[arrival.name] = error
-        ended = self._requests.collect(0.0 if refused else wait_s)
-        return refused | {name: row if isinstance(row, RLCoreError) else to_output([row]) for name, row in ended.items()}
+                found[arrival.name] = error
+        for name, row in self._requests.collect(0.0 if found else wait_s).items():
+            found[name] = row if isinstance(row, RLCoreError) else to_output([row])
+        for name, so_far in self._requests.unfinished().items():
+            found[name] = BatchedDataDict({**to_output([so_far]), "unfinished": torch.tensor([True])})
+        return found
 
     def prepare_for_generation(self) -> None:
         for tag in ("weights", "kv_cache"):
@@ -281,10 +285,11 @@ class VllmGenerationWorker(GenerationWorker):
             self.prepare_for_generation()
             self._check_weights()
         [prompt] = self._reader.read(arrival.row)
-        self._add(arrival.name, prompt, greedy=arrival.greedy)
+        streams = "stream_tokens" in arrival.row and bool(arrival.row["stream_tokens"][0])
+        self._add(arrival.name, prompt, greedy=arrival.greedy, streams=streams)
 
-    def _add(self, name: str, prompt: Prompt, *, greedy: bool) -> None:
-        parameters = self._sampling.parameters(prompt, greedy=greedy)
+    def _add(self, name: str, prompt: Prompt, *, greedy: bool, streams: bool = False) -> None:
+        parameters = self._sampling.parameters(prompt, greedy=greedy, streams=streams)
         self._requests.add(name, prompt.tokens, parameters, weight_version=self._weight_version)
 
     def _resume(self) -> None:
