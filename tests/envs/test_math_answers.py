@@ -196,6 +196,18 @@ def test_unevaluated_answers_are_accepted_on_request():
         ("They pay 1,234.50 dollars.", "1,234.50"),
         ("48 / 2 = 24\n#### 24", "24"),
         ("I do not know", None),
+        ("The answer is 5 or 6.", "5 or 6"),
+        ("The answer is 5, 6", "5, 6"),
+        ("The answer is 5 and 6.", "5 and 6"),
+        ("The answer is 5 apples or 6 apples.", "5 apples or 6"),
+        ("It is 5, or 6", "5, or 6"),
+        ("The answer is 5, because 2 + 3 = 5.", "5"),
+        ("The answer is 5 apples and 6 pears are left.", "5"),
+        ("The answer is not 5.", None),
+        ("It isn't 5", None),
+        (r"x \neq 5", None),
+        ("The answer is not 4 but 5.", "5"),
+        ("The answer is clearly not 4 but 5.", "5"),
     ],
 )
 def test_without_a_box_the_last_statement_is_the_answer(completion, answer):
@@ -210,6 +222,7 @@ def test_without_require_box_unboxed_answers_follow_the_same_rule():
         ("12", "so 3 + 9 = 12"),
         ("12", "so 4 + 9 = 12"),
     ]
+    cases += [("5", "The answer is 5 or 6."), ("6", "The answer is 5, 6"), ("5", "The answer is not 5.")]
     cases += [("Rome", "The answer is Rome."), ("Rome", "Rome"), ("4", r"The answer is 4, or \boxed{5}")]
     graded = environment.step(
         [[{"role": "assistant", "content": completion}] for _, completion in cases],
@@ -217,7 +230,9 @@ def test_without_require_box_unboxed_answers_follow_the_same_rule():
     )
     environment.shutdown()
     gradings = [row["grading"] for row in graded.metadata]
-    assert gradings == ["unevaluated", "no_answer", "right", "wrong", "right", "no_answer", "wrong"]
+    assert gradings[:4] == ["unevaluated", "no_answer", "right", "wrong"]
+    assert gradings[4:7] == ["wrong", "wrong", "no_answer"]
+    assert gradings[7:] == ["right", "no_answer", "wrong"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,11 @@ _NUMBER = r"(?:(?<![\w)}])[+-]\s?)?\\?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\
 _TERM = rf"(?:\(\s*{_NUMBER}\s*\)|{_NUMBER}|\\d?frac\s*\{{[^{{}}]{{1,40}}\}}\s*\{{[^{{}}]{{1,40}}\}})"
 _CHAIN = rf"{_TERM}(?:\s*(?:\*\*|[-+*/^=×÷−:]|\\times|\\cdot|\\div|x(?=\s*\d))\s*{_TERM}){{0,30}}"
 _CANDIDATE = re.compile(rf"(?s:{_SPAN})|(?<![\w.\\{{]){_CHAIN}(?![\w}}])")
+_ALTERNATIVE = re.compile(r"\s*(?:,|(?:,\s*)?and\b)\s*|[^.,;\n\d]{0,30}?\bor\b\s*", re.IGNORECASE)
+_CHOICE = re.compile(r"[^.,;\n\d]{0,30}?,?\s*\bor\b\s*", re.IGNORECASE)
+_NEGATION = re.compile(r"(?:\bnot|n['\u2019]t|\u2260|!=|\\neq?)\s*(?:be|equal(?:\s+to)?)?\s*$", re.IGNORECASE)
 _TRAILING = re.compile(r"[.,;:!?*)\s]+$")
+_NEGATION_LENGTH = 20
 LONGEST_UNBOXED = 4000
 """Number of characters at the end that are searched for an answer without a box."""
 
@@ -51,8 +55,9 @@ def unboxed_answer(completion: str, *, words: bool) -> str | None:
     r"""The final answer of a completion without a box, as written; None if there is none.
 
     It follows the last "answer is", "answer:" or `####`. Without these, it is the last formula in dollars or the last number,
-    including the arithmetic that it is part of: in "3 + 2 appliances" the answer is `3 + 2`. Numbers of lists and steps
-    ("2. Rewrite the equation") are ignored.
+    including the arithmetic that it is part of: in "3 + 2 appliances" the answer is `3 + 2`. Alternatives belong to the answer,
+    so a guess at several values equals none of them: in "5 or 6" it is `5 or 6`. "not 5" is no answer. Numbers of lists and
+    steps ("2. Rewrite the equation") are ignored.
 
     Args:
         completion: The model's text.
@@ -64,13 +69,39 @@ def unboxed_answer(completion: str, *, words: bool) -> str | None:
         statement = text[stated[-1].end() :].strip().partition("\n")[0].strip(" *:")
         if words:
             return _TRAILING.sub("", statement.split(". ")[0]) or None
-        first = _CANDIDATE.search(statement)
-        if first is not None:
-            return without_delimiters(first.group())
-    if words:
+        if _CANDIDATE.search(statement):
+            return _first_answer(statement)
+    return None if words else _last_answer(text)
+
+
+def _is_negated(text: str, found: re.Match[str]) -> bool:
+    return _NEGATION.search(text, max(0, found.start() - _NEGATION_LENGTH), found.start()) is not None
+
+
+def _first_answer(statement: str) -> str | None:
+    """The first formula or number that is not negated, with its alternatives."""
+    found = [match for match in _CANDIDATE.finditer(statement) if not _is_negated(statement, match)]
+    if not found:
         return None
-    found = [match.group() for match in _CANDIDATE.finditer(text)]
-    return without_delimiters(found[-1]) if found else None
+    last = found[0]
+    for match in found[1:]:
+        if not _ALTERNATIVE.fullmatch(statement, last.end(), match.start()):
+            break
+        last = match
+    return without_delimiters(statement[found[0].start() : last.end()])
+
+
+def _last_answer(text: str) -> str | None:
+    """The last formula or number, with its alternatives; None if it is negated."""
+    found = list(_CANDIDATE.finditer(text))
+    if not found or _is_negated(text, found[-1]):
+        return None
+    first = found[-1]
+    for match in reversed(found[:-1]):
+        if not _CHOICE.fullmatch(text, match.end(), first.start()):
+            break
+        first = match
+    return without_delimiters(text[first.start() : found[-1].end()])
 
 
 def grade_answer(expected: str, completion: str, *, require_box: bool, allow_unevaluated: bool = False) -> AnswerGrade:
