@@ -28,7 +28,7 @@ HELD_OUT = 8
 """One problem in this many is held out."""
 MOVES = 10
 """Moves of a puzzle, as in sliding_puzzle.yaml."""
-FORESIGHT = 3
+FORESIGHT = 4
 """Moves that the player of the demonstrations looks ahead."""
 
 
@@ -111,10 +111,10 @@ def _solves(prompt: str, completion: str) -> bool:
     board = [line.split() for line in prompt.split("\n\n")[-1].splitlines()]
     size = len(board)
     order = [*map(str, range(1, size * size)), "_"]
-    for way in re.findall(r"<move>(.*?)</move>", completion, re.DOTALL)[:MOVES]:
+    for way in re.findall(r"<move>\s*(\w+)\s*</move>", completion)[:MOVES]:
         cells = {tile: (row, column) for row, tiles in enumerate(board) for column, tile in enumerate(tiles)}
         row, column = cells["_"]
-        down, right = _INTO_THE_GAP.get(way.strip(), (size, size))
+        down, right = _INTO_THE_GAP.get(way, (size, size))
         tile = next((tile for tile, cell in cells.items() if cell == (row + down, column + right)), None)
         if tile is not None:
             board[row][column], board[row + down][column + right] = tile, "_"
@@ -272,7 +272,7 @@ TASKS: Mapping[str, Task] = {
         spelled=r" ?[\d_]",
         demonstrate=_play,
         succeeded=_solves,
-        warm_up=260,
+        warm_up=700,
         conversations=16,
         learning_rate=2e-3,
         hidden=96,
