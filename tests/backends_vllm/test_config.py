@@ -181,6 +181,7 @@ def test_the_running_engine_has_them(engines, readable, tmp_path):
         "device": "cpu",
         "precision": "bfloat16",
         "reads_text": True,
+        "streams_tokens": True,
     }
     config = engine.group.worker._running.config
     assert (config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens) == (7, 512)
