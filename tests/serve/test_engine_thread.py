@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rl_core.errors import NotSupportedError
+from rl_core.errors import NotSupportedError, WorkerError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineClosedError, EngineThread, SamplingRow
 from rl_serve.sampling import Limits
@@ -60,6 +60,31 @@ def test_requests_that_wait_for_an_engine_of_whole_batches_form_the_next_batch(m
     thread.close()
     assert batches.sizes == [(1, False), (2, False), (1, True)]
     assert [row[0].token_ids for row in rows] == [expected[index].token_ids for index in range(3)]
+
+
+class Forgetful(BatchesOnly):
+    """Returns one row too few."""
+
+    def generate(self, data, greedy=False):
+        output = super().generate(data, greedy)
+        return output.select_indices(range(data.size - 1))
+
+
+def test_an_output_without_all_rows_fails_all_waiting_requests_and_later_ones_are_answered(model):
+    batches = Forgetful(model.generation)
+    batches.go_on.set()
+    thread = EngineThread(batches)
+
+    async def scenario():
+        found = asyncio.gather(*[all_of(thread, [row]) for row in ROWS], all_of(thread, ROWS), return_exceptions=True)
+        return await asyncio.wait_for(found, 60)
+
+    failures = asyncio.run(scenario())
+    assert [type(failure) for failure in failures] == [WorkerError] * 4
+    assert "rows for a batch of" in str(failures[0])
+    batches.generate = model.generation.generate
+    assert len(asyncio.run(all_of(thread, ROWS))) == 3
+    thread.close()
 
 
 class Endless:

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import NotSupportedError, RLCoreError
+from rl_core.errors import NotSupportedError, RLCoreError, WorkerError
 from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.generation import GenerationInterface
 
@@ -197,20 +198,25 @@ class WholeBatches:
                 await self._run(taken, greedy)
 
     async def _run(self, requests: Sequence[_Waiting], greedy: bool) -> None:
-        merged: BatchedDataDict[Any] = BatchedDataDict.from_batches([request.batch for request in requests])
         try:
-            output = await asyncio.to_thread(self._generation.generate, merged, greedy)
+            outputs = await self._generated([request.batch for request in requests], greedy)
         except Exception as error:  # every waiting request gets the error, which its own caller handles
             for request in requests:
                 if not request.output.done():
                     request.output.set_exception(error)
             return
-        start = 0
-        for request in requests:
-            rows = range(start, start + request.batch.size)
-            start += request.batch.size
+        for request, output in zip(requests, outputs, strict=True):
             if not request.output.done():
-                request.output.set_result(output.select_indices(list(rows)))
+                request.output.set_result(output)
+
+    async def _generated(self, batches: Sequence[BatchedDataDict[Any]], greedy: bool) -> list[BatchedDataDict[Any]]:
+        """The output of each batch, sampled together."""
+        merged: BatchedDataDict[Any] = BatchedDataDict.from_batches(batches)
+        output = await asyncio.to_thread(self._generation.generate, merged, greedy)
+        if output.size != merged.size:
+            raise WorkerError(f"The engine returned {output.size} rows for a batch of {merged.size}.")
+        ends = list(accumulate(batch.size for batch in batches))
+        return [output.select_indices(list(range(end - batch.size, end))) for batch, end in zip(batches, ends, strict=True)]
 
 
 @dataclass(frozen=True)
