@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from rl_core.errors import ConfigError
 from rl_envs.tools.config import ToolsEnvironmentConfig
 from rl_envs.tools.environment import ToolsEnvironment
+from rl_envs.tools.mcp_connection import _LastErrors
 from rl_train.rollouts.environment_checks import step_checked
 
 pytest.importorskip("mcp", reason="pip install 'rl-envs[mcp]'")
@@ -98,6 +101,17 @@ def test_a_server_that_ends_makes_its_row_unscored_and_is_started_again(environm
     assert "a fatal error" in caplog.text
     [[kept]], made = turn(environment, b=[("remember", {"note": "new"})])
     assert (kept, made.scored.tolist()) == ("['new'] hello None", [True])
+
+
+def test_an_error_quotes_what_a_server_wrote_just_before_it_ended(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # the thread that reads is late
+    errors = _LastErrors()
+    errors.file.write("x" * 5000 + "\na fatal error\n")
+    errors.file.flush()
+    assert errors.text().endswith("x | a fatal error")
+    errors.close()
+    assert errors.text().endswith("a fatal error")
+    os.close(errors._reader)
 
 
 def test_the_main_process_lists_the_selected_tools():

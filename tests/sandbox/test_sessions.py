@@ -48,8 +48,8 @@ class Point:
     x: int
 assert __name__ == "__main__" and sys.modules["__main__"].Point is Point
 atexit.register(lambda: print("exit"))
-threading.Timer(0.05, lambda: print("thread")).start()
 print(subprocess.run(["/bin/echo", "child"], capture_output=True, text=True).stdout, end="")
+threading.Timer(0.05, lambda: print("thread")).start()
 """
     assert session.run_program(code).stdout == "child\nthread\nexit\n"
 

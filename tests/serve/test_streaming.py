@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
-from rl_core.errors import WorkerDiedError
+from rl_core.errors import WorkerDiedError, WorkerError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop, cut_at_stop
@@ -250,7 +250,8 @@ class Breaking:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (WorkerDiedError("rank 0 exited"), "The engine failed: WorkerDiedError."),
+        (WorkerDiedError("rank 0 exited. Its log has the reason."), "The engine failed: rank 0 exited."),
+        (WorkerError("rank 0 failed"), "The engine failed: WorkerError."),
         (ZeroDivisionError(), "The server failed."),
         (None, "drew other tokens than those already sent"),
     ],

@@ -20,9 +20,9 @@ def calls(monkeypatch):
     made = []
     run = InProcessWorkerGroup._run
 
-    def recorded(group, method, args, kwargs, *, as_list):
+    def recorded(group, method, *args, **kwargs):
         made.append((group._name, method))
-        return run(group, method, args, kwargs, as_list=as_list)
+        return run(group, method, *args, **kwargs)
 
     monkeypatch.setattr(InProcessWorkerGroup, "_run", recorded)
     return made

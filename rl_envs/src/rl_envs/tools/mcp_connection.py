@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import threading
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -15,6 +16,7 @@ from rl_envs.tools.config import McpServerConfig
 
 _LONGEST_ERROR = 2_000
 _LAST_LINES = 5
+_CHUNK = 65_536
 
 
 class ServerEndedError(RLCoreError):
@@ -163,19 +165,37 @@ class _LastErrors:
     """
 
     def __init__(self) -> None:
-        reader, writer = os.pipe()
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
         self.file = os.fdopen(writer, "w")
-        self._text = ""
-        threading.Thread(target=self._read, args=(reader,), name="stderr of an MCP server", daemon=True).start()
+        self._kept = b""
+        self._has_ended = False
+        self._turn = threading.Lock()
+        threading.Thread(target=self._read, name="stderr of an MCP server", daemon=True).start()
 
-    def _read(self, reader: int) -> None:
-        with os.fdopen(reader, encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                self._text = (self._text + line)[-_LONGEST_ERROR:]
+    def _read(self) -> None:
+        written = select.poll()
+        written.register(self._reader, select.POLLIN)
+        while not self._has_ended:
+            written.poll()
+            self._drain()
+        os.close(self._reader)
+
+    def _drain(self) -> None:
+        """Keep the end of what has been written so far."""
+        with self._turn:
+            while not self._has_ended:
+                try:
+                    found = os.read(self._reader, _CHUNK)
+                except BlockingIOError:
+                    return
+                self._has_ended = not found
+                self._kept = (self._kept + found)[-_LONGEST_ERROR:]
 
     def text(self) -> str:
-        """The last lines."""
-        lines = [line.strip() for line in self._text.splitlines() if line.strip()]
+        """The last lines that have been written so far."""
+        self._drain()
+        lines = [line.strip() for line in self._kept.decode(errors="replace").splitlines() if line.strip()]
         return " | ".join(lines[-_LAST_LINES:])
 
     def close(self) -> None:
