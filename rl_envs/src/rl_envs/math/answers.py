@@ -56,7 +56,7 @@ def unboxed_answer(completion: str, *, words: bool) -> str | None:
 
     It follows the last "answer is", "answer:" or `####`. Without these, it is the last formula in dollars or the last number,
     including the arithmetic that it is part of: in "3 + 2 appliances" the answer is `3 + 2`. Alternatives belong to the answer,
-    so a guess at several values equals none of them: in "5 or 6" it is `5 or 6`. "not 5" is no answer. Numbers of lists and
+    so a guess at several values equals none of them: in "5 or 6" it is `5 or 6`. "not 5" is not an answer. Numbers of lists and
     steps ("2. Rewrite the equation") are ignored.
 
     Args:
