@@ -28,7 +28,7 @@ HELD_OUT = 8
 """One problem in this many is held out."""
 MOVES = 10
 """Moves of a puzzle, as in sliding_puzzle.yaml."""
-FORESIGHT = 4
+FORESIGHT = 2
 """Moves that the player of the demonstrations looks ahead."""
 
 
@@ -272,7 +272,7 @@ TASKS: Mapping[str, Task] = {
         spelled=r" ?[\d_]",
         demonstrate=_play,
         succeeded=_solves,
-        warm_up=700,
+        warm_up=400,
         conversations=16,
         learning_rate=2e-3,
         hidden=96,
