@@ -191,6 +191,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(ROOT))  # for the modules that configs of examples name, as the command does with its folder
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -71,7 +71,8 @@ def test_the_data_of_a_benchmark_is_refused_if_held_out_problems_are_trained():
         training_records(LEARNING / "sliding_puzzle.yaml", [*few, "data.train.split=validation"])
 
 
-def test_the_agent_succeeds_if_both_of_its_sums_are_right():
+def test_the_agent_succeeds_if_both_of_its_sums_are_right(monkeypatch):
+    monkeypatch.syspath_prepend(str(LEARNING.parents[1]))
     from run import training_records
     from tasks import TASKS as tasks
 
