@@ -198,6 +198,8 @@ def test_unevaluated_answers_are_accepted_on_request():
         ("I do not know", None),
         ("The answer is 5 or 6.", "5 or 6"),
         ("The answer is 5, 6", "5, 6"),
+        ("The answer is 5, or 6.", "5, or 6"),
+        ("The answer is 5 or maybe 6.", "5 or maybe 6"),
         ("The answer is 5 and 6.", "5 and 6"),
         ("The answer is 5 apples or 6 apples.", "5 apples or 6"),
         ("It is 5, or 6", "5, or 6"),

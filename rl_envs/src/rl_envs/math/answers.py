@@ -22,8 +22,9 @@ _NUMBER = r"(?:(?<![\w)}])[+-]\s?)?\\?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\
 _TERM = rf"(?:\(\s*{_NUMBER}\s*\)|{_NUMBER}|\\d?frac\s*\{{[^{{}}]{{1,40}}\}}\s*\{{[^{{}}]{{1,40}}\}})"
 _CHAIN = rf"{_TERM}(?:\s*(?:\*\*|[-+*/^=×÷−:]|\\times|\\cdot|\\div|x(?=\s*\d))\s*{_TERM}){{0,30}}"
 _CANDIDATE = re.compile(rf"(?s:{_SPAN})|(?<![\w.\\{{]){_CHAIN}(?![\w}}])")
-_ALTERNATIVE = re.compile(r"\s*(?:,|(?:,\s*)?and\b)\s*|[^.,;\n\d]{0,30}?\bor\b\s*", re.IGNORECASE)
-_CHOICE = re.compile(r"[^.,;\n\d]{0,30}?,?\s*\bor\b\s*", re.IGNORECASE)
+_CHOICE = r"[^.,;\n\d]{0,30}?,?\s*\bor\b(?:\s+[a-z]+){0,2}\s*"
+_OR = re.compile(_CHOICE, re.IGNORECASE)
+_OR_AND_COMMA = re.compile(rf"\s*,?\s*and\s+|\s*,\s*|{_CHOICE}", re.IGNORECASE)
 _NEGATION = re.compile(r"(?:\bnot|n['\u2019]t|\u2260|!=|\\neq?)\s*(?:be|equal(?:\s+to)?)?\s*$", re.IGNORECASE)
 _TRAILING = re.compile(r"[.,;:!?*)\s]+$")
 _NEGATION_LENGTH = 20
@@ -85,7 +86,7 @@ def _first_answer(statement: str) -> str | None:
         return None
     last = found[0]
     for match in found[1:]:
-        if not _ALTERNATIVE.fullmatch(statement, last.end(), match.start()):
+        if not _OR_AND_COMMA.fullmatch(statement, last.end(), match.start()):
             break
         last = match
     return without_delimiters(statement[found[0].start() : last.end()])
@@ -98,7 +99,7 @@ def _last_answer(text: str) -> str | None:
         return None
     first = found[-1]
     for match in reversed(found[:-1]):
-        if not _CHOICE.fullmatch(text, match.end(), first.start()):
+        if not _OR.fullmatch(text, match.end(), first.start()):
             break
         first = match
     return without_delimiters(text[first.start() : found[-1].end()])
