@@ -80,6 +80,13 @@ def test_ray_folder_is_open_to_its_user_only():
     assert own.stat().st_uid == os.getuid()
 
 
+def test_local_ray_starts_no_dashboard_and_no_autoscaler():
+    with RayVirtualCluster([1], use_gpus=False):
+        started = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("raylet" in command for command in started)
+    assert [command for command in started if "dashboard.py" in command or "autoscaler" in command] == []
+
+
 def test_interface_variables_keep_what_the_user_set(monkeypatch):
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import gc
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,16 +13,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rl_core.weights.shared_memory import DIRECTORY, Segment, sweep
 
 
-def my_segments() -> list[str]:
-    """Segments of this process without a living owner, and those of its dead children."""
-    gc.collect()
-    owned = {found.name for found in gc.get_objects() if isinstance(found, Segment)}
-    found = {path.name for path in DIRECTORY.glob(f"rlcore-{os.getpid()}-*")}
-    return [*sorted(found - owned), *sweep()]
+@pytest.fixture(scope="module", autouse=True)
+def living_segments():
+    """Segments of this process that something still owns. Collecting garbage for each test would take seconds."""
+    made: weakref.WeakSet[Segment] = weakref.WeakSet()
+    create = Segment.__init__
+
+    def create_and_record(self, *args, **kwargs):
+        create(self, *args, **kwargs)
+        made.add(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Segment, "__init__", create_and_record)
+        yield made
 
 
 @pytest.fixture(autouse=True)
-def no_segment_is_left():
+def no_segment_is_left(living_segments):
+    """No segment of this process without an owner, and none of its dead children."""
     sweep()  # what others left is not this test's
     yield
-    assert my_segments() == []
+    owned = {segment.name for segment in living_segments}
+    found = {path.name for path in DIRECTORY.glob(f"rlcore-{os.getpid()}-*")}
+    assert [*sorted(found - owned), *sweep()] == []
