@@ -1,6 +1,8 @@
 """Agents with their own control loop sample from the training engine through the official OpenAI client, and are recorded."""
 
+import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -8,6 +10,8 @@ import pytest
 import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import Completion, to_output
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
@@ -26,19 +30,40 @@ LENGTH = 48
 
 
 class RecordingEngine(HuggingFaceGeneration):
-    """Keeps a log of what it read and sampled."""
+    """Keeps a log of what it read and sampled. Yields each token of a row that streams, independent of time."""
 
     broken = False
+    cancelled = None
+    """Event that is set when a row is cancelled, which then waits after its first token."""
 
     async def generate_async(self, data, greedy=False):
         if self.broken:
             raise RLCoreError("the engine is broken")
         prompt = data["input_ids"][0, : int(data["input_lengths"][0])].tolist()
         async for row, output in super().generate_async(data, greedy):
+            if "unfinished" in output:
+                continue
             end = int(output["unpadded_sequence_lengths"][0])
             sampled = slice(len(prompt), end)
+            for length in range(1, end - len(prompt)) if "stream_tokens" in data else ():
+                yield row, self.so_far(output, len(prompt), length)
+                if self.cancelled is not None:
+                    try:
+                        await asyncio.sleep(3600)
+                    finally:
+                        self.cancelled.set()
             self.log.append((prompt, output["output_ids"][0, sampled].tolist(), output["logprobs"][0, sampled].tolist()))
             yield row, output
+
+    def so_far(self, output, start, length):
+        part = Completion(
+            prompt=output["output_ids"][0, :start].tolist(),
+            tokens=output["output_ids"][0, start : start + length].tolist(),
+            logprobs=output["logprobs"][0, start : start + length].tolist(),
+            truncated=True,
+            weight_version=int(output["weight_version"][0]),
+        )
+        return BatchedDataDict({**to_output([part]), "unfinished": torch.tensor([True])})
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +104,7 @@ class Lengths(EnvironmentInterface):
 @pytest.fixture
 def played(sampler, endpoint, tokenizer):
     sampler.log.clear()
-    sampler.broken = False
+    sampler.broken, sampler.cancelled = False, None
 
     def play(agent, rows=1, *, environment=None, max_turns=10, timeout_s=60.0):
         driver = AgentDriver(
@@ -174,8 +199,8 @@ async def talks_async(base_url, api_key, **_):
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     first = {"role": "user", "content": "1+1="}
     stream = await client.chat.completions.create(model="addition", messages=[first], stream=True, logprobs=True)
-    async for chunk in stream:
-        assert chunk.choices[0].delta.role == "assistant"
+    roles = [chunk.choices[0].delta.role async for chunk in stream]
+    assert roles == ["assistant", *[None] * (len(roles) - 1)]
     assert [model.id async for model in client.models.list()] == ["addition"]
     return {"right": 1.0, "style": 0.5}
 
@@ -185,6 +210,75 @@ def test_asynchronous_agents_stream_and_return_named_rewards(played, sampler):
     assert_recorded(rows, sampler.log)
     assert [row.reward_parts for row in rows] == [{"right": 1.0, "style": 0.5}] * 2
     assert all(row.scored and row.done for row in rows)
+
+
+def test_streamed_turns_are_recorded_like_others_and_their_deltas_are_the_recorded_turns(played, sampler):
+    deltas = []
+
+    def agent(base_url, api_key, model, messages, metadata, *, stream):
+        client = client_of(base_url, api_key)
+        history = list(messages)
+        for turn in range(2):
+            asked = {"model": model, "messages": history, "logprobs": True, "extra_body": {"return_token_ids": True}}
+            if not stream:
+                text = client.chat.completions.create(**asked).choices[0].message.content
+            else:
+                chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+                assert chunks.pop().usage.completion_tokens == len(chunks)
+                choices = [chunk.choices[0] for chunk in chunks]
+                text = "".join(choice.delta.content for choice in choices)
+                deltas.append(choices)
+            history += [{"role": "assistant", "content": text}, {"role": "user", "content": f"+{turn}="}]
+        return 1.0
+
+    # One rollout at a time, because log-probabilities of batches of other sizes may differ in their last bits.
+    whole = played(partial(agent, stream=False))
+    expected, log = to_batch(whole), list(sampler.log)
+    sampler.log.clear()
+    streamed = played(partial(agent, stream=True))
+    found = assert_recorded(streamed, sampler.log)
+    assert sampler.log == log
+    for key in ("input_ids", "token_mask", "generation_logprobs", "token_versions", "token_turns"):
+        assert torch.equal(found[key], expected[key]), key
+    assert [row.conversation() for row in streamed] == [row.conversation() for row in whole]
+    turns = [
+        (
+            choices[0].prompt_token_ids,
+            [token for choice in choices for token in choice.token_ids],
+            [entry.logprob for choice in choices for entry in choice.logprobs.content],
+        )
+        for choices in deltas
+    ]
+    assert turns == log
+    assert all(len(choices) == len(tokens) for choices, (_, tokens, _) in zip(deltas, turns, strict=True))
+    assert max(map(len, deltas)) > 1
+
+
+def test_a_client_that_leaves_a_stream_cancels_the_turn_which_is_not_recorded(played, sampler):
+    def agent(base_url, api_key, model, messages, metadata):
+        sampler.cancelled = threading.Event()
+        with client_of(base_url, api_key).chat.completions.create(model=model, messages=messages, stream=True) as stream:
+            assert next(stream).choices[0].finish_reason is None
+        assert sampler.cancelled.wait(60)
+        sampler.cancelled = None
+        asks_once(base_url, api_key, model, messages)
+        return 1.0
+
+    [row] = played(agent)
+    assert (row.turns, row.scored) == (1, True), row.failure
+    assert_recorded([row], sampler.log)
+
+
+def test_errors_before_the_first_token_of_a_stream_have_their_status(played, sampler):
+    def agent(base_url, api_key, model, messages, metadata):
+        create = client_of(base_url, api_key).chat.completions.create
+        asks_once(base_url, api_key, model, messages)
+        with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
+            create(model=model, messages=messages, stream=True)
+        return 1.0
+
+    [row] = played(agent, max_turns=1)
+    assert (row.truncated, row.scored) == (True, True), row.failure
 
 
 def test_equal_seeds_give_equal_rollouts_and_prompts_differ(played):

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
-from rl_core.errors import RLCoreError
 from rl_core.interfaces.messages import Message
+from rl_serve.agent_turns import arriving, ended, row_of, sampled
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
+from rl_serve.deltas import ChatDeltas
 from rl_serve.disconnects import unless_disconnected
-from rl_serve.engine import SampledRow, SamplingRow
-from rl_serve.errors import ApiError, add_error_handlers, server_sent_event
+from rl_serve.engine import SamplingRow
+from rl_serve.errors import ApiError, add_error_handlers
+from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
 from rl_serve.gate import Gate
 from rl_serve.listening import KEEP_ALIVE_S
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
-from rl_train.agents.model_server import (
-    AgentLimitError,
-    AgentRequest,
-    AgentSessionEndedError,
-    AgentTurn,
-    ModelServer,
-    ServerSettings,
-    TurnSource,
-)
+from rl_train.agents.model_server import AgentRequest, AgentTurn, ModelServer, ServerSettings, TurnSource
 
-_log = logging.getLogger(__name__)
 _LIMITS = Limits(max_concurrent_requests=100_000, max_body_bytes=32 * 2**20)
 """Agents are trusted functions of the run; the number of rollouts limits their requests."""
 _START_TIMEOUT_S = 30.0
@@ -122,31 +115,61 @@ class AgentRoutes:
             stop_strings=body.stop_strings(),
             max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         )
-        turn = await unless_disconnected(request, _sampled(turns, asked))
-        plan = _plan_of(asked, turn)
-        choices = ChoiceFormat(
-            tokenizer=self._settings.tokenizer, plan=plan, logprobs=body.logprobs, token_ids=body.return_token_ids
-        )
-        row = SampledRow(
-            token_ids=turn.token_ids, logprobs=turn.logprobs, truncated=turn.truncated, weight_version=turn.weight_version
-        )
-        text, complete = choices.text(0, row), not turn.truncated
-        message = self._chat.answer(turn.token_ids, text, prompt=turn.prompt, messages=messages, tools=tools, complete=complete)
-        counts = usage(plan, {0: row})
-        if not body.stream:
-            head = ResponseHead.new("chatcmpl", "chat.completion", self._settings.model)
-            return JSONResponse(head.body([choices.message(0, row, message)], usage=counts))
+
+        def answers(turn: AgentTurn) -> ChatDeltas:
+            plan = _plan_of(asked, turn)
+            choices = ChoiceFormat(
+                tokenizer=self._settings.tokenizer, plan=plan, logprobs=body.logprobs, token_ids=body.return_token_ids
+            )
+            return ChatDeltas(choices, self._chat, messages, tools)
+
+        if body.stream:
+            counts = body.stream_options is not None and body.stream_options.include_usage
+            return await self._stream(arriving(turns, asked), answers, request, counts=counts)
+        turn = await unless_disconnected(request, sampled(turns, asked))
+        row, answer = row_of(turn), answers(turn)
+        head = ResponseHead.new("chatcmpl", "chat.completion", self._settings.model)
+        found = answer.choices.message(0, row, answer.message(0, row))
+        return JSONResponse(head.body([found], usage=usage(answer.choices.plan, {0: row})))
+
+    async def _stream(
+        self,
+        arrivals: AsyncGenerator[tuple[AgentTurn, bool], None],
+        answers: Callable[[AgentTurn], ChatDeltas],
+        request: Request,
+        *,
+        counts: bool,
+    ) -> EventStream:
+        """A turn as events while it is sampled. An error before its first tokens has its own status."""
         head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._settings.model)
-        chunks = [head.body([choices.message(0, row, message, key="delta")])]
-        if body.stream_options is not None and body.stream_options.include_usage:
-            chunks.append(head.body([], usage=counts))
-        return _stream(chunks)
+
+        async def first() -> tuple[AgentTurn, bool]:
+            return await anext(arrivals)
+
+        async def events(turn: AgentTurn, is_finished: bool) -> AsyncGenerator[str, None]:
+            deltas = answers(turn)
+            async with aclosing(arrivals):
+                while True:
+                    row = row_of(turn, is_finished=is_finished)
+                    if (choice := deltas.choice(0, row)) is not None:
+                        yield server_sent_event(head.body([choice]))
+                    if is_finished:
+                        break
+                    turn, is_finished = await anext(arrivals)
+            if counts:
+                yield server_sent_event(head.body([], usage=usage(deltas.choices.plan, {0: row})))
+            yield DONE
+
+        found = await unless_disconnected(request, first())
+        exits = AsyncExitStack()
+        exits.push_async_callback(arrivals.aclose)
+        return EventStream(ending_in_errors(events(*found)), exits)
 
     def _turns_of(self, request: Request) -> TurnSource:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         turns = self.turns.get(key.strip()) if scheme.lower() == "bearer" else None
         if turns is None:
-            raise _ended("There is no rollout with this key, or it has ended.")
+            raise ended("There is no rollout with this key, or it has ended.")
         return turns
 
     def _refuse_unsupported(self, body: ChatRequest) -> None:
@@ -168,22 +191,6 @@ class AgentRoutes:
                 raise ApiError(400, f"{name} must be {value}.", param=name, code="unsupported_value")
 
 
-async def _sampled(turns: TurnSource, asked: AgentRequest) -> AgentTurn:
-    try:
-        return await turns.sample(asked)
-    except AgentLimitError as error:
-        raise ApiError(400, str(error), code="context_length_exceeded") from error
-    except AgentSessionEndedError as error:
-        raise _ended(str(error)) from error
-    except RLCoreError as error:
-        _log.exception("the engine failed")
-        raise ApiError(503, f"The engine failed: {type(error).__name__}.") from error
-
-
-def _ended(message: str) -> ApiError:
-    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-
-
 def _messages(messages: list[dict[str, Any]]) -> list[Message]:
     return [Message(**message) for message in messages]  # type: ignore[typeddict-item]
 
@@ -192,14 +199,3 @@ def _plan_of(asked: AgentRequest, turn: AgentTurn) -> SamplingPlan:
     """The sampled turn in the form of a request to the server."""
     row = SamplingRow(prompt=turn.prompt, seed=0, max_new_tokens=len(turn.token_ids), stop_strings=tuple(asked.stop_strings))
     return SamplingPlan(rows=[row], greedy=False, prompts=[turn.prompt], n=1)
-
-
-def _stream(chunks: Sequence[Mapping[str, Any]]) -> StreamingResponse:
-    """A finished turn as server-sent events."""
-
-    async def events() -> AsyncIterator[str]:
-        for chunk in chunks:
-            yield server_sent_event(chunk)
-        yield "data: [DONE]\n\n"
-
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from rl_serve.answering import Answer, Answering, Ask, Reply
 from rl_serve.disconnects import unless_disconnected
-from rl_serve.errors import ApiError, server_sent_event
+from rl_serve.errors import ApiError
+from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
 from rl_serve.requests import ChatRequest, ForwardedChatRequest
 from rl_serve.responses import ResponseHead
 from rl_serve.sampling import Limits
@@ -117,29 +118,23 @@ class AnswerResponses:
 
         return await _gathered([one(index) for index in range(options.n)])
 
-    def _stream(
-        self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions
-    ) -> StreamingResponse:
+    def _stream(self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions) -> EventStream:
         head = ResponseHead.new("chatcmpl", "chat.completion.chunk", options.model)
         replies: list[Reply] = []
 
-        async def events() -> AsyncIterator[str]:
-            try:
-                for index in range(options.n):
-                    async with aclosing(self._deltas(messages, asker(index), replies)) as deltas:
-                        async for delta, reason in deltas:
-                            choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-                            yield server_sent_event(head.body([choice]))
-            except ApiError as error:
-                yield server_sent_event(error.body())
-                return
+        async def events() -> AsyncGenerator[str, None]:
+            for index in range(options.n):
+                async with aclosing(self._deltas(messages, asker(index), replies)) as deltas:
+                    async for delta, reason in deltas:
+                        choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+                        yield server_sent_event(head.body([choice]))
             if options.include_usage:
                 first = replies[0].prompt_tokens
                 sampled = sum(reply.completion_tokens for reply in replies)
                 yield server_sent_event(head.body([], usage=_counts(first, sampled)))
-            yield "data: [DONE]\n\n"
+            yield DONE
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return EventStream(ending_in_errors(events()))
 
     async def _deltas(
         self, messages: Sequence[Mapping[str, Any]], ask: Ask, replies: list[Reply]

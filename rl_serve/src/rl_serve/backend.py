@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 
 from rl_core.http import HttpClient, HttpError, RequestLimits
-from rl_serve.errors import ApiError, server_sent_event
+from rl_serve.errors import ApiError
+from rl_serve.event_streams import server_sent_event
 from rl_serve.settings import BackendSection
 
 _RETRY_AFTER_S = 1

@@ -113,7 +113,7 @@ class ChatDeltas:
     def __init__(
         self, choices: ChoiceFormat, chat: ChatFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> None:
-        self._choices, self._chat, self._messages, self._tools = choices, chat, messages, tools
+        self.choices, self._chat, self._messages, self._tools = choices, chat, messages, tools
         self._rows: dict[int, RowDeltas] = {}
         self._started: set[int] = set()
 
@@ -121,8 +121,8 @@ class ChatDeltas:
         """The message of a finished completion."""
         return self._chat.answer(
             row.token_ids,
-            self._choices.text(index, row),
-            prompt=self._choices.plan.prompts[0],
+            self.choices.text(index, row),
+            prompt=self.choices.plan.prompts[0],
             messages=self._messages,
             tools=self._tools,
             complete=not row.truncated,
@@ -130,7 +130,7 @@ class ChatDeltas:
 
     def choice(self, index: int, row: SampledRow) -> Mapping[str, Any] | None:
         """As `CompletionDeltas.choice`."""
-        choices = self._choices
+        choices = self.choices
         state = self._rows.setdefault(index, _row_deltas(choices, index))
         new = state.new_tokens(row)
         message = self.message(index, row) if row.is_finished else AssistantMessage(content=self._stable_text(state, row))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,11 +57,6 @@ async def _answer_api_error(_: Request, error: Exception) -> JSONResponse:
     """FastAPI's handler of `ApiError`."""
     assert isinstance(error, ApiError)
     return error.response()
-
-
-def server_sent_event(body: Mapping[str, Any]) -> str:
-    """A JSON body as an event of a stream."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
 async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
@@ -21,7 +21,8 @@ from rl_serve.deltas import ChatDeltas, CompletionDeltas
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.engine_state import read_engine_state
-from rl_serve.errors import ApiError, server_sent_event
+from rl_serve.errors import ApiError
+from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
 from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan, new_seed, plan_sampling
@@ -223,26 +224,18 @@ class LocalRoutes:
 
     def _stream(
         self, plan: SamplingPlan, body: SamplingRequest, head: ResponseHead, deltas: CompletionDeltas | ChatDeltas
-    ) -> StreamingResponse:
+    ) -> EventStream:
         counts = body.stream_options is not None and body.stream_options.include_usage
 
-        async def events() -> AsyncIterator[str]:
+        async def events() -> AsyncGenerator[str, None]:
             rows: dict[int, SampledRow] = {}
-            try:
-                async with contextlib.aclosing(self._rows(plan, stream=True)) as found:
-                    async for index, row in found:
-                        rows[index] = row
-                        if (choice := deltas.choice(index, row)) is not None:
-                            yield server_sent_event(head.body([choice]))
-            except ApiError as error:
-                yield server_sent_event(error.body())
-                return
-            except Exception:  # the status was already sent, so the client learns of the failure only from an event
-                _log.exception("a stream failed")
-                yield server_sent_event(ApiError(500, "The server failed. Its log has the details.").body())
-                return
+            async with contextlib.aclosing(self._rows(plan, stream=True)) as found:
+                async for index, row in found:
+                    rows[index] = row
+                    if (choice := deltas.choice(index, row)) is not None:
+                        yield server_sent_event(head.body([choice]))
             if counts:
                 yield server_sent_event(head.body([], usage=usage(plan, rows)))
-            yield "data: [DONE]\n\n"
+            yield DONE
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return EventStream(ending_in_errors(events()))

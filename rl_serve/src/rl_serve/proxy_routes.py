@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse, Response
 
 from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
 from rl_serve.answering import Answering, Ask, Reply
@@ -16,6 +15,7 @@ from rl_serve.backend import Backend
 from rl_serve.chat_format import read_messages
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.errors import ApiError
+from rl_serve.event_streams import EventStream
 from rl_serve.requests import ForwardedChatRequest, ForwardedCompletionRequest, ForwardedTokensRequest, GenerateRequest
 from rl_serve.sampling import Limits
 
@@ -106,7 +106,7 @@ class ProxyRoutes:
             return JSONResponse(await unless_disconnected(request, self._backend.post(path, sent)))
         exits = AsyncExitStack()
         lines = await exits.enter_async_context(self._backend.stream(path, sent))
-        return _Forwarded(lines, exits)
+        return EventStream(lines, exits)
 
     def _asker(self, given: Mapping[str, Any]) -> Callable[[int], Ask]:
         """Makes the function that continues a conversation, for each choice; with a seed, choices differ."""
@@ -128,18 +128,6 @@ class ProxyRoutes:
             return ask
 
         return of_choice
-
-
-class _Forwarded(StreamingResponse):
-    """The lines of a backend's stream; its connection is closed at the end, also if the client was already gone."""
-
-    def __init__(self, lines: AsyncIterator[str], exits: AsyncExitStack) -> None:
-        super().__init__(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._exits = exits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._exits:
-            await super().__call__(scope, receive, send)
 
 
 def _choices(found: Any) -> list[dict[str, Any]]:

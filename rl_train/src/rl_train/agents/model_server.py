@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ class AgentRequest:
     """Strings that end the turn."""
     max_new_tokens: int | None = None
     """Maximum number of new tokens; limited by `policy.generation.max_new_tokens`."""
+    on_tokens: Callable[[AgentTurn], None] | None = None
+    """Called with all tokens so far when there are new ones, if the engine streams tokens; in the thread of the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class AgentTurn:
     logprobs: list[float]
     """Their log-probabilities in nats."""
     truncated: bool
-    """Whether a length limit ended the turn."""
+    """Whether a length limit ended the turn; without meaning before its end."""
     weight_version: int
     """Version of the weights that sampled it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -67,6 +67,7 @@ class AgentSession:
                 stop_strings=list(request.stop_strings) or None,
                 messages=request.messages,
                 max_new_tokens=new_tokens,
+                on_tokens=_as_reported(request.on_tokens, prompt),
             ),
             self._loop,
         )
@@ -80,13 +81,7 @@ class AgentSession:
         with self._lock:
             self._refuse_if_ended()
             self._record(request, prompt, turn)
-        return AgentTurn(
-            prompt=prompt,
-            token_ids=turn.token_ids.tolist(),
-            logprobs=turn.logprobs.tolist(),
-            truncated=turn.truncated,
-            weight_version=turn.weight_version,
-        )
+        return _agent_turn(prompt, turn)
 
     def finish(self) -> None:
         """End the rollout: later requests are refused, and the recorded segments become those of the rollout."""
@@ -160,6 +155,20 @@ class AgentSession:
 def failed_by_engine(error: Exception | None) -> bool:
     """Whether an error of the engine concerns more than one rollout."""
     return error is not None and not isinstance(error, StepFailedError | AgentLimitError | AgentSessionEndedError)
+
+
+def _as_reported(report: Callable[[AgentTurn], None] | None, prompt: list[int]) -> Callable[[SampledTurn], None] | None:
+    return None if report is None else lambda turn: report(_agent_turn(prompt, turn))
+
+
+def _agent_turn(prompt: list[int], turn: SampledTurn) -> AgentTurn:
+    return AgentTurn(
+        prompt=prompt,
+        token_ids=turn.token_ids.tolist(),
+        logprobs=turn.logprobs.tolist(),
+        truncated=turn.truncated,
+        weight_version=turn.weight_version,
+    )
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

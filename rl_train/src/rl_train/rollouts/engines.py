@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +34,20 @@ class TurnRequest:
     """The conversation so far, for engines that read messages instead of token ids."""
     max_new_tokens: int | None = None
     """Maximum number of new tokens; None for the engine's own limit."""
+    on_tokens: Callable[[SampledTurn], None] | None = None
+    """Called with all tokens so far when there are new ones; only by engines that stream tokens and sample rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTurn:
-    """What the model sampled in one turn."""
+    """What the model sampled in one turn, or the tokens so far."""
 
     token_ids: torch.Tensor
     """[T'] int64."""
     logprobs: torch.Tensor
     """[T'] float32, in nats."""
     truncated: bool
-    """Whether a limit ended the turn."""
+    """Whether a limit ended the turn; without meaning before its end."""
     weight_version: int
 
 
@@ -85,9 +87,15 @@ class RowSampler(TurnSampler):
         batch["session_ids"] = [self._session(request.position)]
         if request.max_new_tokens is not None:
             batch["max_new_tokens"] = torch.tensor([request.max_new_tokens], dtype=torch.int64)
+        if request.on_tokens is not None and self._generation.streams_tokens:
+            batch["stream_tokens"] = torch.ones(1, dtype=torch.bool)
         rows: Any = self._generation.generate_async(batch, greedy=self._greedy)
         try:
             async for _, output in rows:
+                if "unfinished" in output:
+                    assert request.on_tokens is not None
+                    request.on_tokens(_turn(output, 0, len(request.token_ids)))
+                    continue
                 turn = _outcome(output, 0, len(request.token_ids))
                 if isinstance(turn, StepFailedError):
                     raise turn
@@ -200,6 +208,7 @@ class RolloutEngine:
         stop_strings: list[str] | None = None,
         messages: Sequence[Message] = (),
         max_new_tokens: int | None = None,
+        on_tokens: Callable[[SampledTurn], None] | None = None,
     ) -> SampledTurn:
         """Sample the next turn.
 
@@ -208,6 +217,7 @@ class RolloutEngine:
             stop_strings: strings that end the turn.
             messages: the conversation so far, for engines that read messages.
             max_new_tokens: maximum number of new tokens, only for an engine that samples rows; by default the engine's limit.
+            on_tokens: called with all tokens so far when there are new ones, only by an engine that streams tokens.
 
         Raises:
             StepFailedError: the engine could not sample this turn, but may sample others.
@@ -223,6 +233,7 @@ class RolloutEngine:
                 position=self._position,
                 messages=list(messages),
                 max_new_tokens=max_new_tokens,
+                on_tokens=on_tokens,
             )
         )
 

@@ -1,0 +1,53 @@
+"""Responses of server-sent events that end with an error as an event, and that release what they use."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rl_serve.errors import ApiError
+
+_log = logging.getLogger(__name__)
+DONE = "data: [DONE]\n\n"
+"""The last event of a complete stream."""
+
+
+def server_sent_event(body: Mapping[str, Any]) -> str:
+    """A JSON body as an event of a stream."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream of events.
+
+    Args:
+        events: the events.
+        exits: closed at the end, also if the client was gone before the first event.
+    """
+
+    def __init__(self, events: AsyncIterable[str], exits: AsyncExitStack | None = None) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._exits = AsyncExitStack() if exits is None else exits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._exits:
+            await super().__call__(scope, receive, send)
+
+
+async def ending_in_errors(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The events, and an event with the error that ended them: the status was already sent."""
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+        except ApiError as error:
+            yield server_sent_event(error.body())
+        except Exception:
+            _log.exception("a stream failed")
+            yield server_sent_event(ApiError(500, "The server failed. Its log has the details.").body())
