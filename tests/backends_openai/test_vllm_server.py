@@ -1,20 +1,16 @@
 """Training against vLLM's own server on a CPU, started with the printed command."""
 
 import json
-import os
 import shlex
-import signal
-import socket
-import subprocess
 import sys
-import time
 import urllib.request
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from openai_servers import LEARNING, LEARNING_STEPS, MODEL, assert_learned, engine_of, prompts
+from vllm_servers import free_port, vllm_server
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -31,7 +27,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.full("starts vLLM's server, which takes half a minute"),
 ]
-START_S = 300
 FORGETFUL = """
 from rl_backends_vllm.refit import VllmWeightReceiver
 from rl_backends_vllm.server_extension import ServerWeights
@@ -53,9 +48,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("updates")
     modules = tmp_path_factory.mktemp("modules")
     (modules / "forgetful.py").write_text(FORGETFUL)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = vllm_command(
         str(MODEL),
         updates=UpdateOptions(folder=folder.resolve(), admin_key=""),
@@ -67,42 +60,8 @@ def server(tmp_path_factory):
     )
     command = command.replace(EXTENSION, "forgetful.Forgetful").replace(" python ", f" {shlex.quote(sys.executable)} ")
     command += " --dtype float32 --max-model-len 64 --max-num-seqs 64"
-    paths = os.pathsep.join([str(modules), *(path for path in sys.path if path)])
-    log = folder.parent / "server.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            ["bash", "-c", f"exec env {command}"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": paths,
-                "OMP_NUM_THREADS": "1",
-                "TORCHDYNAMO_DISABLE": "1",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_NO_USAGE_STATS": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
-        )
-        try:
-            _wait_for(f"http://127.0.0.1:{port}/health", process, log)
-            yield f"http://127.0.0.1:{port}", folder
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _wait_for(url, process, log):
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-4000:]
-        with suppress(OSError), closing(urllib.request.urlopen(url, timeout=5)):
-            return
-        time.sleep(0.5)
-    raise AssertionError(log.read_text()[-4000:])
+    with vllm_server(command, port, folder.parent / "server.log", modules=[modules]):
+        yield f"http://127.0.0.1:{port}", folder
 
 
 def call(url, method, *arguments):
