@@ -190,6 +190,75 @@ def test_a_comparison_inside_of_the_sandbox_can_be_forged_as_documented(run):
     assert run((EQUALS_EVERYTHING, inside)) == [(1.0, "passed")]
 
 
+LOOP = "for i in range(5):\n    assert square(i) == i * i"
+ASSIGNING_LOOP = "for i in range(5):\n    found = square(i)\n    assert found == i * i"
+HELPER = "def same(a, b):\n    assert a == b\nsame(square(0), 0)\nsame(square(2), 4)\nsame(square(3), 9)"
+LOOP_IN_CHECK = """
+def check(candidate):
+    inputs, results = [[0], [2], [3]], [0, 4, 9]
+    for i, (inp, exp) in enumerate(zip(inputs, results)):
+        assert candidate(*inp) == exp
+"""
+
+
+@pytest.mark.parametrize("tests", [LOOP, ASSIGNING_LOOP, HELPER, LOOP_IN_CHECK], ids=["loop", "assigning", "helper", "check"])
+def test_an_assertion_in_a_loop_or_helper_fails_if_its_tests_do_not_finish(run, tests):
+    """The first round of each passes: square(0) is 0."""
+    info = {"tests": tests, "entry_point": "square"}
+    ends = "import os\ndef square(x):\n    if x:\n        {}\n    return 0"
+    programs = [ends.format(end) for end in ("os._exit(0)", "raise SystemExit(0)", "1 / 0", "raise KeyboardInterrupt")]
+    assert [reward for reward, _ in run(*((program, info) for program in programs))] == [0.0] * 4
+    assert run(("def square(x): return x * x", info)) == [(1.0, "passed")]
+
+
+def test_a_statement_that_raises_after_the_assertions_fails_a_test(run):
+    tests = {"tests": ["import no_such_module", "assert square(2) == 4", "square('')"]}
+    assert run(("def square(x): return x * x", tests)) == [(0.0, "error")]
+    assert run(("def square(x): return x and x * x", tests)) == [(1.0, "passed")]
+
+
+def test_assert_false_must_not_be_reached_and_assert_true_tests_nothing(run):
+    info = {
+        "tests": """
+def check(candidate):
+    try:
+        candidate("a")
+        assert False, "must raise"
+    except TypeError:
+        pass
+    assert candidate(3) == 9
+    assert True, "good"
+""",
+        "entry_point": "square",
+    }
+    accepts_text, exits = "def square(x): return 9", "import os\ndef square(x): os._exit(0)"
+    wrong = "def square(x): return x * 'a'"
+    rows = [(program, info) for program in ("def square(x): return x * x", accepts_text, exits, wrong)]
+    assert [reward for reward, _ in run(*rows)] == [1.0, 0.5, 0.0, 0.5]
+    with pytest.raises(DataError, match="have no assert statement"):
+        split_tests("assert True", None)
+
+
+def test_values_that_the_tests_assign_are_not_among_the_globals_of_the_program(run):
+    expected = {"tests": ["import math", "expected = 4", "assert square(2) == expected"]}
+    reads = "def square(x): return globals().get('expected')"
+    imports = "def square(x): return int(math.pow(x, 2))"
+    assert [reward for reward, _ in run((reads, expected), (imports, expected))] == [0.0, 1.0]
+
+
+def test_large_whole_numbers_are_compared(run):
+    program = "import math\ndef large(n): return -math.factorial(n)"
+    assert run((program, {"tests": ["assert large(2000) % 1999 == 0", "assert large(2000) < 0"]})) == [(1.0, "passed")]
+
+
+def test_output_after_what_is_read_is_not_ignored(run):
+    info = {"stdin_stdout": [["1 2", "3"]]}
+    correct = "print(sum(map(int, input().split())))"
+    floods = f"{correct}\nprint(' ' * 100_000)\nprint(4)"
+    logs = f"import sys\n{correct}\nprint('log' * 100_000, file=sys.stderr)"
+    assert [reward for reward, _ in run((floods, info), (logs, info))] == [0.0, 1.0]
+
+
 def test_objects_that_equal_everything_are_read_as_their_base_type(run):
     [(reward, _)] = run((EQUALS_EVERYTHING.replace('Liar("lie")', 'Liar("heo")'), MBPP))
     assert reward == pytest.approx(1 / 3)
@@ -386,7 +455,14 @@ def test_a_row_whose_sandbox_does_not_start_fails_and_is_not_scored(environment,
     ("completion", "code"),
     [
         ("no code", None),
-        ("```python\nfirst\n```\nthen\n```\nlast\n```", "last"),
+        ("```python\nfirst\n```\nthen\n```python\nlast\n```", "last"),
+        ("```\nfirst\n```\nthen\n```\nlast\n```", "last"),
+        ("```python\nprogram\n```\nIt prints:\n```\n3\n```", "program"),
+        ("```{python}\nprogram\n```", "program"),
+        ("1. Here:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1"),
+        ("<think>\n```python\nconsidered\n```\n</think>\nI do not know.", None),
+        ("```python\nconsidered\n```\n</think>\n```python\nprogram\n```", "program"),
+        ("<think>\n```python\nconsidered\n```", None),
         ("```python\nprogram\n```\n```text\noutput\n```", "program"),
         ("~~~py\na = '```'\n~~~", "a = '```'"),
         ("````\n```\ninner\n```\n````", "```\ninner\n```"),
@@ -447,3 +523,4 @@ def test_outputs_are_equal_apart_from_trailing_white_space():
     assert same_output("1 2 \n3\n\n", "1 2\n3")
     assert not same_output("1  2", "1 2")
     assert not same_output("", "0")
+    assert not same_output("1\x0c2", "1\n2")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 
 import pytest
 
-from rl_sandbox.cgroups import PREFIX, Cgroups, _processes
+from rl_sandbox.cgroups import PREFIX, Cgroups, _processes, remove
+from rl_sandbox.launcher import Launcher, Session
 
 LIMITS = {"memory": 1000, "pids": 10}
 
@@ -76,3 +79,21 @@ def test_processes_of_other_namespaces_are_not_listed(tmp_path):
     """The kernel lists them as 0, and a signal to 0 would reach the process group of the launcher."""
     (tmp_path / "cgroup.procs").write_text("0\n41\n0\n")
     assert _processes(tmp_path) == [41]
+
+
+def test_a_session_whose_cgroup_is_still_in_use_closes_and_its_cgroup_is_removed_later(tmp_path, monkeypatch):
+    """A busy kernel may release the killed processes late, which says nothing about the program that ran."""
+    monkeypatch.setitem(remove.__kwdefaults__, "wait_s", 0.0)
+    launcher = Launcher({"level": "user_namespace", "machine": platform.machine(), "folders": {}, "drop_to": None})
+    for number in (1, 2):
+        cgroup = tmp_path / f"{PREFIX}{number}"
+        cgroup.mkdir()
+        (cgroup / "in_use").touch()
+        process = subprocess.Popen(["sleep", "100"], start_new_session=True)
+        launcher.sessions[number] = Session(process=process, cgroup=[cgroup])
+    (tmp_path / f"{PREFIX}2" / "in_use").unlink()
+    assert launcher.close(1) == {"ended_by": None}
+    assert len(launcher.unremoved) == 1
+    (tmp_path / f"{PREFIX}1" / "in_use").unlink()
+    launcher.close(2)
+    assert (launcher.unremoved, list(tmp_path.iterdir())) == ([], [])

@@ -19,6 +19,7 @@ _RULES = {
     "cpu": ((), ()),
 }
 _REMOVAL_S = 5.0
+"""Seconds to wait until the kernel has released the killed processes of a cgroup."""
 
 
 class Cgroups:
@@ -116,14 +117,15 @@ def enter(folders: list[Path]) -> None:
         (folder / "cgroup.procs").write_text("0")
 
 
-def remove(folders: list[Path]) -> None:
-    """Remove a cgroup whose processes were killed. The kernel may need a moment to release them."""
-    end = time.monotonic() + _REMOVAL_S
+def remove(folders: list[Path], *, wait_s: float = _REMOVAL_S) -> bool:
+    """Remove a cgroup whose processes were killed; returns whether it is gone. The kernel may need a moment to release them."""
+    end = time.monotonic() + wait_s
     for folder in folders:
         while folder.exists():
             try:
                 folder.rmdir()
             except OSError:
-                if time.monotonic() > end:
-                    raise
+                if time.monotonic() >= end:
+                    return False
                 time.sleep(0.002)
+    return True

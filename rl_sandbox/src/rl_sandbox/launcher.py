@@ -60,6 +60,8 @@ class Launcher:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self.sessions: dict[int, Session] = {}
+        self.unremoved: list[Session] = []
+        """Ended sessions whose cgroups the kernel had not released in time. They keep their user ids until then."""
         self.cgroups: cgroups.Cgroups | None = None
         if settings["level"] == "rlimits":
             _prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -154,7 +156,9 @@ class Launcher:
             session.process.wait()
             if session.folder is not None:
                 self._kill_orphans()
-            _remove(session)
+            self.unremoved = [ended for ended in self.unremoved if not _remove(ended, wait_s=0.0)]
+            if not _remove(session):
+                self.unremoved.append(session)
         return {"ended_by": ended_by}
 
     def _ended_by(self, status: int | None) -> str | None:
@@ -249,12 +253,15 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _remove(session: Session) -> None:
-    cgroups.remove(session.cgroup)
+def _remove(session: Session, **wait: float) -> bool:
+    """Remove what belongs to an ended session; returns False if its cgroup is still in use, so that nothing is reused yet."""
+    if not cgroups.remove(session.cgroup, **wait):
+        return False
     if session.uid is not None:
         session.uid.close()
     if session.folder is not None:
         shutil.rmtree(session.folder, ignore_errors=True)
+    return True
 
 
 def serve(control: socket.socket, parent: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import ArithmeticEnvironmentConfig, read_section
 from rl_envs.math.boxes import last_box
 from rl_envs.single_turn import correctness_replies, ended
@@ -67,10 +68,10 @@ class ArithmeticEnvironment(EnvironmentInterface):
 
 
 def read_number(completion: str, *, in_box: bool) -> str | None:
-    """The whole number that the completion (or its last box) consists of, as written; None for anything else."""
-    text = completion
+    """The whole number that the answer (or its last box) consists of, as written; None for anything else."""
+    text = final_text(completion)
     if in_box:
-        box = last_box(completion)
+        box = last_box(text)
         if box is None:
             return None
         text = box

@@ -12,11 +12,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
-from rl_envs.code.evaluation import ARITHMETIC, FUNCTIONS, TYPES, UNARY, VALUE
+from rl_envs.code.evaluation import ARITHMETIC, FUNCTIONS, TYPES, UNARY, VALUE, holds
 
 _ITERATING = frozenset({"all", "any", "list", "max", "min", "set", "sorted", "sum", "tuple"})
 """Functions that only iterate over their first argument, which can therefore be a generator."""
@@ -34,6 +34,16 @@ class SplitTests:
 
     statements: tuple[str, ...]
     conditions: tuple[ast.expr, ...]
+    owners: Mapping[int, int | None]
+    """By number of an assertion that may run several times or must not be reached: the number of the statement that must finish
+    for it to pass; None for all statements of `required`. An assertion in a loop would otherwise pass if the program ends the
+    process, or raises, after the first round."""
+    unreachable: frozenset[int]
+    """Numbers of the assertions that are always false: `assert False` after a call that must raise."""
+    required: frozenset[int]
+    """Numbers of the statements that must finish: all but imports."""
+    definitions: tuple[tuple[str, ...], ...]
+    """For each statement, the names of the functions, classes and modules that it defines. The program can use them."""
 
 
 @lru_cache(maxsize=1024)
@@ -49,22 +59,41 @@ def split_tests(source: str, entry_point: str | None) -> SplitTests:
     """
     try:
         tree = ast.parse(source)
-        splitter = _Splitter(_names_inside(tree, entry_point))
-        statements = [ast.unparse(ast.fix_missing_locations(splitter.visit(node))) for node in tree.body]
+        called = {node.name: len(tree.body) + i for i, node in enumerate(filter(_is_test_function, tree.body))}
+        splitter = _Splitter(_names_inside(tree, entry_point), called)
+        statements = [splitter.statement(number, node) for number, node in enumerate(tree.body)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise DataError(f"The tests are not valid Python ({error}): {format_value(source)}") from error
     if not splitter.conditions:
         raise DataError(f"The tests have no assert statement, so every program would pass: {format_value(source)}")
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "check":
-            if entry_point is None:
-                raise DataError(
-                    "The tests define check(candidate), so the row needs `entry_point`, the function to pass to it."
-                )
-            statements.append(f"check({entry_point})")
-        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not node.args.args:
-            statements.append(f"{node.name}()")
-    return SplitTests(tuple(statements), tuple(splitter.conditions))
+    if "check" in called and entry_point is None:
+        raise DataError("The tests define check(candidate), so the row needs `entry_point`, the function to pass to it.")
+    definitions = [tuple(_defined_by(node)) for node in tree.body]
+    return SplitTests(
+        statements=(*statements, *(f"check({entry_point})" if name == "check" else f"{name}()" for name in called)),
+        conditions=tuple(splitter.conditions),
+        owners=splitter.owners,
+        unreachable=frozenset(splitter.unreachable),
+        required=frozenset(
+            {i for i, node in enumerate(tree.body) if not isinstance(node, ast.Import | ast.ImportFrom)} | set(called.values())
+        ),
+        definitions=(*definitions, *(() for _ in called)),
+    )
+
+
+def _is_test_function(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    """Whether a top-level statement defines `check(candidate)` or `test_...()`, which is then called."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    return node.name == "check" or (node.name.startswith("test_") and not node.args.args)
+
+
+def _defined_by(node: ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in names if alias.name != "*")
 
 
 def _names_inside(tree: ast.Module, entry_point: str | None) -> frozenset[str]:
@@ -103,13 +132,51 @@ def _innermost_calls(node: ast.AST) -> Iterator[str]:
 
 
 class _Splitter(ast.NodeTransformer):
-    def __init__(self, inside: frozenset[str]) -> None:
+    """Replaces assertions by calls of `__observe__`.
+
+    Args:
+        inside: Names whose calls belong inside the sandbox.
+        called: Numbers of the statements that call the test functions, by the function's name.
+    """
+
+    def __init__(self, inside: frozenset[str], called: Mapping[str, int]) -> None:
         self.conditions: list[ast.expr] = []
-        self._inside = inside
+        self.owners: dict[int, int | None] = {}
+        self.unreachable: set[int] = set()
+        self._inside, self._called = inside, called
+        self._owner: int | None = None
+        self._repeats = False
+
+    def statement(self, number: int, node: ast.stmt) -> str:
+        """The source of a top-level statement after the replacement."""
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        own = self._called.get(node.name) if is_function else number
+        self._owner, self._repeats = own, own is None
+        return ast.unparse(ast.fix_missing_locations(self.visit(node)))
+
+    def visit(self, node: ast.AST) -> Any:
+        """Visit a node; the assertions below a loop or an inner function may run several times."""
+        repeats = self._repeats
+        is_top = isinstance(node, ast.FunctionDef) and node.name in self._called
+        nested = (ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        self._repeats = repeats or (isinstance(node, nested) and not is_top)
+        try:
+            return super().visit(node)
+        finally:
+            self._repeats = repeats
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         part = _Part(self._inside)
-        self.conditions.append(part.split(node.test))
+        condition = part.split(node.test)
+        is_constant = not part.observed
+        if is_constant and holds(condition, ()):
+            return ast.copy_location(ast.Pass(), node)  # `assert True` tests nothing
+        number = len(self.conditions)
+        self.conditions.append(condition)
+        if is_constant:
+            self.unreachable.add(number)
+        if is_constant or self._repeats:
+            self.owners[number] = self._owner
         arguments = [f"lambda: ({ast.unparse(expression)})" for expression in part.observed]
         arguments += [f"items={tuple(part.iterated)!r}"] if part.iterated else []
         call = f"__observe__({', '.join([str(len(self.conditions) - 1), *arguments])})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rl_envs.code.assertions import SplitTests
 from rl_envs.code.evaluation import Observation
@@ -13,12 +15,12 @@ from rl_envs.code.evaluation import Observation
 _HARNESS = """
 import itertools, os, sys, types
 
-def __text(value):
+def __text(value, hexadecimal=hex):
     kind = type(value)
     if value is None or kind is bool:
         return repr(value)
     if isinstance(value, int):
-        return int.__repr__(value)
+        return hexadecimal(value) if value.bit_length() > @most_bits@ else int.__repr__(value)
     if isinstance(value, float):
         if value != value:
             raise TypeError("not a number")
@@ -46,6 +48,10 @@ def __items(value):
         raise TypeError("too many items")
     return items
 
+def __write(text, write=os.write):
+    sys.stdout.flush()
+    write(1, ("\\n" + @nonce@ + " " + text + "\\n").encode())
+
 def __observe__(number, *parts, items=()):
     texts = []
     for index, part in enumerate(parts):
@@ -54,23 +60,30 @@ def __observe__(number, *parts, items=()):
             texts.append("(False, " + __text(__items(value) if index in items else value) + ")")
         except Exception:
             texts.append("(True, None)")
-    sys.stdout.flush()
-    os.write(1, ("\\n" + @nonce@ + " " + str(number) + " [" + ", ".join(texts) + "]\\n").encode())
+    __write(str(number) + " [" + ", ".join(texts) + "]")
+
+class __Names(dict):
+    def __missing__(self, name):
+        return namespace[name]
 
 solution = sys.modules["solution"] = types.ModuleType("solution")
 namespace = solution.__dict__
 exec(compile(@code@, "solution.py", "exec"), namespace)
-namespace["__observe__"] = __observe__
-failure = None
-for number, statement in enumerate(@statements@):
+names, failure = __Names(__name__="tests", __observe__=__observe__), None
+for number, (statement, definitions) in enumerate(@statements@):
     try:
-        exec(compile(statement, "test %d" % number, "exec"), namespace)
+        exec(compile(statement, "test %d" % number, "exec"), names)
+        for name in definitions:
+            namespace.setdefault(name, names[name])
+        __write("finished %d" % number)
     except Exception as error:
         failure = failure or error
 if failure is not None:
     raise failure
 """
 _MOST_ITEMS = 100_000
+_MOST_BITS = 10_000
+"""Larger whole numbers are written in hexadecimal digits: Python refuses to convert more than 4,300 decimal digits."""
 LONGEST_LINE = 1 << 20
 """Longest line with observations that is read, in characters."""
 
@@ -82,21 +95,39 @@ def harness(code: str, tests: SplitTests) -> tuple[str, str]:
     would have to know the expected ones.
     """
     nonce = f"observed-{secrets.token_hex(8)}"
-    values = {"nonce": nonce, "code": code, "statements": tests.statements, "most": _MOST_ITEMS}
-    return re.sub("@(nonce|code|statements|most)@", lambda found: repr(values[found[1]]), _HARNESS), nonce
+    statements = tuple(zip(tests.statements, tests.definitions, strict=True))
+    values = {"nonce": nonce, "code": code, "statements": statements, "most": _MOST_ITEMS, "most_bits": _MOST_BITS}
+    return re.sub("@(nonce|code|statements|most|most_bits)@", lambda found: repr(values[found[1]]), _HARNESS), nonce
 
 
-def read_observations(stdout: str, nonce: str) -> dict[int, list[list[Observation]]]:
-    """The observations that a program printed, by number of the assertion, in order. Lines that are not valid are ignored."""
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a program with its tests reported.
+
+    Attributes:
+        observations: By number of the assertion, one entry each time it ran, in order.
+        finished: Numbers of the statements of the tests that ran to their end.
+    """
+
+    observations: Mapping[int, Sequence[Sequence[Observation]]]
+    finished: frozenset[int]
+
+
+def read_report(stdout: str, nonce: str) -> Report:
+    """Read the report from the program's output. Lines that are not valid are ignored."""
     found: dict[int, list[list[Observation]]] = {}
-    for line in stdout.splitlines():
+    finished = set()
+    for line in stdout.split("\n"):
         if not line.startswith(nonce + " ") or len(line) > LONGEST_LINE:
             continue
         number, _, text = line.removeprefix(nonce + " ").partition(" ")
         try:
+            if number == "finished":
+                finished.add(int(text))
+                continue
             values = ast.literal_eval(text)
             observations = [Observation(bool(raised), value) for raised, value in values]
             found.setdefault(int(number), []).append(observations)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
-    return found
+    return Report(observations=found, finished=frozenset(finished))

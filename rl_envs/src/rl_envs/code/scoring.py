@@ -11,7 +11,7 @@ from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_envs.code.assertions import SplitTests, split_tests
 from rl_envs.code.evaluation import TooLargeError, expected_size, holds
-from rl_envs.code.harness import LONGEST_LINE, harness, read_observations
+from rl_envs.code.harness import LONGEST_LINE, Report, harness, read_report
 from rl_sandbox.interface import Outcome, SandboxInterface, SessionInterface
 
 TEST_KEYS = ("tests", "stdin_stdout")
@@ -45,10 +45,12 @@ class CodeTests:
     Attributes:
         assertions: Split assertions, or None.
         pairs: Standard inputs and the expected outputs.
+        output_limit: Number of bytes of a program's output that are read.
     """
 
     assertions: SplitTests | None
     pairs: tuple[tuple[str, str], ...]
+    output_limit: int
 
     @property
     def total(self) -> int:
@@ -98,6 +100,7 @@ def read_tests(row: int, info: Any, *, output_kb: int) -> CodeTests:
     return CodeTests(
         assertions=_split(row, tests, entry_point, limit) if tests else None,
         pairs=_pairs(row, info.get("stdin_stdout"), limit),
+        output_limit=limit,
     )
 
 
@@ -179,7 +182,8 @@ def score(sandbox: SandboxInterface, code: str | None, tests: CodeTests, limits:
             result = session.run_program(code, stdin=stdin, timeout_s=min(limits.call, left))
             left = max(left - result.seconds, _SHORTEST_S)
             worst = result.outcome if result.outcome is not Outcome.OK else worst
-            passed += result.outcome is Outcome.OK and same_output(result.stdout, expected)
+            is_whole = not result.truncated or len(result.stdout.encode("utf-8", "replace")) < tests.output_limit
+            passed += result.outcome is Outcome.OK and is_whole and same_output(result.stdout, expected)
     outcome = CodeOutcome.PASSED if passed == tests.total else _OF_RUN.get(worst, CodeOutcome.KILLED)
     return CodeScore(outcome=outcome, passed=passed, total=tests.total)
 
@@ -187,12 +191,23 @@ def score(sandbox: SandboxInterface, code: str | None, tests: CodeTests, limits:
 def _assertions(session: SessionInterface, code: str, tests: SplitTests, timeout_s: float) -> tuple[int, Outcome]:
     program, nonce = harness(code, tests)
     result = session.run_program(program, timeout_s=timeout_s)
-    observed = read_observations(result.stdout, nonce)
-    passed = 0
-    for number, condition in enumerate(tests.conditions):
-        times = observed.get(number, [])
-        passed += bool(times) and all(holds(condition, observations) for observations in times)
+    report = read_report(result.stdout, nonce)
+    passed = sum(_passes(number, tests, report) for number in range(len(tests.conditions)))
+    if passed == len(tests.conditions) and not tests.required <= report.finished:
+        passed -= 1  # a statement after the assertions raised or did not finish
     return passed, result.outcome
+
+
+def _passes(number: int, tests: SplitTests, report: Report) -> bool:
+    """Whether an assertion held each time it ran, and ran as often as it had to."""
+    if number in tests.owners:
+        owner = tests.owners[number]
+        if not (tests.required if owner is None else {owner}) <= report.finished:
+            return False
+    times = report.observations.get(number, ())
+    if number in tests.unreachable:
+        return not times
+    return bool(times) and all(holds(tests.conditions[number], observations) for observations in times)
 
 
 def same_output(found: str, expected: str) -> bool:
@@ -201,4 +216,4 @@ def same_output(found: str, expected: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -11,6 +11,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import GuessNumberEnvironmentConfig, read_section
 
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
@@ -74,7 +75,7 @@ class GuessNumberEnvironment(EnvironmentInterface):
 
 
 def _read_guess(message: str) -> int | None:
-    number = _NUMBER.fullmatch(message.strip())
+    number = _NUMBER.fullmatch(final_text(message).strip())
     return None if number is None else int(number.group())
 
 

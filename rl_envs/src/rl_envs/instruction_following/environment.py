@@ -10,6 +10,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import read_section
 from rl_envs.instruction_following.config import InstructionFollowingConfig
 from rl_envs.instruction_following.constraints import UNSUPPORTED, follows, parameters_of
@@ -40,7 +41,7 @@ class InstructionFollowingEnvironment(EnvironmentInterface):
         """
         instructions = [read_instructions(row, info) for row, info in enumerate(metadata)]
         checked = [
-            [follows(str(log[-1]["content"]), name, parameters) for name, parameters in row]
+            [follows(final_text(str(log[-1]["content"])), name, parameters) for name, parameters in row]
             for log, row in zip(message_log_batch, instructions, strict=True)
         ]
         fractions = [sum(row) / max(len(row), 1) for row in checked]

@@ -12,6 +12,7 @@ from rl_core.errors import DataError, RLCoreError
 from rl_core.event_loop import EventLoopThread
 from rl_core.http import HttpClient, HttpError, RequestLimits
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import read_section
 from rl_envs.judge.config import PLACEHOLDER, JudgeEnvironmentConfig
 from rl_envs.single_turn import ended
@@ -106,7 +107,7 @@ class JudgeEnvironment(EnvironmentInterface):
                 "The `prompt` of the judge has {reference}, but a row has no `expected_answer`: set `output_key` of the "
                 "dataset, or remove {reference}."
             )
-        values = {"question": log[-2]["content"] if len(log) > 1 else "", "answer": log[-1]["content"], "reference": reference}
+        values = {"question": log[-2]["content"] if len(log) > 1 else "", "answer": final_text(str(log[-1]["content"])), "reference": reference}
         # In one pass, so that braces in an answer are not replaced.
         return PLACEHOLDER.sub(lambda found: str(values[found.group(1)]), template)
 

@@ -9,6 +9,7 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import MathEnvironmentConfig, read_section
 from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
 from rl_envs.single_turn import correctness_replies, ended
@@ -55,7 +56,7 @@ class MathEnvironment(EnvironmentInterface):
             DataError: A row's metadata has no expected answer.
         """
         questions = [
-            Question(expected=_expected_answer(row, info), completion=log[-1]["content"][-LONGEST_COMPLETION:])
+            Question(expected=_expected_answer(row, info), completion=final_text(log[-1]["content"])[-LONGEST_COMPLETION:])
             for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
         ]
         results = self._pool.grade(questions)

@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import read_section
 from rl_envs.grading_process import Ending, GradingProcess
 from rl_envs.reasoning_gym.config import ReasoningGymEnvironmentConfig
@@ -116,6 +117,7 @@ def _is_full(score: float | None) -> bool:
 
 def read_answer(completion: str, tag: str | None) -> str | None:
     """The text in the last pair of tags, or the whole completion if there is no tag; None if it is missing or blank."""
+    completion = final_text(completion)
     if tag is not None:
         name = re.escape(tag)
         found = re.findall(rf"<{name}>(.*?)</{name}>", completion, re.DOTALL)

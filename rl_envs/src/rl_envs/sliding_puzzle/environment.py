@@ -12,6 +12,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import read_section
 from rl_envs.sliding_puzzle.board import Board, can_be_solved, legal_moves, moved, shown, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
@@ -40,7 +41,7 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
             DataError: the metadata of a row has no `board`, or one that is solved or cannot be solved.
         """
         boards = [_board(row, info) for row, info in enumerate(metadata)]
-        moves = [_read_move(str(log[-1]["content"]), board) for log, board in zip(message_log_batch, boards, strict=True)]
+        moves = [_read_move(final_text(str(log[-1]["content"])), board) for log, board in zip(message_log_batch, boards, strict=True)]
         after = [board if move is None else moved(board, move) for board, move in zip(boards, moves, strict=True)]
         done = [board == solved(len(board)) for board in after]
         states = [

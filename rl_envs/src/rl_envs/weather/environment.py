@@ -11,6 +11,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_envs.completions import final_text
 from rl_envs.config import read_section
 from rl_envs.single_turn import ended
 
@@ -36,7 +37,7 @@ class WeatherEnvironment(EnvironmentInterface):
         Raises:
             DataError: a row has no `expected_answer`, or one without letters and digits.
         """
-        predicted = [_read_prediction(str(log[-1]["content"])) for log in message_log_batch]
+        predicted = [_read_prediction(final_text(str(log[-1]["content"]))) for log in message_log_batch]
         right = list(map(_is_right, range(len(predicted)), predicted, metadata))
         return ended([float(each) for each in right], metadata, answers=predicted)
 
