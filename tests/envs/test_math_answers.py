@@ -45,7 +45,7 @@ def test_the_default_rule_rewards_no_wrong_answer_of_the_written_corpus(grader):
     rows = rows_of("written.jsonl")
     matrix, others = confusion(rows, grader.grade(*[(row["expected"], row["completion"]) for row in rows]))
     assert others == WRITTEN_FALSE_NEGATIVES
-    assert matrix == {(True, True): 126, (True, False): 5, (False, False): 86}
+    assert matrix == {(True, True): 127, (True, False): 5, (False, False): 85}
 
 
 def test_the_default_rule_agrees_with_every_label_of_the_sampled_corpus(grader):
@@ -158,11 +158,37 @@ def test_only_boxed_answers_are_graded_by_default(grader):
 
 
 @pytest.mark.parametrize(
+    ("completion", "grading"),
+    [
+        (r"<think>\boxed{4}</think> I do not know.", "no_answer"),
+        (r"\boxed{4}</think> I do not know.", "no_answer"),
+        (r"<think>\boxed{4}", "no_answer"),
+        (r"<think>so \boxed{5}</think>\boxed{4}", "right"),
+        (r"\boxed{5}</think>\boxed{4}", "right"),
+        (r"<think>a</think>\boxed{5}<think>b</think>\boxed{4}", "right"),
+        (r"<think>a</think>\boxed{4}<think>b</think>It is 5.", "no_answer"),
+        (r"<think>a</think>\boxed{4}<think>no", "no_answer"),
+    ],
+)
+def test_only_what_follows_the_last_thinking_is_the_answer(grader, completion, grading):
+    assert grader.grade(("4", completion)).metadata[0]["grading"] == grading
+
+
+def test_an_unreduced_fraction_is_unevaluated_if_the_question_asks_for_lowest_terms(grader):
+    questions = ["What is the chance of heads?", "Write 2/4 in simplest form.", "What is 2/4?"]
+    result = grader.environment.step(
+        [[{"role": "user", "content": question}, {"role": "assistant", "content": r"\boxed{2/4}"}] for question in questions],
+        [{"expected_answer": "1/2"}] * 3,
+    )
+    assert [info["grading"] for info in result.metadata] == ["right", "unevaluated", "unevaluated"]
+
+
+@pytest.mark.parametrize(
     ("expected", "answer", "grading"),
     [
         ("5", "3+2", "unevaluated"),
         ("5", "10/2", "unevaluated"),
-        (r"\frac{1}{2}", r"\frac{2}{4}", "unevaluated"),
+        (r"\frac{1}{2}", r"\frac{2}{4}", "right"),
         ("2", "3*x**2 + 2", "wrong"),
         ("x**2 + 3*x - 1", "x**2 + 4*x - 1", "wrong"),
         ("x**2 + 3*x - 1", "x**2 + 3*x - 1", "right"),

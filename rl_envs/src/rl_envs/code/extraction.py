@@ -14,7 +14,7 @@ def last_code_block(completion: str) -> str | None:
     """The program of a completion: its last fenced block of Python; None if there is none.
 
     If no block names Python, it is the last block that names no language; such a block after one of Python is usually the
-    program's output. A block that is not closed ends with the completion: a completion that was cut off is then run as far as it
+    program's output. A block that is not closed ends with the completion: a cut-off completion is run as far as it
     goes. Blocks inside `<think>` do not count.
     """
     text, position = final_text(completion), 0

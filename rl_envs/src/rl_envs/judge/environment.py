@@ -107,7 +107,11 @@ class JudgeEnvironment(EnvironmentInterface):
                 "The `prompt` of the judge has {reference}, but a row has no `expected_answer`: set `output_key` of the "
                 "dataset, or remove {reference}."
             )
-        values = {"question": log[-2]["content"] if len(log) > 1 else "", "answer": final_text(str(log[-1]["content"])), "reference": reference}
+        values = {
+            "question": log[-2]["content"] if len(log) > 1 else "",
+            "answer": final_text(str(log[-1]["content"])),
+            "reference": reference,
+        }
         # In one pass, so that braces in an answer are not replaced.
         return PLACEHOLDER.sub(lambda found: str(values[found.group(1)]), template)
 

@@ -105,7 +105,9 @@ def _last_answer(text: str) -> str | None:
     return without_delimiters(text[first.start() : found[-1].end()])
 
 
-def grade_answer(expected: str, completion: str, *, require_box: bool, allow_unevaluated: bool = False) -> AnswerGrade:
+def grade_answer(
+    expected: str, completion: str, *, require_box: bool, allow_unevaluated: bool = False, lowest_terms: bool = False
+) -> AnswerGrade:
     """Grade the completion's final answer.
 
     Args:
@@ -113,6 +115,7 @@ def grade_answer(expected: str, completion: str, *, require_box: bool, allow_une
         completion: The model's text. If it has a box, the last box is the answer.
         require_box: Whether a completion without a box has no answer; otherwise see `unboxed_answer`.
         allow_unevaluated: Whether to accept unevaluated arithmetic, such as `3 + 2` for 5.
+        lowest_terms: Whether `2/4` for 1/2 is unevaluated too.
     """
     gold = last_box(expected)
     gold = without_delimiters(expected if gold is None else gold)
@@ -121,5 +124,5 @@ def grade_answer(expected: str, completion: str, *, require_box: bool, allow_une
         answer = unboxed_answer(completion, words=is_words(gold))
     if not answer:
         return AnswerGrade(comparison=None, answer=None, boxed=boxed is not None)
-    found = compare(gold, answer, allow_unevaluated=allow_unevaluated)
+    found = compare(gold, answer, allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms)
     return AnswerGrade(comparison=found, answer=answer, boxed=boxed is not None)

@@ -14,7 +14,7 @@ import sympy
 
 from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified
 from rl_envs.math.notation import brackets, choice, compact, is_words, normalize, plain, split_top
-from rl_envs.math.number_literals import Number, is_rounded, read_number, read_numeral
+from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, read_number, read_numeral
 from rl_envs.math.unevaluated import more_undone, undone_arithmetic
 from rl_envs.math.units import are_different, quantity
 
@@ -39,13 +39,14 @@ class Comparison(IntEnum):
     DIFFERENT = 3
 
 
-def compare(expected: str, answer: str, *, allow_unevaluated: bool = False) -> Comparison:
+def compare(expected: str, answer: str, *, allow_unevaluated: bool = False, lowest_terms: bool = False) -> Comparison:
     """Compare an answer with the expected one.
 
     Args:
         expected: a number, LaTeX with or without dollars, or words.
         answer: the model's answer, without the box.
         allow_unevaluated: accept `3 + 2` for 5.
+        lowest_terms: whether `2/4` for 1/2 is unevaluated too.
     """
     has_same_letters = plain(expected).casefold() == plain(answer).casefold()
     if is_words(expected):
@@ -58,14 +59,15 @@ def compare(expected: str, answer: str, *, allow_unevaluated: bool = False) -> C
         return Comparison.EQUAL
     if len(answer) > LONGEST_ANSWER:
         return Comparison.UNREADABLE
-    return _Comparer(allow_unevaluated=allow_unevaluated).of(normalize(expected), normalize(answer))
+    return _Comparer(allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms).of(normalize(expected), normalize(answer))
 
 
 class _Comparer:
     """Compares normalized texts."""
 
-    def __init__(self, *, allow_unevaluated: bool) -> None:
+    def __init__(self, *, allow_unevaluated: bool, lowest_terms: bool = False) -> None:
         self._allow_unevaluated = allow_unevaluated
+        self._allowed = frozenset() if lowest_terms else frozenset({REDUCTION})
 
     def of(self, expected: str, answer: str) -> Comparison:
         """Compares any two answers. Lists and equations are split into scalars."""
@@ -195,7 +197,7 @@ class _Comparer:
             given.undone if given else undone_arithmetic(answer, answer_tree),
             gold.undone if gold else undone_arithmetic(expected, expected_tree),
         )
-        if undone and not self._allow_unevaluated:
+        if undone - self._allowed and not self._allow_unevaluated:
             return Comparison.UNEVALUATED
         if not isinstance(expected_tree, sympy.Expr) or not isinstance(answer_tree, sympy.Expr):
             return _equal_if(is_verified(expected_tree, answer_tree))
@@ -212,7 +214,7 @@ class _Comparer:
         return self._undone_or(_equal_if(is_verified(*trees)), undone)
 
     def _undone_or(self, found: Comparison, undone: frozenset[str]) -> Comparison:
-        return Comparison.UNEVALUATED if undone and not self._allow_unevaluated else found
+        return Comparison.UNEVALUATED if undone - self._allowed and not self._allow_unevaluated else found
 
 
 def _equal_if(condition: bool) -> Comparison:

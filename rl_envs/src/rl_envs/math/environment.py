@@ -12,6 +12,7 @@ from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentRetu
 from rl_envs.completions import final_text
 from rl_envs.config import MathEnvironmentConfig, read_section
 from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
+from rl_envs.math.lowest_terms import needs_lowest_terms
 from rl_envs.single_turn import correctness_replies, ended
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
@@ -56,7 +57,11 @@ class MathEnvironment(EnvironmentInterface):
             DataError: A row's metadata has no expected answer.
         """
         questions = [
-            Question(expected=_expected_answer(row, info), completion=final_text(log[-1]["content"])[-LONGEST_COMPLETION:])
+            Question(
+                expected=_expected_answer(row, info),
+                completion=final_text(log[-1]["content"])[-LONGEST_COMPLETION:],
+                lowest_terms=needs_lowest_terms(_question(log)),
+            )
             for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
         ]
         results = self._pool.grade(questions)
@@ -115,6 +120,11 @@ class MathEnvironment(EnvironmentInterface):
 
     def shutdown(self) -> None:
         self._pool.shutdown()
+
+
+def _question(log: list[Message]) -> str:
+    """The user's last message before the answer; empty without one."""
+    return next((str(message["content"]) for message in reversed(log[:-1]) if message["role"] == "user"), "")
 
 
 def _expected_answer(row: int, info: Any) -> str:

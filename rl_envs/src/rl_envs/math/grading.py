@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from queue import SimpleQueue
 from typing import Any
@@ -43,10 +43,17 @@ _OUTCOMES = {
 
 @dataclass(frozen=True)
 class Question:
-    """The expected answer and the model's completion."""
+    """What is graded.
+
+    Attributes:
+        expected: The expected answer.
+        completion: The model's text.
+        lowest_terms: Whether a fraction must be in lowest terms.
+    """
 
     expected: str
     completion: str
+    lowest_terms: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +121,7 @@ class GradingPool:
 
     def _grade_one(self, question: Question, idle: SimpleQueue[GradingProcess]) -> GradingResult:
         process = idle.get()
-        request = {"expected": question.expected, "completion": question.completion, **self._request}
+        request = {**asdict(question), **self._request}
         try:
             return _result(process.ask(request, timeout_s=self._timeout_s))
         finally:

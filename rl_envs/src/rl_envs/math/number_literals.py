@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)"
+_WITHOUT_SPACES = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+"""In `1 108/117`, the space separates a whole number from a fraction, not thousands."""
 _INTEGER = re.compile(rf"([+-]?)\s*({_DIGITS})")
 _DECIMAL = re.compile(rf"([+-]?)\s*((?:{_DIGITS})?\.[0-9]+|{_DIGITS}\.?)")
 _FRACTION = re.compile(
     rf"([+-]?)\s*(?:\\frac\s*\{{\s*([+-]?)\s*({_DIGITS})\s*\}}\s*\{{\s*([+-]?)\s*({_DIGITS})\s*\}}"
-    rf"|({_DIGITS})\s*/\s*({_DIGITS}))"
+    rf"|({_WITHOUT_SPACES})\s*/\s*({_WITHOUT_SPACES}))"
 )
 _MIXED = re.compile(
-    rf"([+-]?)\s*({_DIGITS})(?:\s*\\frac\s*\{{\s*({_DIGITS})\s*\}}\s*\{{\s*({_DIGITS})\s*\}}|\s+({_DIGITS})\s*/\s*({_DIGITS}))"
+    rf"([+-]?)\s*({_DIGITS})(?:\s*\\frac\s*\{{\s*({_DIGITS})\s*\}}\s*\{{\s*({_DIGITS})\s*\}}"
+    rf"|\s+({_WITHOUT_SPACES})\s*/\s*({_WITHOUT_SPACES}))"
 )
 _SCIENTIFIC = re.compile(
     rf"([+-]?\s*(?:{_DIGITS})?(?:\.[0-9]+)?)\s*(?:(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?\s*([+-]?[0-9]+)\s*\}}?|[eE]([+-]?[0-9]+))"
@@ -24,6 +27,8 @@ _REPEATING = re.compile(rf"([+-]?)\s*({_DIGITS})\.([0-9]*)\\overline\s*\{{\s*([0
 _BASED = re.compile(r"(?:\\text\{\s*)?\(?([0-9][0-9A-Za-z ]*)\)?\}?\s*_\s*\{?\s*(?:\\text\{\s*)?([0-9]+|[a-z]+)\s*\}*")
 _BASE_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _MOST_DIGITS = 1000
+REDUCTION = "reduction"
+"""The kind of unevaluated arithmetic in a fraction such as `2/4`."""
 _ROUNDED_DIGITS = 6
 """A decimal with fewer significant digits is not accepted as a rounded fraction or root."""
 
@@ -36,7 +41,7 @@ class Number:
     places: int | None = None
     """Number of decimal places; None if it is not a decimal."""
     undone: frozenset[str] = frozenset()
-    """Unevaluated arithmetic, see `rl_envs.math.unevaluated`: a division for `10/2`."""
+    """Unevaluated arithmetic, see `rl_envs.math.unevaluated`: a division for `10/2`, a reduction for `2/4`."""
 
 
 def read_number(text: str) -> Number | None:
@@ -99,7 +104,7 @@ def _fraction(text: str) -> Number | None:
         return None
     is_negative = [sign, above_sign, below_sign].count("-") % 2 == 1
     return Number(
-        value=_signed("-" if is_negative else "", Fraction(numerator, denominator)), undone=_reducible(numerator, denominator)
+        value=_signed("-" if is_negative else "", Fraction(numerator, denominator)), undone=reducible(numerator, denominator)
     )
 
 
@@ -111,7 +116,7 @@ def _mixed(text: str) -> Number | None:
     numerator, denominator = _whole(above or plain_above), _whole(below or plain_below)
     if denominator == 0:
         return None
-    undone = _reducible(numerator, denominator) | (frozenset({"sum"}) if numerator >= denominator else frozenset())
+    undone = reducible(numerator, denominator) | (frozenset({"sum"}) if numerator >= denominator else frozenset())
     return Number(value=_signed(sign, _whole(whole) + Fraction(numerator, denominator)), undone=undone)
 
 
@@ -146,6 +151,8 @@ def _signed(sign: str, value: Fraction | int) -> Fraction:
     return Fraction(-value if sign == "-" else value)
 
 
-def _reducible(numerator: int, denominator: int) -> frozenset[str]:
-    is_reduced = denominator > 1 and math.gcd(numerator, denominator) == 1
-    return frozenset() if is_reduced else frozenset({"division"})
+def reducible(numerator: int, denominator: int) -> frozenset[str]:
+    """What is left to do in a fraction: a division if it is a whole number, a reduction if it is not in lowest terms."""
+    if numerator % denominator == 0:
+        return frozenset({"division"})
+    return frozenset() if math.gcd(numerator, denominator) == 1 else frozenset({REDUCTION})

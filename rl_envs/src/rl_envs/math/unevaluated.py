@@ -1,17 +1,19 @@
 r"""Finds unevaluated arithmetic in an answer: the sum in `3 + 2`, the division in `10/2`, the root in `\sqrt{16}`.
 
-A fraction in lowest terms, a root that is irrational and a sum such as `3 + 2\sqrt{2}` are fully evaluated.
+A fraction in lowest terms, a root that is irrational and a sum such as `3 + 2\sqrt{2}` are fully evaluated. A fraction such as
+`2/4` has its own kind, a reduction, which only some questions ask for.
 The rule is that of PRM800K's grader (Lightman et al. 2023, arXiv:2305.20050), where an unreduced fraction and an expression
 for an expected integer are wrong, extended to expressions.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 import sympy
+
+from rl_envs.math.number_literals import reducible
 
 _IN_TEXT = {
     "binomial": re.compile(r"\\binom(?![a-z])"),
@@ -43,8 +45,7 @@ def undone_arithmetic(text: str, tree: Any) -> frozenset[str]:
     kinds = {kind for kind, pattern in _IN_TEXT.items() if pattern.search(text)}
     for above, below, plain_above, plain_below in _FRACTION.findall(text):
         numerator, denominator = int(above or plain_above), int(below or plain_below)
-        if denominator == 1 or (denominator and math.gcd(numerator, denominator) != 1):
-            kinds.add("division")
+        kinds |= reducible(numerator, denominator) if denominator else frozenset()
     for node in sympy.preorder_traversal(tree):
         kinds |= _of_node(node)
     return frozenset(kinds) | _polynomial_form(tree)
@@ -108,9 +109,9 @@ def _of_product(node: Any) -> set[str]:
             above, below = above * factor.base.q, below * abs(factor.base.p)
             count_above, count_below = count_above + (factor.base.q != 1), count_below + 1
     kinds = {"product"} if count_above > 1 else set()
-    if count_below > 1 or (below != 1 and math.gcd(above, below) != 1):
+    if count_below > 1:
         kinds.add("division")
-    return kinds
+    return kinds | (reducible(above, below) if below not in (0, 1) else frozenset())
 
 
 def _of_power(node: Any) -> set[str]:

@@ -21,6 +21,12 @@ _MACROS = re.compile(r"(?:\\frac\{\\text\{[^{}]*\}\}\{\\text\{[^{}]*\}\}|\\text\
 _POWER = re.compile(r"\^\{?(-?\d+)\}?")
 _WORDS = re.compile(r"(?<=[\d}%)])\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\s*[A-Za-z]+)?)$")
 _LETTERS = re.compile(rf"(?<=\d)({_ATTACHED})$")
+_QUALIFIED = re.compile(
+    r"\b(?:or|and|not|but|is|are|isn|aren|no|maybe|perhaps|possibly|probably|either|wrong|incorrect|than|to|more|less|fewer)\b"
+    r"|,|(?<![\^{A-Za-z\d-])\d",
+    re.IGNORECASE,
+)
+r"""What makes a text after a number another answer, and not its unit: in `12 \text{ maybe 13}` and `12 \text{ is wrong}`."""
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|(?<=[\d}])\s*percent)$")
 
 
@@ -84,6 +90,6 @@ def _name(word: str) -> str:
 
 def _is_unit(value: str, unit: str, *, read_letters: bool) -> bool:
     letters = re.findall(r"[A-Za-z]+", re.sub(r"\\(?:text|cdot|frac)", "", unit))
-    if not value.strip() or not letters:
+    if not value.strip() or not letters or _QUALIFIED.search(unit):
         return False
     return "\\text" in unit or read_letters or all(len(word) > 1 for word in letters)

@@ -14,6 +14,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         request["completion"],
         require_box=request["require_box"],
         allow_unevaluated=request["allow_unevaluated"],
+        lowest_terms=request["lowest_terms"],
     )
     comparison = None if grade.comparison is None else grade.comparison.name
     return {"comparison": comparison, "answer": grade.answer, "boxed": grade.boxed}

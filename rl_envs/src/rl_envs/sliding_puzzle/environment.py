@@ -41,7 +41,9 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
             DataError: the metadata of a row has no `board`, or one that is solved or cannot be solved.
         """
         boards = [_board(row, info) for row, info in enumerate(metadata)]
-        moves = [_read_move(final_text(str(log[-1]["content"])), board) for log, board in zip(message_log_batch, boards, strict=True)]
+        moves = [
+            _read_move(final_text(str(log[-1]["content"])), board) for log, board in zip(message_log_batch, boards, strict=True)
+        ]
         after = [board if move is None else moved(board, move) for board, move in zip(boards, moves, strict=True)]
         done = [board == solved(len(board)) for board in after]
         states = [

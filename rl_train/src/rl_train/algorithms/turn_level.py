@@ -5,9 +5,10 @@ With r_ik the reward of turn k of rollout i, K_i its number of turns, and gamma 
     R_ik = sum over l = k..K_i of gamma^(l - k) r_il            return of turn k
     A_ik = (R_ik - mean_j R_jk) / std_j R_jk                    advantage of all tokens of turn k
 
-The mean and the standard deviation are those of the group. These are the return-based advantages of GTPO
-(https://arxiv.org/abs/2511.14846), normalized discounted returns of turns, without its reward shaping. Departure: a rollout
-that ended before turn k is compared by the return of its last turn, so that every turn has a comparison. With gamma = 1 and a
+The mean and the standard deviation are those of the group. The idea, normalized discounted returns of turns as advantages, is
+that of GTPO (https://arxiv.org/abs/2511.14846), without its reward shaping. Choices made here: the statistics are taken at each
+turn k, and a rollout that ended before turn k is compared by the return of its last turn, so that every turn has a comparison.
+With gamma = 1 and a
 reward only in the last turn, R_ik is the reward of the rollout in every turn, and the advantages are those of GRPO, also if
 rollouts have different numbers of turns.
 """
