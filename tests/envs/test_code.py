@@ -524,3 +524,8 @@ def test_outputs_are_equal_apart_from_trailing_white_space():
     assert not same_output("1  2", "1 2")
     assert not same_output("", "0")
     assert not same_output("1\x0c2", "1\n2")
+
+
+def test_of_two_test_functions_with_one_name_the_last_is_called_as_in_python(run):
+    tests = {"tests": "def test_a():\n    assert f(1) == 2\ndef test_a():\n    for i in range(2):\n        assert f(i) == i"}
+    assert run(("def f(x): return x", tests)) == [(0.5, "failed")]

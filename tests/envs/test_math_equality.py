@@ -23,7 +23,7 @@ def equal(expected, answer, **options):
 
 @few
 @given(NOT_WHOLE, st.integers(1, 30), st.sampled_from(FORMS))
-def test_a_fraction_equals_its_multiples_in_every_form_unless_lowest_terms_are_asked_for(value, factor, form):
+def test_a_fraction_equals_its_multiples_in_every_form_unless_lowest_terms_are_required(value, factor, form):
     answer = form.format(value.numerator * factor, value.denominator * factor)
     assert equal(value, answer)
     assert compare(str(value), answer, lowest_terms=True) is (Comparison.EQUAL if factor == 1 else Comparison.UNEVALUATED)
@@ -109,7 +109,7 @@ def test_a_second_number_is_another_answer_and_not_a_unit(number, form):
 
 
 @pytest.mark.parametrize("answer", [r"12 \text{ is wrong}", r"12 \text{ or more}", r"12 \text{cm or 13 cm}", r"12 \text{ 13}"])
-def test_a_text_that_is_no_unit_does_not_belong_to_a_number(answer):
+def test_a_text_other_than_a_unit_does_not_belong_to_a_number(answer):
     assert not equal(12, answer)
 
 

@@ -1,4 +1,4 @@
-"""Environments score what follows the last `</think>`, and nothing of a completion that ended while thinking."""
+"""Environments score what follows the last `</think>`, and a completion that ended while thinking has no answer."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_processes_of_other_namespaces_are_not_listed(tmp_path):
 
 
 def test_a_session_whose_cgroup_is_still_in_use_closes_and_its_cgroup_is_removed_later(tmp_path, monkeypatch):
-    """A busy kernel may release the killed processes late, which says nothing about the program that ran."""
+    """A busy kernel may release the killed processes late. The program that ran did not cause that."""
     monkeypatch.setitem(remove.__kwdefaults__, "wait_s", 0.0)
     launcher = Launcher({"level": "user_namespace", "machine": platform.machine(), "folders": {}, "drop_to": None})
     for number in (1, 2):

@@ -59,7 +59,8 @@ def split_tests(source: str, entry_point: str | None) -> SplitTests:
     """
     try:
         tree = ast.parse(source)
-        called = {node.name: len(tree.body) + i for i, node in enumerate(filter(_is_test_function, tree.body))}
+        functions = dict.fromkeys(node.name for node in tree.body if _is_test_function(node))
+        called = {name: len(tree.body) + i for i, name in enumerate(functions)}
         splitter = _Splitter(_names_inside(tree, entry_point), called)
         statements = [splitter.statement(number, node) for number, node in enumerate(tree.body)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -149,8 +150,9 @@ class _Splitter(ast.NodeTransformer):
 
     def statement(self, number: int, node: ast.stmt) -> str:
         """The source of a top-level statement after the replacement."""
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        own = self._called.get(node.name) if is_function else number
+        own: int | None = number
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own = self._called.get(node.name)
         self._owner, self._repeats = own, own is None
         return ast.unparse(ast.fix_missing_locations(self.visit(node)))
 
