@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
-from rl_core.weights.by_reference import ByReferenceTransport
-from rl_core.weights.collective import CollectiveTransport
 from rl_core.weights.fingerprint import tensor_digest
 from rl_core.weights.manifest import manifest_of
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_core.weights.sink import WeightSink
 from rl_core.weights.source import WeightSource
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
+from rl_train.weight_sync.transports.collective import CollectiveTransport
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "RLCORE_BENCHMARK_DEVICE"

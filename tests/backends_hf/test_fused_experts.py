@@ -6,10 +6,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.weights.by_reference import ByReferenceTransport
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.algorithms import NLLLossFn
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 SIZES = {
     "vocab_size": 60,

@@ -171,8 +171,8 @@ def refitted(folder, tmp_path):
     """A policy, an engine with other weights, and the synchronizer of both."""
     from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
     from rl_backends_hf.policy import HuggingFacePolicy
-    from rl_core.weights.by_reference import ByReferenceTransport
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
+    from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
 
     with torch.random.fork_rng():
         torch.manual_seed(77)

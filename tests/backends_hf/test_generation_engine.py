@@ -102,9 +102,9 @@ def test_the_argument_torch_dtype_sets_the_precision_of_the_engine(model_folder)
 def test_after_a_refit_by_reference_the_engine_samples_from_the_policy_s_weights(model_folder, tmp_path):
     from rl_backends_hf.plugin import rlcore_generations, rlcore_policies
     from rl_backends_hf.policy import HuggingFacePolicy
-    from rl_core.weights.by_reference import ByReferenceTransport
     from rl_train.algorithms.losses import NLLLossFn
     from rl_train.weight_sync.synchronizer import WeightSynchronizer
+    from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
 
     other = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(model_folder("llama-tied")), dtype=torch.float32

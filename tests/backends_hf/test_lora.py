@@ -17,9 +17,7 @@ from rl_backends_hf.config import HFConfig, HFPolicyConfig, LoRAConfig
 from rl_backends_hf.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
 from rl_core.errors import CheckpointError, ConfigError, NotSupportedError, UserError
-from rl_core.weights.by_reference import ByReferenceTransport
 from rl_core.weights.fingerprint import tensor_digest
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.algorithms import GRPOTrainer, NLLLossFn, SFTTrainer
@@ -27,6 +25,8 @@ from rl_train.config.loader import load_config
 from rl_train.runtime import launch
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "addition" / "model")

@@ -6,10 +6,10 @@ import torch
 import transformers
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.algorithms import NLLLossFn
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 pytestmark = [
     pytest.mark.megatron,

@@ -16,12 +16,12 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import WeightSyncError
 from rl_core.http import HttpError
-from rl_core.weights.disk import DiskTransport
 from rl_serve.update_options import UpdateOptions
 from rl_serve.vllm_command import EXTENSION, vllm_command
 from rl_train.runtime.launch import train
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.disk import DiskTransport
 
 pytestmark = [
     pytest.mark.vllm,

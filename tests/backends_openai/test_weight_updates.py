@@ -9,9 +9,9 @@ from openai_servers import ADMIN, KEY, LEARNING, LEARNING_STEPS, MODEL, assert_l
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError, WeightSyncError
-from rl_core.weights.disk import DiskTransport
 from rl_train.runtime.launch import train
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.disk import DiskTransport
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.vllm
 

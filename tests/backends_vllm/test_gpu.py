@@ -15,9 +15,9 @@ from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import OptimizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WorkerError
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.waiting import wait_together
 
 pytestmark = [

@@ -13,9 +13,9 @@ from rl_backends_vllm import VllmConfig, VllmGeneration, refit
 from rl_backends_vllm.refit import VllmWeightReceiver
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WeightSyncError
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -21,10 +21,10 @@ from rl_backends_vllm import VllmConfig, VllmGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import WorkerError
-from rl_core.weights.collective import CollectiveTransport
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.collective import CollectiveTransport
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.waiting import wait_together
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

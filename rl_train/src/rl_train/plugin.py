@@ -1,4 +1,4 @@
-"""Registers the built-in algorithms, losses, environment, loggers and datasets with the plugin hooks. Imports none of them."""
+"""Registers the built-in algorithms, losses, environment, loggers, datasets and weight transports. Imports none of them."""
 
 from __future__ import annotations
 
@@ -183,6 +183,33 @@ def rlcore_datasets() -> list[Component]:
             "preference_huggingface",
             "HuggingFacePreference",
             "Hugging Face datasets, on disk or from the hub: prompts with chosen and rejected answers",
+        ),
+    ]
+
+
+@hookimpl
+def rlcore_weight_transports() -> list[Component]:
+    """Transports within a process, within a node, between processes of a group, and by files."""
+    return [
+        Component(
+            "by_reference",
+            target="rl_train.weight_sync.transports.by_reference:ByReferenceTransport",
+            summary="Policy and generation share a process and its tensors",
+        ),
+        Component(
+            "shared_memory",
+            target="rl_train.weight_sync.transports.shared_memory:SharedMemoryTransport",
+            summary="Policy and generation on one node use shared memory",
+        ),
+        Component(
+            "collective",
+            target="rl_train.weight_sync.transports.collective:CollectiveTransport",
+            summary="Broadcast over a process group, gloo or NCCL",
+        ),
+        Component(
+            "disk",
+            target="rl_train.weight_sync.transports.disk:DiskTransport",
+            summary="Files in a folder that both sides can access",
         ),
     ]
 

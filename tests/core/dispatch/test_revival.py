@@ -29,9 +29,10 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.replica_rows import of_one_version
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
-from rl_core.weights.shared_memory import SharedMemoryTransport, sweep
+from rl_core.weights.shared_memory import sweep
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 from rl_train.weight_sync.waiting import wait_together
 
 cloudpickle.register_pickle_by_value(mortal_workers)

@@ -10,10 +10,10 @@ from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import WeightSyncError
-from rl_core.weights.shared_memory import SharedMemoryTransport
 from rl_train.algorithms import NLLLossFn
 from rl_train.weight_sync.canary import EXACT_TOLERANCE, FIRST_TOLERANCE, MARGIN, CanaryCalibration, Retempering, make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 WORDS = range(2, 18)

@@ -23,9 +23,11 @@ from tiny_refit_workers import (
 )
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights.collective import CollectiveTransport, WeightCollective, abort_rendezvous
-from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
+from rl_core.weights.collective import WeightCollective, abort_rendezvous
+from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, free_loopback_port
+from rl_train.weight_sync.transports.collective import CollectiveTransport
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 LIMIT_S = 120.0
 """Far below the deadlines of these refits, of which none may be waited for."""

@@ -25,12 +25,13 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import DeadlineExceededError, MissingCapabilityError, WeightSyncError
-from rl_core.weights.by_reference import ByReferenceTransport
-from rl_core.weights.collective import CollectiveTransport
-from rl_core.weights.disk import DiskTransport
 from rl_core.weights.refit_progress import RefitProgress
-from rl_core.weights.shared_memory import DIRECTORY, SharedMemoryTransport
+from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer, choose_transport
+from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
+from rl_train.weight_sync.transports.collective import CollectiveTransport
+from rl_train.weight_sync.transports.disk import DiskTransport
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 ALL = [ByReferenceTransport, SharedMemoryTransport, CollectiveTransport, DiskTransport]
 NAMES = [transport.name for transport in ALL]

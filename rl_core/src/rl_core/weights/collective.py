@@ -1,4 +1,4 @@
-"""Weights over a separate process group (gloo, or NCCL if every rank has its own GPU), and the transport over it.
+"""Weights over a separate process group: gloo, or NCCL if every rank has its own GPU.
 
 Rank 0 is the policy's; the default process group is not used, since trainer and sampler each have their own. A refit is a plan
 (names, forms, buckets, version) followed by one broadcast per bucket. Two buffers alternate: while one is sent, the sender
@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from rl_core.errors import RLCoreError, WeightSyncError
-from rl_core.interfaces.generation import GenerationInterface
-from rl_core.interfaces.policy import ColocatablePolicyInterface, RefitManifest
-from rl_core.interfaces.weights import TransportContext, WeightTransport
+from rl_core.errors import WeightSyncError
+from rl_core.interfaces.policy import RefitManifest
 from rl_core.rendezvous.stores import open_store
-from rl_core.weights.manifest import ALIGNMENT, Placement, as_sent, fill, lay_out, total_bytes
+from rl_core.weights.manifest import ALIGNMENT, Placement, fill, lay_out
 
 Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
 """Yields the tensors of the named bucket."""
@@ -244,50 +242,6 @@ class WeightCollective:
                 f"A broadcast of weights failed: {str(error).partition('. This is typically')[0]}. A rank of the weight "
                 "collective died or lost its connection; this rank has left the collective, so that no rank waits for it."
             ) from error
-
-
-class CollectiveTransport(WeightTransport):
-    """Policy and generation backend anywhere: broadcasts from the policy's rank 0 to every generation worker."""
-
-    name: ClassVar[str] = "collective"
-
-    def __init__(self, context: TransportContext) -> None:
-        super().__init__(context)
-        self._joined: tuple[int, int] | None = None
-        """Restarts and receivers of the group; None without one."""
-        self._left: set[tuple[str, int]] = set()
-
-    def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
-        wait, deadline_s = self.context.wait, self.context.deadline_s
-        group = generation.restarts, generation.num_workers
-        if self._joined != group:
-            self._join(policy, generation)
-        # Joined again after any error, because an unfinished broadcast leaves the group unusable.
-        self._joined = None
-        # Two buckets are in transit at a time.
-        policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
-        wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
-        self._joined = group
-        return total_bytes(as_sent(policy.prepare_refit_info() or {}, self.context.kept()))
-
-    def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
-        ip, port = self._new_meeting_point()
-        ranks = 1 + generation.num_workers
-        calls = [*policy.init_collective(ip, port, ranks), *generation.init_collective(ip, port, ranks)]
-        try:
-            self.context.wait(calls, self.context.deadline_s)
-        except RLCoreError:
-            abort_rendezvous(ip, port)
-            raise
-
-    def _new_meeting_point(self) -> tuple[str, int]:
-        """A port that was not used before, because a rank that leaves late may still hold the old one."""
-        for _ in range(100):
-            place = self.context.rendezvous()
-            if place not in self._left:
-                self._left.add(place)
-                return place
-        raise WeightSyncError(f"No new port was found for the weight collective in 100 attempts; the last was {place[1]}.")
 
 
 def abort_rendezvous(ip: str, port: int) -> None:

@@ -1,0 +1,1 @@
+"""The built-in weight transports: by reference, over shared memory, over a process group, and through files."""
