@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from command_line import rlcore
 
 from rl_core.thread_waiting import thread_waiting
 
@@ -28,3 +31,11 @@ def test_a_wait_policy_of_the_users_environment_is_kept_and_passed_to_workers(en
     for name, value in own.items():
         environment.setenv(name, value)
     assert thread_waiting() == own
+
+
+def test_every_command_sets_the_variables_before_it_imports_torch(environment):
+    seen = {}
+    environment.setattr("rlcore_cli.main.app", lambda: seen.update(os.environ))
+    assert rlcore("eval").returncode == 0
+    assert {name: seen[name] for name in thread_waiting()} == thread_waiting()
+    assert "GOMP_SPINCOUNT" not in os.environ  # `rlcore` restores the environment of the tests

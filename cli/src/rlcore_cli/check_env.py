@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from rlcore_cli.arguments import AsJson
-from rlcore_cli.check_logprobs import prepare_process
 
 Name = Annotated[
     str,
@@ -54,7 +53,6 @@ def check_env(
         rlcore check env my_rewards.short --rows rows.jsonl
         rlcore check env my_task --config config.yaml
     """
-    prepare_process()
     from rl_train.runtime.environment_check import CheckStatus, check_environment
     from rl_train.runtime.environment_trial import open_trial
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_core.thread_waiting import thread_waiting
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ def check_logprobs(
         rlcore check logprobs config.yaml --threshold 1.001 --json
     """
     files, changes = config_files(config, bases, overrides)
-    prepare_process()
     # Workers print to standard output too; with --json it must contain the JSON only.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         from rl_train.runtime.diagnose import agreement_of
@@ -59,11 +56,6 @@ def check_logprobs(
         _print_status(failures)
     if failures:
         raise typer.Exit(1)
-
-
-def prepare_process() -> None:
-    """Sets the environment variables that must be set before torch is imported, as `rlcore train` does."""
-    os.environ.update(thread_waiting())
 
 
 def _backends(pair: PolicyAndEngine, precision: str) -> dict[str, str]:

@@ -41,11 +41,6 @@ def convert(
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
         rlcore convert runs/sums/checkpoints/step_000120 --to hf --merge sums-model
     """
-    import os
-
-    from rl_core.thread_waiting import thread_waiting
-
-    os.environ.update(thread_waiting())  # before torch is imported
     from rl_train.runtime.convert import convert as run
 
     done = run(checkpoint, output, to=to, merge=merge, model=model, trust=trust_checkpoint)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
-from rlcore_cli.check_logprobs import plain, prepare_process
+from rlcore_cli.check_logprobs import plain
 
 if TYPE_CHECKING:
     from rl_train.diagnostics import Diagnosis
@@ -37,7 +37,6 @@ def diagnose(
         rlcore check model config.yaml policy.generation.max_new_tokens=512 --num-prompts 16
     """
     files, changes = config_files(config, bases, overrides)
-    prepare_process()
     from rl_train.diagnostics import DiagnosisStatus
 
     found: list[Diagnosis] = []

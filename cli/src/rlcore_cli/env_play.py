@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from rlcore_cli.check_env import ConfigFile, Name, RowsFile, Settings
-from rlcore_cli.check_logprobs import prepare_process
 
 
 class PlayerKind(StrEnum):
@@ -46,7 +45,6 @@ def play_env(
         rlcore env play sliding_puzzle data.size=2 --player random --seed 3
         rlcore env play math --rows rows.jsonl --player script --script answers.txt
     """
-    prepare_process()
     from rl_core.errors import UserError
     from rl_train.runtime.environment_play import at_random, play, scripted
     from rl_train.runtime.environment_trial import open_trial

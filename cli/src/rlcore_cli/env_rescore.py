@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlcore_cli.arguments import AsJson, Overrides
-from rlcore_cli.check_logprobs import prepare_process
 
 if TYPE_CHECKING:
     from rl_train.runtime.environment_rescore import Rescored
@@ -36,7 +35,6 @@ def rescore_run(
         rlcore env rescore runs/config
         rlcore env rescore runs/config env.math.require_box=false --steps 10,20
     """
-    prepare_process()
     from rl_train.runtime.environment_rescore import rescore
 
     rows = list(rescore(run, overrides or [], config=config, steps=_steps(steps)))

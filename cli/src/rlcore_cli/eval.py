@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlcore_cli.arguments import Bases, Config, Overrides, config_files
-from rlcore_cli.check_logprobs import prepare_process
 
 if TYPE_CHECKING:
     from rl_train.rollouts.eval_metrics import Scores
@@ -61,7 +60,6 @@ def evaluate(
         rlcore eval config.yaml grpo.max_val_samples=100 --checkpoint runs/config/checkpoints/step_000010 --json scores.json
     """
     files, changes = config_files(config, bases, overrides)
-    prepare_process()
     ks = _numbers(k)
     if engine is not None:
         changes = [f"policy.generation.backend={engine}", *changes]

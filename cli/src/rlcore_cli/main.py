@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_core.errors import PluginHookError, RLCoreError
+from rl_core.thread_waiting import thread_waiting
 from rl_train.errors import RunInterrupted
 from rlcore_cli.lazy import PluginGroup
 
@@ -103,6 +104,8 @@ def main() -> None:
     129 (SIGHUP) or 124 (`checkpointing.max_time`). Errors of rlcore are printed without a traceback; unexpected exceptions and
     exceptions from event hooks of plugins are printed with one.
     """
+    # Set before any command imports torch, which loads OpenMP.
+    os.environ.update(thread_waiting())
     try:
         app()
     except RLCoreError as error:

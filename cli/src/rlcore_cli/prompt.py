@@ -108,9 +108,6 @@ def _fields(text: str) -> dict[str, object]:
 
 
 def _print_tokens(messages: list[dict[str, str]], model: str) -> None:
-    from rlcore_cli.check_logprobs import prepare_process
-
-    prepare_process()
     from rl_core.data.tokenizer import load_tokenizer
     from rl_train.data.messages import get_formatted_message_log
 

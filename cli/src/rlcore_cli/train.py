@@ -49,12 +49,7 @@ def train(
         rlcore train --config grpo.yaml config.yaml
         rlcore train config.yaml --resume runs/config/checkpoints/step_000010
     """
-    import os
-
-    from rl_core.thread_waiting import thread_waiting
-
     files, changes = config_files(config, bases, overrides)
-    os.environ.update(thread_waiting())  # before torch is imported
     from rl_train.runtime.launch import train as launch
 
     finished = launch(files, changes, resume=resume, allow_config_change=allow_config_change, show_samples=show_samples)

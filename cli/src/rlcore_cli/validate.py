@@ -64,9 +64,6 @@ def validate(
 
 
 def _check_deep(loaded: LoadedConfig) -> None:
-    from rlcore_cli.check_logprobs import prepare_process
-
-    prepare_process()
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
     from rl_train.runtime.deep_checks import deep_conflicts

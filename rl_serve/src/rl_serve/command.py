@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from rl_core.thread_waiting import thread_waiting
 
 if TYPE_CHECKING:
     from rl_serve.listening import Address
@@ -67,7 +64,6 @@ def serve(
         rlcore serve ++server.host=localhost ++server.port=5000 ++prompt_config=generic/math ++generate_port=7000
         curl http://127.0.0.1:7000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "2 + 2 ="}'
     """
-    os.environ.update(thread_waiting())
     from rl_serve.allocator import return_large_blocks
     from rl_serve.listening import Address
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from rl_core.thread_waiting import thread_waiting
 
 if TYPE_CHECKING:
     from rl_serve.conversation import Conversation
@@ -54,7 +51,6 @@ def chat(
         rlcore chat path/to/model --backend hf --temperature 0
         echo "12+34=" | rlcore chat examples/addition/model --backend hf
     """
-    os.environ.update(thread_waiting())
     from rl_serve.conversation import Conversation
     from rl_serve.engine import EngineThread
     from rl_serve.served_model import started_model
