@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import random
 from collections.abc import Callable, Mapping
@@ -10,15 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces.dataset import Dataset, Record
+from rl_core.interfaces.dataset import Record
 from rl_envs.config import ArithmeticDatasetConfig, read_section
+from rl_envs.generated_dataset import MAX_DRAWS, GeneratedDataset, is_reserved
 
 TASK = "arithmetic"
-HELD_OUT = 8
-"""One in this many operand pairs is reserved for validation."""
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-_MOST_DRAWS = 10_000
-"""Maximum draws to find a pair of the split. One pair in eight is in validation, so a miss means that there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +47,10 @@ def is_held_out(left: int, right: int) -> bool:
     It depends only on a hash of the pair, so that datasets with different settings never share a question across splits, and
     `12+34` in training does not reveal `34+12` in validation.
     """
-    pair = f"{min(left, right)},{max(left, right)}".encode()
-    return hashlib.blake2b(pair, digest_size=8).digest()[0] % HELD_OUT == 0
+    return is_reserved(f"{min(left, right)},{max(left, right)}")
 
 
-class ArithmeticDataset(Dataset):
+class ArithmeticDataset(GeneratedDataset):
     """Sums, differences and products of whole numbers.
 
     Args:
@@ -71,12 +66,7 @@ class ArithmeticDataset(Dataset):
     def __len__(self) -> int:
         return self.config.num_samples
 
-    def __getitem__(self, index: int) -> Record:
-        """The record at that index.
-
-        Raises:
-            IndexError: The index is out of range.
-        """
+    def generate(self, index: int) -> Record:
         problem = self.problem(index)
         messages = [{"role": "user", "content": self._question(problem)}]
         if self.config.with_response:
@@ -88,12 +78,10 @@ class ArithmeticDataset(Dataset):
         }
 
     def problem(self, index: int) -> Problem:
-        """The problem of record `index`."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
+        """The problem of the record at that index, from 0."""
         config = self.config
         draw = self._random(index)
-        for _ in range(_MOST_DRAWS):
+        for _ in range(MAX_DRAWS):
             left, right = self._operand(draw), self._operand(draw)
             if is_held_out(left, right) == (config.split == "validation"):
                 return Problem(left=left, right=right, operation=draw.choice(config.operations))
@@ -119,4 +107,4 @@ class ArithmeticDataset(Dataset):
         return str(answer) if self.config.style == "plain" else f"\\boxed{{{answer}}}"
 
     def _random(self, index: int, purpose: str = "") -> random.Random:
-        return random.Random(f"{self.config.seed}/{self.config.split}/{index % len(self)}{purpose}")
+        return random.Random(f"{self.config.seed}/{self.config.split}/{index}{purpose}")

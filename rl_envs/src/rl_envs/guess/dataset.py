@@ -6,13 +6,14 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.interfaces.dataset import Dataset, Record
+from rl_core.interfaces.dataset import Record
 from rl_envs.config import GuessNumberDatasetConfig, read_section
+from rl_envs.generated_dataset import GeneratedDataset
 
 TASK = "guess"
 
 
-class GuessNumberDataset(Dataset):
+class GuessNumberDataset(GeneratedDataset):
     """Opening messages, each with a secret number in its `extra_env_info`.
 
     Args:
@@ -25,16 +26,9 @@ class GuessNumberDataset(Dataset):
     def __len__(self) -> int:
         return self.config.num_samples
 
-    def __getitem__(self, index: int) -> Record:
-        """The record at that index.
-
-        Raises:
-            IndexError: The index is out of range.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
+    def generate(self, index: int) -> Record:
         config = self.config
-        draw = random.Random(f"{config.seed}/{index % len(self)}")
+        draw = random.Random(f"{config.seed}/{index}")
         question = config.question.replace("{lowest}", str(config.lowest)).replace("{highest}", str(config.highest))
         return {
             "messages": [{"role": "user", "content": question}],

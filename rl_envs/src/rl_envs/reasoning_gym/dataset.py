@@ -6,15 +6,16 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.interfaces.dataset import Dataset, Record
+from rl_core.interfaces.dataset import Record
 from rl_envs.config import read_section
+from rl_envs.generated_dataset import GeneratedDataset
 from rl_envs.reasoning_gym.config import ReasoningGymDatasetConfig
 from rl_envs.reasoning_gym.tasks import make_task
 
 TASK = "reasoning_gym"
 
 
-class ReasoningGymDataset(Dataset):
+class ReasoningGymDataset(GeneratedDataset):
     """Questions of one task. `extra_env_info` has what its scorer needs: `task`, `params` and the `entry`.
 
     Args:
@@ -33,15 +34,8 @@ class ReasoningGymDataset(Dataset):
     def __len__(self) -> int:
         return self.config.num_samples
 
-    def __getitem__(self, index: int) -> Record:
-        """The record at that index.
-
-        Raises:
-            IndexError: the index is out of range.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
-        config, entry = self.config, self._task[index % len(self)]
+    def generate(self, index: int) -> Record:
+        config, entry = self.config, self._task[index]
         system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         return {
             "messages": [*system, {"role": "user", "content": entry["question"].strip()}],

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces.dataset import Dataset, Record
+from rl_core.interfaces.dataset import Record
 from rl_envs.config import read_section
+from rl_envs.generated_dataset import MAX_DRAWS, GeneratedDataset, is_reserved
 from rl_envs.sliding_puzzle.board import Board, shown, shuffled
 from rl_envs.sliding_puzzle.config import SlidingPuzzleDatasetConfig
 
 TASK = "sliding_puzzle"
-HELD_OUT = 8
-"""One in this many boards is reserved for validation."""
-_MOST_DRAWS = 10_000
-"""Maximum draws to find a board of the split."""
 QUESTION = (
     "Put the tiles of this board in order: 1 to {last} row by row, then the gap (_). In each turn, name one tile next to "
     "the gap to move it into the gap, or the direction in which a tile moves into it (up, down, left or right), as "
@@ -25,7 +21,7 @@ QUESTION = (
 )
 
 
-class SlidingPuzzleDataset(Dataset):
+class SlidingPuzzleDataset(GeneratedDataset):
     """Opening messages, each with its `board` in `extra_env_info`.
 
     Args:
@@ -41,16 +37,9 @@ class SlidingPuzzleDataset(Dataset):
     def __len__(self) -> int:
         return self.config.num_samples
 
-    def __getitem__(self, index: int) -> Record:
-        """The record at that index.
-
-        Raises:
-            IndexError: the index is out of range.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
+    def generate(self, index: int) -> Record:
         config = self.config
-        draw = random.Random(f"{config.seed}/{index % len(self)}")
+        draw = random.Random(f"{config.seed}/{index}")
         board = self._board(draw)
         question = QUESTION.format(last=config.size**2 - 1, example=config.size, board=shown(board))
         return {
@@ -61,7 +50,7 @@ class SlidingPuzzleDataset(Dataset):
 
     def _board(self, draw: random.Random) -> Board:
         config = self.config
-        for _ in range(_MOST_DRAWS):
+        for _ in range(MAX_DRAWS):
             board = shuffled(config.size, draw.randint(config.min_shuffles, config.max_shuffles), draw)
             if config.split is None or is_held_out(board) == (config.split == "validation"):
                 return board
@@ -69,5 +58,5 @@ class SlidingPuzzleDataset(Dataset):
 
 
 def is_held_out(board: Board) -> bool:
-    """Whether a board belongs to validation: a hash of its tiles, so that no board is in both splits."""
-    return hashlib.blake2b(repr(board).encode(), digest_size=8).digest()[0] % HELD_OUT == 0
+    """Whether a board belongs to validation, whatever the seed and the number of shuffles."""
+    return is_reserved(repr(board))
