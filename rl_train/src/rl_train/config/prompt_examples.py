@@ -15,25 +15,40 @@ from rl_train.config.yaml_reader import read_yaml
 PACKAGED_EXAMPLES = Path(__file__).parents[1] / "data" / "prompt_examples"
 
 
+def packaged_names(folder: Path) -> list[str]:
+    """The names of the YAML files in a packaged folder and its subfolders: their paths without the suffix."""
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+
+
+def find_file(path_or_name: str | Path, *, packaged: Path, kind: str) -> Path:
+    """The file at a path, or the packaged file of that name.
+
+    Args:
+        path_or_name: The path or name.
+        packaged: The folder of the packaged files.
+        kind: What the file contains, for errors: "prompt", "list of examples".
+
+    Raises:
+        DataError: There is neither such a file nor such a packaged one.
+    """
+    for path in (Path(path_or_name), packaged / f"{path_or_name}.yaml"):
+        if path.is_file():
+            return path
+    names = packaged_names(packaged)
+    raise DataError(
+        f"there is neither a file nor a packaged {kind} {str(path_or_name)!r}.{did_you_mean(str(path_or_name), names)} "
+        f"Packaged: {listed(names)}"
+    )
+
+
 def packaged_examples() -> list[str]:
     """The names of the packaged lists of examples."""
-    return sorted(path.stem for path in PACKAGED_EXAMPLES.glob("*.yaml"))
+    return packaged_names(PACKAGED_EXAMPLES)
 
 
 def find_examples(path_or_name: str | Path) -> Path:
-    """The file of a list of examples.
-
-    Raises:
-        DataError: There is neither such a file nor such a packaged list.
-    """
-    for path in (Path(path_or_name), PACKAGED_EXAMPLES / f"{path_or_name}.yaml"):
-        if path.is_file():
-            return path
-    names = packaged_examples()
-    raise DataError(
-        f"there is neither a file nor a packaged list of examples {str(path_or_name)!r}."
-        f"{did_you_mean(str(path_or_name), names)} Packaged lists: {listed(names)}"
-    )
+    """The file of a list of examples; raises DataError as `find_file`."""
+    return find_file(path_or_name, packaged=PACKAGED_EXAMPLES, kind="list of examples")
 
 
 def read_examples(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:

@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rl_core.config.diagnostics import Problems, listed
+from rl_core.config.diagnostics import Problems
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation
 from rl_core.config.validation import Validator
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
 from rl_train.config.path_lookup import locate
-from rl_train.config.prompt_examples import find_examples, read_examples
+from rl_train.config.prompt_examples import find_examples, find_file, packaged_names, read_examples
 from rl_train.config.yaml_reader import read_yaml
 
 # Located by folder, because rl_train.config must not import rl_train.data.
@@ -96,23 +96,12 @@ class PromptFile(Section):
 
 def packaged_prompts() -> list[str]:
     """The names of the packaged prompt configs."""
-    return sorted(path.relative_to(PACKAGED).with_suffix("").as_posix() for path in PACKAGED.rglob("*.yaml"))
+    return packaged_names(PACKAGED)
 
 
 def find_prompt(path_or_name: str | Path) -> Path:
-    """The file of a prompt config.
-
-    Raises:
-        DataError: There is neither such a file nor such a packaged prompt.
-    """
-    for path in (Path(path_or_name), PACKAGED / f"{path_or_name}.yaml"):
-        if path.is_file():
-            return path
-    names = packaged_prompts()
-    meant = did_you_mean(str(path_or_name), names)
-    raise DataError(
-        f"there is neither a file nor a packaged prompt {str(path_or_name)!r}.{meant} Packaged prompts: {listed(names)}"
-    )
+    """The file of a prompt config; raises DataError as `find_file`."""
+    return find_file(path_or_name, packaged=PACKAGED, kind="prompt")
 
 
 def read_prompt(path_or_name: str | Path, examples_type: str | None = None) -> PromptFile:
