@@ -97,6 +97,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "RewardModelEnvironmentConfig": ("rl_envs/reward_model",),
     "RewardScalingConfig": ("rl_train/algorithms",),
     "RewardShapingConfig": ("rl_train/algorithms",),
+    "RolloutAlgorithmConfig": ("rl_train/algorithms",),
     "RolloutConfig": ("rl_train/runtime", "rl_train/config", "rl_core/config"),
     "RowsConfig": ROWS,
     "SFTConfig": ("rl_train/algorithms",),

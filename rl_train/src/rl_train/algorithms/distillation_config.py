@@ -11,27 +11,22 @@ from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
+from rl_train.algorithms.rollout_algorithm_config import RolloutAlgorithmConfig
 from rl_train.config.data_checks import validates
-from rl_train.config.optimizer_steps import TrainingPlan
 from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-from rl_train.config.schema import AlgorithmConfig, RunConfig
+from rl_train.config.schema import RunConfig
 
 
-class DistillationConfig(AlgorithmConfig):
+class DistillationConfig(RolloutAlgorithmConfig):
     """On-policy distillation: a teacher scores each token of the student's answers."""
 
     default_loss: ClassVar[str] = "distillation"
 
     num_prompts_per_step: int = Field(default=64, ge=1)
     """P, number of prompts per step."""
-    num_generations_per_prompt: int = Field(default=1, ge=1)
-    """G, number of samples per prompt."""
     student_data_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """GKD's lambda: probability that the rows of a step are sampled from the student. Otherwise they are answers from the
     training data."""
-    max_rollout_turns: int | None = Field(default=None, ge=1)
-    """Maximum number of turns in a rollout; null means as many as the environment needs. Without an environment, a rollout has
-    one turn."""
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:
@@ -46,14 +41,6 @@ class DistillationConfig(AlgorithmConfig):
             max_turns=self.max_rollout_turns,
             companions=("teacher",),
         )
-
-    @property
-    def rows_per_step(self) -> int:
-        """B, number of rows that a step trains on, sampled or from the data."""
-        return self.num_prompts_per_step * self.num_generations_per_prompt
-
-    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         loss, generation = run.loss_fn, run.policy.generation

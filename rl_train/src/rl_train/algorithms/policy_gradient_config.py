@@ -11,9 +11,9 @@ from rl_core.config.schema import Section
 from rl_core.config.source_tree import KeyPath
 from rl_train.algorithms.losses.config import MAX_KL_ERROR, ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
-from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.algorithms.rollout_algorithm_config import RolloutAlgorithmConfig
 from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
-from rl_train.config.schema import AlgorithmConfig, RunConfig
+from rl_train.config.schema import RunConfig
 
 
 class RewardScalingConfig(Section):
@@ -55,17 +55,11 @@ class RewardShapingConfig(Section):
     """Length limit in sampled tokens of all turns; defaults to `policy.generation.max_new_tokens`."""
 
 
-class PolicyGradientConfig(AlgorithmConfig):
+class PolicyGradientConfig(RolloutAlgorithmConfig):
     """Base section of policy-gradient algorithms that learn from rewards."""
 
     default_loss: ClassVar[str] = "clipped_pg"
 
-    num_prompts_per_step: int = Field(default=32, ge=1)
-    """P, number of prompts per step."""
-    num_generations_per_prompt: int = Field(default=1, ge=1)
-    """G, number of samples per prompt."""
-    max_rollout_turns: int | None = Field(default=None, ge=1)
-    """Maximum number of turns in a rollout; null means as many as the environment needs."""
     reward_scaling: RewardScalingConfig = Field(default_factory=RewardScalingConfig)
     """Scales and clips rewards before anything else is computed from them."""
     reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
@@ -93,14 +87,6 @@ class PolicyGradientConfig(AlgorithmConfig):
             max_turns=self.max_rollout_turns,
             val_samples_per_prompt=self.val_num_generations_per_prompt,
         )
-
-    @property
-    def rows_per_step(self) -> int:
-        """B, number of rows that a step trains on."""
-        return self.num_prompts_per_step * self.num_generations_per_prompt
-
-    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
-        return TrainingPlan(steps=self.max_num_steps, rows=self.rows_per_step)
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         yield from self._loss_conflicts(run)
