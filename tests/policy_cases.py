@@ -114,3 +114,12 @@ def largest_relative_error(found, expected) -> float:
     """Over all tensors: norm of the difference by norm of the expected."""
     assert found.keys() == expected.keys()
     return max(float((found[k] - expected[k]).norm() / expected[k].norm().clamp(min=1e-6)) for k in expected)
+
+
+def plain_distributions(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
+    """The reference: at t the whole log-distribution over token t given those before it, [B, T, V]; zeros elsewhere."""
+    columns = []
+    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
+        logits = model(ids[None, :length], use_cache=False).logits[0, :-1].float() / temperature
+        columns.append(torch.nn.functional.pad(torch.log_softmax(logits, -1), (0, 0, 1, len(ids) - length)))
+    return torch.stack(columns)

@@ -5,6 +5,7 @@ import psutil
 import pytest
 import torch
 import transformers
+from readable_model import batch_of
 
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.generation import HuggingFaceGeneration
@@ -18,15 +19,6 @@ def engine(model_folder):
     yield engine
     engine.shutdown()
     engine.shutdown()
-
-
-def batch_of(*prompts, **columns):
-    width = max(map(len, prompts))
-    return BatchedDataDict(
-        input_ids=torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts]),
-        input_lengths=torch.tensor([len(prompt) for prompt in prompts]),
-        **columns,
-    )
 
 
 def test_the_promised_calls_complete_every_row(engine):

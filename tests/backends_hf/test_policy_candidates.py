@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from policy_cases import LargestTensor, plain_model
+from policy_cases import LargestTensor, plain_distributions, plain_model
 
 from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -33,15 +33,6 @@ class WeightedCandidates(LossFunction):
         loss = ((of_candidates + 0.5 * next_token_logprobs) * mask).sum() / global_valid_toks
         untrained = (data["candidate_logprobs"] * (1 - mask).unsqueeze(-1)).abs().sum()
         return loss, {"untrained": untrained.detach()}
-
-
-def plain_distributions(model, rows, *, temperature=1.0):
-    """[B, T, V]: at t the whole log-distribution over token t given the tokens before it; zeros elsewhere."""
-    columns = []
-    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
-        logits = model(ids[None, :length], use_cache=False).logits[0, :-1].float() / temperature
-        columns.append(torch.nn.functional.pad(torch.log_softmax(logits, -1), (0, 0, 1, len(ids) - length)))
-    return torch.stack(columns)
 
 
 def is_predicted(rows):

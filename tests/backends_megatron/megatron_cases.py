@@ -8,12 +8,31 @@ from pathlib import Path
 import policy_cases
 import torch
 import transformers
-from policy_cases import NLL, SGD, TINY_SHAPE, counts_of, largest_relative_error, make_context, plain_logprobs, plain_loss
+from policy_cases import (
+    NLL,
+    SGD,
+    TINY_SHAPE,
+    counts_of,
+    largest_relative_error,
+    make_context,
+    plain_distributions,
+    plain_logprobs,
+    plain_loss,
+)
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction
 
-__all__ = ["NLL", "SGD", "counts_of", "largest_relative_error", "make_context", "plain_logprobs", "plain_loss"]
+__all__ = [
+    "NLL",
+    "SGD",
+    "counts_of",
+    "largest_relative_error",
+    "make_context",
+    "plain_distributions",
+    "plain_logprobs",
+    "plain_loss",
+]
 
 VOCAB_SIZE = 161
 """Odd, so that the vocabulary is padded wherever it is divided."""
@@ -130,15 +149,6 @@ def make_candidates(num_rows: int = 8, width: int = 21) -> BatchedDataDict:
     rows["candidates"][..., 2] = rows["input_ids"]
     rows["candidate_weights"] = torch.randn(num_rows, width, K, generator=generator)
     return rows
-
-
-def plain_distributions(model, rows, *, temperature: float = 1.0) -> torch.Tensor:
-    """The reference: at t the whole log-distribution over token t given those before it, [B, T, V]; zeros elsewhere."""
-    columns = []
-    for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True):
-        logits = model(ids[None, :length], use_cache=False).logits[0, :-1].float() / temperature
-        columns.append(torch.nn.functional.pad(torch.log_softmax(logits, -1), (0, 0, 1, len(ids) - length)))
-    return torch.stack(columns)
 
 
 def squared_error(values, mask, targets):

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
-import psutil
 import pytest
 from command_line import rlcore
+from marked_processes import MARK, assert_gone
 from typer.testing import CliRunner
 
 from rl_core.errors import UserError
@@ -29,7 +28,6 @@ CONFIG = {
     "env": {"arithmetic": {"num_workers": 1}},
 }
 IN_PROCESS = "cluster.backend=in_process"
-MARK = "RLCORE_TEST_CHECK"
 
 PERTURBED = """
 from rl_backends_hf import HuggingFacePolicy
@@ -118,21 +116,7 @@ def test_over_ray_standard_output_has_only_json_and_no_process_remains(config, t
     assert (report["engine"], report["refit"], report["num_rows"]) == ("hf bfloat16", "shared_memory", 7)
     assert sum(part["num_tokens"] for part in report["by_position"]) == report["num_tokens"]
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
-    until = time.monotonic() + 120
-    while (left := marked(mark)) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert left == []
-
-
-def marked(mark):
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:100])
-        except psutil.Error:
-            continue
-    return found
+    assert_gone(mark)
 
 
 def test_a_tighter_threshold_is_applied(config):

@@ -7,14 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import uuid
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
-import psutil
 import pytest
+from marked_processes import MARK, assert_gone
 from typer.testing import CliRunner
 
 from rl_core.errors import RLCoreError, UserError
@@ -22,7 +21,6 @@ from rl_train.checkpoints.manifest import write_manifest
 from rlcore_cli.main import app
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
-MARK = "RLCORE_TEST_EVAL"
 IN_PROCESS = "cluster.backend=in_process"
 ROUNDING = 1e-6
 """A run's accuracy is a mean in float32."""
@@ -413,18 +411,4 @@ def test_vllm_over_ray_scores_a_checkpoint_as_hf_does_in_process_and_leaves_no_p
     # Greedy tokens in float32 of one model: the two engines may differ only if two tokens are almost equally likely.
     [mine], [theirs] = found["passes"], in_process["passes"]
     assert math.isclose(values(mine["all"])["pass@1"], values(theirs["all"])["pass@1"], abs_tol=1.5 / 48)
-    until = time.monotonic() + 120
-    while (left := marked(mark)) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert left == []
-
-
-def marked(mark):
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:100])
-        except psutil.Error:
-            continue
-    return found
+    assert_gone(mark)

@@ -9,11 +9,10 @@ import time
 import uuid
 from pathlib import Path
 
-import psutil
+from marked_processes import MARK, assert_gone, marked_processes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "addition" / "model"
-MARK = "RLCORE_TEST_RUN"
 
 TINY = {
     "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 6, "seed": 3},
@@ -30,6 +29,14 @@ TINY = {
     "env": {"arithmetic": {"num_workers": 1}},
     "checkpointing": {"save_period": 2, "keep_latest_k": 10},
 }
+
+PLANS_OF_PAIRS = {
+    "one pair at a time": {"train_micro_batch_size": 2},
+    "an odd number of rows at a time": {"train_micro_batch_size": 5},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}},
+    "under a budget": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
+}
+"""Every kind of microbatch, as settings of a policy that trains on pairs of answers."""
 
 
 def merged(base, changes):
@@ -79,25 +86,11 @@ class TrainingProcess:
         raise AssertionError(f"it did not come to it:\n{self.output()[-3000:]}")
 
     def descendants(self):
-        """Live processes with the mark in their environment, wherever they are in the process tree."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        """Live processes of the run, wherever they are in the process tree."""
+        return marked_processes(self.mark)
 
-    def assert_gone(self, timeout=120):
-        until = time.monotonic() + timeout
-        while time.monotonic() < until:
-            left = self.descendants()
-            if not left:
-                return
-            time.sleep(0.2)
-        names = [" ".join(process.cmdline())[:120] for process in left]
-        raise AssertionError(f"{len(left)} processes outlived the run: {names}")
+    def assert_gone(self):
+        assert_gone(self.mark)
 
     def kill(self, sig=signal.SIGKILL):
         os.kill(self.process.pid, sig)
@@ -119,3 +112,11 @@ def reproducible_metrics_of(folder, name="run"):
         step: {key: value for key, value in found.items() if key != "refit/canary_error"}
         for step, found in metrics_of(folder, name).items()
     }
+
+
+def without_speed(steps):
+    """The metrics of steps without times, refits and speed, which differ between two runs."""
+    return [
+        {name: value for name, value in step.items() if not name.startswith(("time/", "refit/", "tokens_per_s"))}
+        for step in steps
+    ]

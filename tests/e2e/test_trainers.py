@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from e2e_runs import MODEL, merged, metrics_of
+from e2e_runs import MODEL, PLANS_OF_PAIRS, merged, metrics_of, without_speed
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data import BatchedDataDict
@@ -37,20 +37,13 @@ def policy():
     policy.shutdown()
 
 
-def numbers(steps):
-    return [
-        {name: value for name, value in step.items() if not name.startswith(("time/", "refit/", "tokens_per_s"))}
-        for step in steps
-    ]
-
-
 def by_config(folder, config):
     """The result of `rlcore train` for the same run."""
     path = folder / "run.yaml"
     path.write_text(json.dumps(merged(SECTIONS, {**config, "logger": {"log_dir": str(folder / "runs")}})))
     train(path, resume="never", console=False)
     steps = metrics_of(folder)
-    return numbers([steps[step] for step in sorted(steps)])
+    return without_speed([steps[step] for step in sorted(steps)])
 
 
 def test_dpo_from_python_takes_the_steps_of_the_config(policy, tmp_path):
@@ -61,7 +54,7 @@ def test_dpo_from_python_takes_the_steps_of_the_config(policy, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {name: {"dataset_name": "preference", "path": str(tmp_path / f"{name}.jsonl")} for name in ("train", "validation")}
     loss = {"reference_policy_kl_penalty": 0.2}
-    assert numbers(found) == by_config(tmp_path, {"dpo": section, "loss_fn": loss, "data": data})
+    assert without_speed(found) == by_config(tmp_path, {"dpo": section, "loss_fn": loss, "data": data})
     assert [step["step"] for step in found] == [0, 1, 2, 3]
     assert found[-1]["validation/accuracy"] > found[0]["validation/accuracy"] == 0.5
     assert len((tmp_path / "python" / "metrics.jsonl").read_text().splitlines()) == 4
@@ -74,7 +67,7 @@ def test_sft_from_python_takes_the_steps_of_the_config(policy, tmp_path):
         ArithmeticDataset({"num_samples": 64, "with_response": True})
     )
     data = {"train": {"dataset_name": "arithmetic", "num_samples": 64, "with_response": True}}
-    assert numbers(found) == by_config(tmp_path, {"sft": section, "data": data})
+    assert without_speed(found) == by_config(tmp_path, {"sft": section, "data": data})
     assert found[1]["loss"] > 0
 
 
@@ -97,7 +90,7 @@ def test_grpo_from_python_takes_the_steps_of_the_config(policy, tmp_path):
             "env": {"arithmetic": {}},
         },
     )
-    assert numbers(found) == expected
+    assert without_speed(found) == expected
     assert found[0]["reward/mean"] > 0
 
 
@@ -120,15 +113,7 @@ def test_a_policy_made_without_a_cluster_trains_over_the_one_that_the_trainer_is
         assert two["preference/margin"] == pytest.approx(one["preference/margin"], rel=1e-3, abs=1e-5)
 
 
-PLANS = {
-    "one pair at a time": {"train_micro_batch_size": 2},
-    "an odd number of rows at a time": {"train_micro_batch_size": 5},
-    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}},
-    "under a budget": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
-}
-
-
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS_OF_PAIRS)
 def test_pairs_take_the_same_steps_in_every_kind_of_microbatch(plan):
     def steps(**fields):
         policy = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **{**LIMITS, "train_micro_batch_size": 16, **fields})
@@ -138,7 +123,7 @@ def test_pairs_take_the_same_steps_in_every_kind_of_microbatch(plan):
         policy.shutdown()
         return found
 
-    for one, other in zip(steps(), steps(**PLANS[plan]), strict=True):
+    for one, other in zip(steps(), steps(**PLANS_OF_PAIRS[plan]), strict=True):
         # Float32 sums in another order: six digits in the loss, fewer in a norm after three steps of Adam.
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
@@ -177,7 +162,12 @@ def sampled_rows(policy):
 @pytest.mark.parametrize("loss", POLICY_GRADIENTS)
 def test_policy_gradients_are_the_same_in_every_kind_of_microbatch(loss):
     found = []
-    for fields in ({"train_micro_batch_size": 8}, {"train_micro_batch_size": 3}, PLANS["packed"], PLANS["under a budget"]):
+    for fields in (
+        {"train_micro_batch_size": 8},
+        {"train_micro_batch_size": 3},
+        PLANS_OF_PAIRS["packed"],
+        PLANS_OF_PAIRS["under a budget"],
+    ):
         policy = HuggingFacePolicy(str(MODEL), optimizer=OPTIMIZER, **{**LIMITS, **fields})
         found.append(policy.train(sampled_rows(policy), ClippedPGLossFn(POLICY_GRADIENTS[loss])))
         policy.shutdown()
