@@ -1,8 +1,11 @@
 """A broken distribution is listed with its reason and does not affect others."""
 
 import json
+from importlib.metadata import PathDistribution
 
 import pytest
+
+from rl_core.plugins.discovery import version_of
 
 OURS = {"core", "train", "rlcore", "hf", "envs"}
 
@@ -274,3 +277,11 @@ def test_a_plugin_that_needs_one_of_two_distributions_is_ready_with_a_matching_s
     assert "or acme-engine-cpu>=2,<3 is required, acme-engine<3,>=2: 1.9 is installed" in site.plugins()["acme"]["reason"]
     site.write_metadata("acme-engine-cpu", version="2.4")
     assert site.plugins()["acme"]["status"] == "ready"
+
+
+@pytest.mark.parametrize("file", ["METADATA", "PKG-INFO"])
+def test_a_version_is_read_from_the_headers_and_not_from_the_description(tmp_path, file):
+    folder = tmp_path / "acme.dist-info"
+    folder.mkdir()
+    (folder / file).write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.5\n\nHistory\n\nVersion: 9\n")
+    assert version_of(PathDistribution(folder)) == "1.5"

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from rl_core.plugins.discovery import version_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequirementCheck:
@@ -77,8 +79,8 @@ def _check(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[Req
     except importlib.metadata.PackageNotFoundError:
         yield RequirementCheck(requirement=wanted, installed=None, fits=False)
         return
-    fits = requirement.specifier.contains(installed.version, prereleases=True)
-    yield RequirementCheck(requirement=wanted, installed=installed.version, fits=fits)
+    found = version_of(installed)
+    yield RequirementCheck(requirement=wanted, installed=found, fits=requirement.specifier.contains(found, prereleases=True))
     for extra in sorted(requirement.extras):
         key = (canonicalize_name(requirement.name), canonicalize_name(extra))
         if key not in seen:
