@@ -5,7 +5,7 @@ import time
 import psutil
 
 MARK = "RLCORE_TEST_RUN"
-"""The environment variable; each test gives it a value of its own."""
+"""The environment variable; each test gives it another value."""
 
 
 def marked_processes(mark):

@@ -79,33 +79,33 @@ def test_a_template_that_drops_the_system_message():
     question = [{"role": "system", "content": "be brief"}, *QUESTION]
     [diagnosis] = diagnoses_of(RIGHT.replace("messages %}", "messages if m.role != 'system' %}"), question=question).values()
     assert diagnosis.status is DiagnosisStatus.FAILED
-    assert "lacks what these say: ['system']" in diagnosis.found
+    assert "lacks the content of: ['system']" in diagnosis.found
 
 
 def test_a_generation_prompt_that_differs_from_the_start_of_an_answer():
     found = diagnoses_of(RIGHT.replace("%}<assistant>{%", "%}<assistant>\n{%"))
     assert found["generation_prompt_is_prefix"].status is DiagnosisStatus.FAILED
-    assert "does not begin with the prompt, from character" in found["generation_prompt_is_prefix"].found
+    assert "does not begin with the prompt: from character" in found["generation_prompt_is_prefix"].found
 
 
 def test_a_header_that_opens_the_reasoning_is_a_warning():
     problem = only_problem(diagnoses_of(RIGHT.replace("%}<assistant>{%", "%}<assistant><think>{%")))
     assert (problem.name, problem.status) == ("generation_prompt_is_prefix", DiagnosisStatus.WARNING)
-    assert "opens the answer with '<think>'" in problem.found
+    assert "the header ends with '<think>'" in problem.found
 
 
 def test_empty_reasoning_only_before_the_last_answer_is_a_warning_about_multi_turn_training():
     last = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}"
     problem = only_problem(diagnoses_of(RIGHT.replace("{{ m.content }}", last)))
     assert (problem.name, problem.status) == ("turns_join", DiagnosisStatus.WARNING)
-    assert "one turn joins; a second turn rewrites the first answer" in problem.found
+    assert "one turn agree, but a second turn changes the first answer" in problem.found
 
 
 def test_a_header_that_changes_the_prompt():
     template = "{% if add_generation_prompt %}>{% endif %}" + RIGHT
     found = diagnoses_of(template)
     assert found["generation_prompt_is_prefix"].status is DiagnosisStatus.FAILED
-    assert "the text before it changes, from character 0 on" in found["generation_prompt_is_prefix"].found
+    assert "changes the text before the header: from character 0," in found["generation_prompt_is_prefix"].found
 
 
 def test_an_answer_that_is_merged_with_what_comes_before_it():
@@ -123,7 +123,7 @@ def test_a_second_turn_that_rewrites_the_first_is_a_warning():
     template = RIGHT.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'assistant' and loop.last %} {% endif %}")
     problem = only_problem(diagnoses_of(template))
     assert (problem.name, problem.status) == ("turns_join", DiagnosisStatus.WARNING)
-    assert "a second turn rewrites the first answer" in problem.found
+    assert "a second turn changes the first answer" in problem.found
 
 
 def test_a_turn_that_ends_with_a_token_at_which_the_engine_does_not_stop():

@@ -32,7 +32,7 @@ def test_an_engine_that_ignores_the_limit_of_the_run(engine, prompts):
     found = check_length_limit(engine(max_model_len=64), token_rows(prompts), limit=32)
     assert found.status is DiagnosisStatus.FAILED
     assert "tokens became a row of" in found.found
-    assert "a prompt of 32 tokens, which leaves no room, was not refused" in found.found
+    assert "a prompt of 32 tokens, which leaves no space for a completion, was accepted" in found.found
     assert found.details["longest_row"] > 32
 
 
@@ -48,8 +48,8 @@ def test_an_engine_that_truncates_prompts_fails_the_length_limit(engine, prompts
     monkeypatch.setattr(careless, "generate", cutting)
     found = check_length_limit(careless, token_rows(prompts), limit=32)
     assert found.status is DiagnosisStatus.FAILED
-    assert "came back changed" in found.found
-    assert "was not refused" in found.found
+    assert "returned changed" in found.found
+    assert "was accepted" in found.found
 
 
 def test_a_length_limit_that_no_row_reached_is_not_reported_as_ok(engine, prompts):

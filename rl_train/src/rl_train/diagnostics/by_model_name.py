@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16"]
 
 USUAL_ERROR: dict[str, float] = {"float32": 1.001, "bfloat16": 1.05}
-"""Most exp(mean |d|) that is usual where both sides compute in that type."""
+"""Typical maximum of exp(mean |d|) if both sides compute in that data type."""
 _TEXTS = ("12+34=", "1, 2, 3, 4, 5, 6, 7,", "The answer is", "Once upon a time,")
 
 
@@ -42,20 +42,20 @@ def test_max_model_len_respected(
     precision: Precision = "float32",
     cluster: RayVirtualCluster | None = None,
 ) -> Diagnosis:
-    """Whether an engine with this model keeps to a limit on its rows; see `check_length_limit`.
+    """Test that an engine with this model produces no row longer than `max_model_len`; see `check_length_limit`.
 
     Args:
         model_name: name, folder or GGUF file.
-        max_model_len: the limit that the engine is given, in tokens.
-        backend: the generation component.
-        precision: what it computes in.
-        cluster: where it runs; this process by default.
+        max_model_len: maximum number of tokens of prompt and completion.
+        backend: name of the generation backend.
+        precision: data type of the engine.
+        cluster: the cluster that the engine runs on; this process by default.
 
     Returns:
-        The diagnosis, which is not `failed`.
+        The diagnosis, `ok` or `warning`.
 
     Raises:
-        AssertionError: a row grew beyond the limit, or a prompt that leaves no room was not refused.
+        AssertionError: a row is longer than the limit, or a prompt that leaves no space for a completion was accepted.
     """
     with _engine(model_name, backend, precision, cluster, total=max_model_len, new=max_model_len - 1) as generation:
         return _passed(check_length_limit(generation, _prompts(model_name), limit=max_model_len))
@@ -71,24 +71,24 @@ def test_generation_consistency(
     threshold: float | None = None,
     cluster: RayVirtualCluster | None = None,
 ) -> list[Diagnosis]:
-    """Whether decoding gives the probabilities of a whole pass: the engine's own prefill, and the policy's scoring.
+    """Test that decoding reports the same log-probabilities as the engine's own prefill and as the policy.
 
-    Both load the model from its files; no weights are moved.
+    Both load the model from its files; no weights are transferred.
 
     Args:
         model_name: name, folder or GGUF file.
-        max_new_tokens: length of the answers; late drift shows in long ones.
-        backend: the generation component.
-        policy_backend: the policy component.
-        precision: what both compute in.
-        threshold: most exp(mean |d|); `USUAL_ERROR` of the precision by default.
-        cluster: where they run; this process by default.
+        max_new_tokens: length of the completions; errors that grow with the position only show in long ones.
+        backend: name of the generation backend.
+        policy_backend: name of the policy backend.
+        precision: data type of both.
+        threshold: maximum exp(mean |d|); `USUAL_ERROR` of the precision by default.
+        cluster: the cluster that both run on; this process by default.
 
     Returns:
-        The two diagnoses, neither of them `failed`.
+        Both diagnoses, each `ok` or `warning`.
 
     Raises:
-        AssertionError: the probabilities differ by more.
+        AssertionError: the log-probabilities differ by more than the threshold.
     """
     allowed = threshold if threshold is not None else USUAL_ERROR[precision]
     total = 2 * max_new_tokens

@@ -1,7 +1,8 @@
-"""Whether a chat template gives the tokens that a run assumes: turns that join, a header that only adds, an end that stops.
+"""Checks that a chat template renders the tokens that a run assumes.
 
-Knows a tokenizer's face, no model. What is sampled is never tokenised again, so a turn's tokens have to be those that the
-template makes of its text; and a model can only end its turn by a token that the engine takes for an end.
+Sampled tokens are never tokenized again. So the tokens of each turn must be those of the whole rendered conversation, the
+generation prompt must only append text, and the template must end each answer with a token at which the engine stops. Only the
+tokenizer is needed, no model.
 """
 
 from __future__ import annotations
@@ -20,24 +21,22 @@ HEADER = "generation_prompt_is_prefix"
 JOINS = "turns_join"
 ENDS = "end_of_turn_stops"
 _ANSWER = "42"
-"""Short, and of characters that even a tokenizer of digits has."""
+"""Short, and only of digits, which every tokenizer can encode."""
 
 
 def check_chat_template(
     tokenizer: Any, question: Sequence[Message], *, stop_ids: Collection[int], stop_strings: Sequence[str] = ()
 ) -> list[Diagnosis]:
-    """Every diagnosis of the template; the first alone where it does not render.
+    """Run all checks of a chat template; if it does not render, only the first.
 
     Args:
         tokenizer: the policy's.
-        question: messages of role and content, the last of them the user's.
+        question: messages with role and content, the last one from the user.
         stop_ids: tokens that end a completion.
-        stop_strings: strings that do.
+        stop_strings: strings that end a completion.
     """
     if not tokenizer.chat_template:
-        found = (
-            "the tokenizer has no chat template: messages are joined as they are, and the end-of-sequence token ends an answer"
-        )
+        found = "the tokenizer has no chat template: contents are concatenated, and the end-of-sequence token ends an answer"
         return [Diagnosis(name=RENDERS, status=DiagnosisStatus.OK, found=found)]
     rendered = check_renders(tokenizer, question)
     if rendered.status is DiagnosisStatus.FAILED:
@@ -51,28 +50,29 @@ def check_chat_template(
 
 
 def check_renders(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
-    """Render the question, the question with an answer, and a second turn; all that was said has to be in the text."""
-    why = "Every prompt goes through the template: without it there is no run, and what it drops the model never sees."
-    remedy = "Give another template (policy.tokenizer.chat_template), or write the conversation as this one wants it."
+    """Check that conversations of one and two turns render, and that the text contains the content of every message."""
+    why = "Every prompt is rendered with the template, so the model never sees content that the template drops."
+    remedy = "Set another template (policy.tokenizer.chat_template), or change the messages to roles that this one supports."
     for messages, header in ((question, True), (_answered(question), False), (_second_turn(question), True)):
         roles = [message["role"] for message in messages]
         try:
             text = _render(tokenizer, messages, header=header)
         except _TemplateFailed as error:
-            found = f"the template cannot render messages of the roles {roles}: {error}"
+            found = f"the template cannot render messages with the roles {roles}: {error}"
             return Diagnosis(name=RENDERS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
         lost = [message["role"] for message in messages if message["content"].strip() not in text]
         if lost:
-            found = f"of the roles {roles}, the rendered text lacks what these say: {lost}"
+            found = f"for messages with the roles {roles}, the rendered text lacks the content of: {lost}"
             return Diagnosis(name=RENDERS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
-    found = f"conversations of one turn and of two are rendered, with all of their {len(_second_turn(question))} messages"
+    found = f"conversations of one and two turns are rendered with the content of all {len(_second_turn(question))} messages"
     return Diagnosis(name=RENDERS, status=DiagnosisStatus.OK, found=found)
 
 
 def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
-    """The prompt with the header of the assistant's turn has to be how the answered conversation begins, as text and tokens.
+    """Check that the rendered conversation with the answer begins with the generation prompt, as text and as tokens.
 
-    A header that opens the answer as well (`<think>`) is a warning: what is sampled is right, and a conversation lacks it.
+    A header that also opens the answer (`<think>`) is only a warning: rollouts are correct, but conversations in training data
+    lack that text.
     """
     bare, prompt = _render(tokenizer, question, header=False), _render(tokenizer, question, header=True)
     whole = _render(tokenizer, _answered(question), header=False)
@@ -80,31 +80,31 @@ def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diag
     shared = get_first_index_that_differs(prompt, whole)
     problem, status = None, DiagnosisStatus.FAILED
     if not prompt.startswith(bare):
-        problem = _difference("with the header, the text before it changes", bare, prompt)
+        problem = _difference("add_generation_prompt changes the text before the header", bare, prompt)
     elif shared < len(prompt) and shared >= len(bare) and prompt[shared:].strip():
-        problem = f"the header opens the answer with {prompt[shared:]!r}, which the answered conversation does not begin with"
+        problem = f"the header ends with {prompt[shared:]!r}, which the rendered answer does not begin with"
         status = DiagnosisStatus.WARNING
     elif shared < len(prompt):
-        problem = _difference("the answered conversation does not begin with the prompt", prompt, whole)
+        problem = _difference("the conversation with the answer does not begin with the prompt", prompt, whole)
     elif _encode(tokenizer, whole)[: len(_encode(tokenizer, prompt))] != _encode(tokenizer, prompt):
-        problem = "the answered conversation begins with the prompt as text, and with other tokens"
+        problem = "the conversation with the answer begins with the text of the prompt, but with other tokens"
     if problem is None:
-        found = f"the header {details['header']!r} adds to the prompt and changes nothing in it"
+        found = f"the header {details['header']!r} is appended to the prompt, which stays unchanged"
         return Diagnosis(name=HEADER, status=DiagnosisStatus.OK, found=found, details=details)
     if status is DiagnosisStatus.WARNING:
-        why = "Rollouts are right. Supervised training trains such an answer after a header without that text."
+        why = "Rollouts are correct, but supervised training trains such an answer after a header without that text."
         remedy = "Train answers with reasoning, or set policy.tokenizer.chat_template_kwargs if the template has a switch."
     else:
-        why = "The model would sample after one beginning and be trained, or asked in a second turn, after another."
-        remedy = "Use a template that puts the same header before an assistant's message as it does for add_generation_prompt."
+        why = "The model would sample after one prefix, but be trained, or continue in a second turn, after another."
+        remedy = "Use a template that writes the same header before an assistant message as for add_generation_prompt."
     return Diagnosis(name=HEADER, status=status, found=problem, why=why, remedy=remedy, details=details)
 
 
 def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
-    """Compare the tokens of prompt and answer, joined, with those of the whole text, over one turn and over two."""
+    """Check that prompt and answer, tokenized separately, have the tokens of the whole text, over one and two turns."""
     why = (
-        "A sampled answer is kept as its tokens and joined to the prompt's. Where the whole text has other tokens, supervised "
-        "training and the next turn show the model something else than it has sampled."
+        "The tokens of a sampled answer are appended to those of the prompt. If the whole text has other tokens, supervised "
+        "training and the next turn show the model other tokens than it sampled."
     )
     together = _encode(tokenizer, _render(tokenizer, _answered(question), header=False))
     try:
@@ -116,21 +116,23 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
     if joined != together:
         place = get_first_index_that_differs(joined, together)
         found = (
-            f"joined by turns, token {place} is {_text(tokenizer, joined, place)}, and in the whole text it is "
+            f"tokenized by turns, token {place} is {_text(tokenizer, joined, place)}, but in the whole text it is "
             f"{_text(tokenizer, together, place)}"
         )
-        remedy = "Use a template whose header ends with a special token or a line break, across which nothing is merged."
+        remedy = (
+            "Use a template with a header that ends with a special token or a line break, across which no tokens are merged."
+        )
         return Diagnosis(name=JOINS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
     if second[: len(together)] != together:
         place = get_first_index_that_differs(together, second)
         found = (
-            f"one turn joins; a second turn rewrites the first answer: token {place} was "
-            f"{_text(tokenizer, together, place)} and is {_text(tokenizer, second, place)}"
+            f"the tokens of one turn agree, but a second turn changes the first answer: token {place} was "
+            f"{_text(tokenizer, together, place)} and becomes {_text(tokenizer, second, place)}"
         )
         remedy = "Rollouts of one turn are not affected; for several turns, use another template."
         return Diagnosis(name=JOINS, status=DiagnosisStatus.WARNING, found=found, why=why, remedy=remedy)
     found = (
-        f"{len(together)} tokens of one turn are the same as a whole and joined, and a second turn leaves the first as it was"
+        f"the {len(together)} tokens of one turn are the same tokenized by turns and as a whole, and a second turn keeps them"
     )
     return Diagnosis(name=JOINS, status=DiagnosisStatus.OK, found=found)
 
@@ -138,31 +140,33 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
 def check_end_of_turn(
     tokenizer: Any, question: Sequence[Message], *, stop_ids: Collection[int], stop_strings: Sequence[str] = ()
 ) -> Diagnosis:
-    """What the template puts after an answer has to begin with, or hold, something that ends a completion."""
+    """Check that the text after an answer contains a token or a string that ends a completion."""
     closing = _closing(_render(tokenizer, _answered(question), header=False))
     tokens = _encode(tokenizer, closing)
     details = {"closing": closing, "closing_ids": tokens, "stop_ids": sorted(stop_ids), "stop_strings": list(stop_strings)}
-    why = "A model that was taught this template ends its turn so; an engine that does not stop there samples on to its limit."
+    why = (
+        "A model trained with this template ends its turn this way. An engine that does not stop there samples up to its limit."
+    )
     ending = next((token for token in tokens if token in stop_ids), None)
     stopped_by = next((string for string in stop_strings if string in closing), None)
     if ending is not None or stopped_by is not None:
         what = f"token {ending} ({_name(tokenizer, ending)!r})" if ending is not None else f"the stop string {stopped_by!r}"
-        found = f"the template closes a turn with {closing!r}, and {what} ends a completion"
+        found = f"the template ends a turn with {closing!r}, and {what} ends a completion"
         return Diagnosis(name=ENDS, status=DiagnosisStatus.OK, found=found, details=details)
     if not closing.strip():
         return Diagnosis(
             name=ENDS,
             status=DiagnosisStatus.WARNING,
-            found=f"the template puts nothing after an answer that could end it ({closing!r})",
-            why="Supervised training on such conversations does not teach where an answer ends.",
-            remedy="Use a template that closes an assistant's message with the end-of-sequence token.",
+            found=f"the template ends a turn with {closing!r}, which cannot end a completion",
+            why="Supervised training on such conversations does not teach the model to end its answers.",
+            remedy="Use a template that ends assistant messages with the end-of-sequence token.",
             details=details,
         )
-    stops = ", ".join(f"{token} {_name(tokenizer, token)!r}" for token in sorted(stop_ids)) or "there are none"
+    stops = ", ".join(f"{token} {_name(tokenizer, token)!r}" for token in sorted(stop_ids)) or "none"
     return Diagnosis(
         name=ENDS,
         status=DiagnosisStatus.FAILED,
-        found=f"the template closes a turn with {closing!r} (token {tokens[0]}), and no stop token is in it ({stops})",
+        found=f"the template ends a turn with {closing!r} (token {tokens[0]}), without a stop token (these are: {stops})",
         why=why,
         remedy=f"Set policy.generation.stop_token_ids: [{tokens[0]}], or add it to eos_token_id in generation_config.json.",
         details=details,
@@ -170,7 +174,7 @@ def check_end_of_turn(
 
 
 class _TemplateFailed(Exception):
-    """The template raised; what it said."""
+    """The template raised; the text is its message."""
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], *, header: bool) -> str:
@@ -178,7 +182,7 @@ def _render(tokenizer: Any, messages: Sequence[Message], *, header: bool) -> str
 
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=header)
-    except (TemplateError, TypeError) as error:  # Jinja passes on what an expression of the template raises
+    except (TemplateError, TypeError) as error:  # Jinja does not catch exceptions of the template's expressions
         raise _TemplateFailed(str(error)) from error
     return text
 
@@ -216,4 +220,4 @@ def _text(tokenizer: Any, tokens: Sequence[int], place: int) -> str:
 
 def _difference(what: str, shorter: str, longer: str) -> str:
     place = get_first_index_that_differs(shorter, longer)
-    return f"{what}, from character {place} on: {shorter[place : place + 40]!r} became {longer[place : place + 40]!r}"
+    return f"{what}: from character {place}, {shorter[place : place + 40]!r} became {longer[place : place + 40]!r}"

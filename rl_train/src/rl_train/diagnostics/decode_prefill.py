@@ -1,8 +1,8 @@
 """Compares the probabilities of tokens decoded one at a time with those of a full forward pass over the row.
 
-There are two full passes: the engine's prefill (of the prompt and the beginning of its answer) and the policy's scoring pass.
-The first shows a broken cache or kernel of the engine, the second any difference between sampler and trainer, by range of
-positions.
+There are two full passes: the engine's prefill (of the prompt and the beginning of its completion) and the policy's scoring
+pass. A difference from the first means a broken cache or kernel of the engine; one from the second, any difference between
+sampler and trainer, by range of positions.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ DECODE = "decode_against_prefill"
 POLICY = "engine_against_policy"
 _WHY = (
     "A run trains on the log-probabilities that decoding reports. If they differ from those of a full pass, importance ratios "
-    "and KL terms are wrong although every weight is right, and more so the longer the answers."
+    "and KL terms are wrong although all weights are correct, often more so in long completions."
 )
 
 
 def check_decode_against_prefill(
     generation: GenerationInterface, prompts: BatchedDataDict[Any], *, threshold: float
 ) -> Diagnosis:
-    """Decode greedily, then ask for single tokens of the same answers with their beginnings as part of the prompt.
+    """Decode greedily, then sample single tokens again with the beginning of the completion as part of the prompt.
 
     The first token of such a request comes from a prefill. If two tokens are almost equally likely, the two passes may
     choose different ones; their log-probabilities are compared anyway, since each is the largest of its pass.
 
     Args:
         generation: the engine.
-        prompts: see `GenerationDatumSpec`; the engine's own limit says how long the answers are.
-        threshold: most exp(mean |d|) of the tokens that are asked again.
+        prompts: see `GenerationDatumSpec`; the engine's own limit is the length of the completions.
+        threshold: maximum exp(mean |d|) of the tokens that are sampled again.
     """
     generation.prepare_for_generation()
     try:
@@ -76,10 +76,10 @@ def check_decode_against_prefill(
     return Diagnosis(
         name=DECODE,
         status=DiagnosisStatus.FAILED,
-        found=f"{found}; {threshold:.6g} is allowed",
+        found=f"{found}; at most {threshold:.6g} is allowed",
         why=_WHY,
-        remedy="Switch off the engine's prefix cache, its compiled graphs and its attention kernel one after the other, and "
-        "try float32: the one that removes the difference is the cause.",
+        remedy="Disable the engine's prefix cache, compiled graphs and attention kernel one after the other, and try float32. "
+        "The change that removes the difference is the cause.",
         details=details,
     )
 
@@ -87,13 +87,13 @@ def check_decode_against_prefill(
 def check_engine_against_policy(
     policy: PolicyInterface, generation: GenerationInterface, prompts: BatchedDataDict[Any], *, threshold: float
 ) -> Diagnosis:
-    """Sample, and score the same tokens with the policy, by position in the completion.
+    """Sample, score the same tokens with the policy, and compare both by position in the completion.
 
     Args:
-        policy: scores.
-        generation: samples; it holds the policy's weights.
+        policy: scores the sampled tokens.
+        generation: samples; it has the policy's weights.
         prompts: see `GenerationDatumSpec`.
-        threshold: most exp(mean |d|), over all tokens and over each range of positions that is judged.
+        threshold: maximum exp(mean |d|), over all tokens and over each range of positions with enough tokens.
     """
     agreement = compare_log_probabilities(policy, generation, prompts)
     failures = agreement.failures(threshold)
@@ -111,7 +111,7 @@ def check_engine_against_policy(
             status=DiagnosisStatus.FAILED,
             found="; ".join(failures),
             why=_WHY,
-            remedy="`rlcore check logprobs` shows where the tokens are; docs/validation.md says what usually is behind it.",
+            remedy="Run `rlcore check logprobs` to see which tokens differ; docs/validation.md lists common causes.",
             details=details,
         )
     return Diagnosis(
@@ -125,7 +125,7 @@ def check_engine_against_policy(
 
 
 def _places(decoded: BatchedDataDict[Any]) -> list[tuple[int, int]]:
-    """(row, column) of tokens that decoding made: the second of a completion, the third, the fifth, the ninth, and the last."""
+    """(row, column) of decoded tokens: the second of a completion, the third, the fifth, the ninth and so on, and the last."""
     found = []
     for row, (end, sampled) in enumerate(
         zip(decoded["unpadded_sequence_lengths"].tolist(), decoded["generation_lengths"].tolist(), strict=True)
@@ -152,9 +152,9 @@ def _too_short(decoded: BatchedDataDict[Any]) -> Diagnosis:
     return Diagnosis(
         name=DECODE,
         status=DiagnosisStatus.WARNING,
-        found=f"all {decoded.size} greedy answers are one token long, so nothing was decoded after a prefill",
+        found=f"all {decoded.size} greedy completions have one token, so nothing was decoded after the prefill",
         why=_WHY,
-        remedy="Diagnose with prompts that are answered at length, or raise policy.generation.max_new_tokens.",
+        remedy="Use prompts with longer completions, or increase policy.generation.max_new_tokens.",
         details=details,
     )
 

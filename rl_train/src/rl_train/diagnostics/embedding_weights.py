@@ -14,7 +14,7 @@ from rl_core.weights.handles import open_handles
 
 _INPUTS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "embedding")
 _OUTPUTS = ("lm_head", "embed_out", "output_layer", "output")
-"""What the module of a weight is called in the models of Transformers."""
+"""Names of the modules with these weights in models of Transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,32 +32,33 @@ class EmbeddingWeights:
 
     @property
     def are_tied(self) -> bool:
-        """Whether both matrices are one, by what the policy sends."""
+        """Whether input and output share one matrix: the policy sends only one."""
         return self.output is None
 
     @property
     def are_equal(self) -> bool:
-        """Whether both hold the same numbers."""
+        """Whether input and output matrix have the same values."""
         return self.output is None or (self.output.shape == self.input.shape and torch.equal(self.output, self.input))
 
 
 def read_embeddings(policy: ColocatablePolicyInterface, *, by_reference: bool, buffer_bytes: int = 2**28) -> EmbeddingWeights:
-    """The policy's present embeddings, copied.
+    """Copy the policy's current embeddings.
 
     Args:
-        policy: on this node.
-        by_reference: it computes in this process.
-        buffer_bytes: most bytes on their way at one time.
+        policy: a policy on this node.
+        by_reference: whether the policy computes in this process.
+        buffer_bytes: maximum number of bytes in transit.
 
     Raises:
-        NotSupportedError: none of its weights is known as an input embedding.
-        WeightSyncError: its memory cannot be reached from here.
+        NotSupportedError: none of its weights has the name of an input embedding.
+        WeightSyncError: its GPU is not visible to this process.
     """
     manifest = policy.prepare_refit_info() or {}
     input_name, output_name = _named(manifest, _INPUTS), _named(manifest, _OUTPUTS)
     if input_name is None:
         raise NotSupportedError(
-            f"None of the policy's {len(manifest)} weights is known as the input embedding (looked for {', '.join(_INPUTS)})."
+            f"None of the policy's {len(manifest)} weights has the name of an input embedding "
+            f"(expected one of: {', '.join(_INPUTS)})."
         )
     wanted = {input_name, output_name} - {None}
     read: dict[str, torch.Tensor] = {}
@@ -79,7 +80,7 @@ def read_embeddings(policy: ColocatablePolicyInterface, *, by_reference: bool, b
 
 
 def _named(manifest: RefitManifest, modules: tuple[str, ...]) -> str | None:
-    """The matrix of the first of `modules` that occurs; the largest where several submodels have one."""
+    """The matrix of the first of `modules` that exists; the largest if several submodels have one."""
     for module in modules:
         found = [
             name for name, (shape, _) in manifest.items() if len(shape) == 2 and name.split(".")[-2:] == [module, "weight"]
@@ -90,11 +91,14 @@ def _named(manifest: RefitManifest, modules: tuple[str, ...]) -> str | None:
 
 
 def _device(handles: Mapping[str, object]) -> torch.device:
-    """Where the handles can be opened: the GPU of this process that they are of, else the CPU."""
+    """The device on which the handles can be opened: the visible GPU that they belong to, else the CPU."""
     devices = handles.get("devices")
     if not isinstance(devices, Mapping):
         return torch.device("cpu")
     for index in range(torch.cuda.device_count()):
         if device_uuid(torch.device("cuda", index)) in devices:
             return torch.device("cuda", index)
-    raise WeightSyncError(f"The policy's weights lie on GPUs ({', '.join(devices)}) that this process does not see.")
+    raise WeightSyncError(
+        f"The policy's weights are on GPUs ({', '.join(devices)}) that are not visible to this process. Add them to "
+        "CUDA_VISIBLE_DEVICES."
+    )

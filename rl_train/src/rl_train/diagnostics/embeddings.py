@@ -1,4 +1,4 @@
-"""Finds embedding rows that were never trained, and embeddings whose tying contradicts the model's config."""
+"""Finds embedding rows that were never trained, and embeddings that are not tied as the model's config says."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CHUNK_ROWS = 16384
 
 
 def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids: Collection[int] = frozenset()) -> Diagnosis:
-    """Look for rows that training cannot have touched: zero, of one value throughout, equal to another, of an odd norm.
+    """Look for embedding rows that were probably never trained: all zero, constant, equal to another row, or of unusual norm.
 
     Args:
         weight: [V, H], the row of each token id.
-        tokenizer: names the tokens; rows beyond its last id are padding of the matrix and only counted.
-        used_ids: ids that this run's prompts and template contain; an untrained one among them is a failure, except for a
-            mere odd norm, which some trained tokens have.
+        tokenizer: gives the texts of tokens; rows beyond its last id are padding of the matrix and only counted.
+        used_ids: ids in this run's prompts and template; an untrained one among them is a failure, except for an unusual
+            norm, which some trained tokens have.
     """
     num_tokens = min(len(tokenizer), len(weight))
     kinds = _suspicious(weight[:num_tokens])
@@ -40,7 +40,7 @@ def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids
     details["rows_beyond_the_tokenizer"] = unused_rows
     beyond = f" ({unused_rows} further rows are beyond the tokenizer's ids)" if unused_rows else ""
     if not any(kinds.values()):
-        found = f"none of {num_tokens} rows is zero, of one value, equal to another, or of a norm far from the others{beyond}"
+        found = f"none of {num_tokens} rows is zero, constant, equal to another row, or of unusual norm{beyond}"
         return Diagnosis(name=UNTRAINED, status=DiagnosisStatus.OK, found=found, details=details)
     broken = {token for kind, ids in kinds.items() if kind != "odd_norm" for token in ids} & set(used_ids)
     found = "; ".join(f"{kind.replace('_', ' ')}: {_listed(ids, tokenizer)}" for kind, ids in kinds.items() if ids)
@@ -50,19 +50,19 @@ def check_untrained_embeddings(weight: torch.Tensor, *, tokenizer: Any, used_ids
         name=UNTRAINED,
         status=DiagnosisStatus.FAILED if broken else DiagnosisStatus.WARNING,
         found=found + beyond,
-        why="The model has never seen these tokens: its output for a prompt that contains one, and the probability with "
-        "which it samples one, are meaningless.",
-        remedy="Use a chat template and prompts without them (many base models bring the special tokens of their chat "
-        "siblings), or train on text that contains them first.",
+        why="The model was probably never trained on these tokens: its output for a prompt that contains one, and the "
+        "probability of sampling one, are meaningless.",
+        remedy="Use a chat template and prompts without them (many base models have the special tokens of their chat "
+        "versions), or first train on text that contains them.",
         details=details,
     )
 
 
 def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -> Diagnosis:
-    """Compare what the model's config says of its two matrices with what they are.
+    """Check that input and output embeddings share one matrix if the model's config says so, and only then.
 
     Args:
-        weights: the policy's.
+        weights: the policy's embeddings.
         declared: `tie_word_embeddings` of the model's config; None if the config does not set it.
     """
     if weights.output_name is None:
@@ -86,8 +86,8 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         name=TIED,
         status=status,
         found=found,
-        why="Another program that reads the config would tie separate matrices, or separate tied ones: a saved model would "
-        "then compute something else than the one that was trained.",
+        why="A program that loads the saved model by this config would tie separate matrices, or separate tied ones, and "
+        "compute other outputs than the trained model.",
         remedy="Correct tie_word_embeddings in the model's config.json, or load the model from the folder that it was first "
         "saved to.",
         details=details,
@@ -103,7 +103,7 @@ def _tying_status(weights: EmbeddingWeights, declared: bool | None) -> Diagnosis
 
 
 def _suspicious(weight: torch.Tensor) -> dict[str, list[int]]:
-    """Kind to token ids; a row is named under the first kind that it is of."""
+    """Kind to token ids; a row is listed under the first kind that applies."""
     parts = [_row_facts(part) for part in weight.split(_CHUNK_ROWS)]
     norm, constant = (torch.cat(column) for column in zip(*parts, strict=True))
     zero = norm == 0
@@ -122,7 +122,7 @@ def _row_facts(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _equal_rows(weight: torch.Tensor, norm: torch.Tensor, *, among: torch.Tensor) -> torch.Tensor:
-    """[V] bool, rows of which there is another; only rows of the same norm are compared, number by number."""
+    """[V] bool, rows that equal another row; only rows of the same norm are compared element by element."""
     same = torch.zeros_like(among)
     candidates = among.nonzero().flatten()
     _, group, count = norm[candidates].unique(return_inverse=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""Whether an engine respects its length limit: prompts just below it, and one that leaves no room for a completion."""
+"""Checks that an engine respects its length limit, with prompts just below it and one that leaves no space for a completion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 
 NAME = "length_limit"
 _ROOM = (1, 2, 4, 8)
-"""Tokens that are left for the completion of each row."""
+"""Number of tokens left for the completion of each row."""
 _WHY = (
     "Rows longer than the limit have positions beyond those the model was trained on, need more memory than planned, and "
     "cannot be scored by the policy."
@@ -22,12 +22,12 @@ _WHY = (
 
 
 def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.Tensor], *, limit: int) -> Diagnosis:
-    """Fill rows up to a few tokens below `limit` and see that none grows beyond it, and that a full one is refused.
+    """Check that rows that start a few tokens below `limit` do not exceed it, and that a prompt of `limit` tokens is refused.
 
     Args:
         generation: the engine.
         prompts: token ids [T] each; repeated until they are long enough.
-        limit: most tokens of prompt and completion (`max_model_len`).
+        limit: maximum number of tokens of prompt and completion (`max_model_len`).
     """
     rooms = [room for room in _ROOM if room < limit]
     rows = [_of_length(prompts[number % len(prompts)], limit - room) for number, room in enumerate(rooms)]
@@ -39,7 +39,7 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
         generation.finish_generation()
     problems = [problem for row in range(len(rows)) if (problem := _problem(output, row, rows[row], limit))]
     if accepts:
-        problems.append(f"a prompt of {limit} tokens, which leaves no room, was not refused")
+        problems.append(f"a prompt of {limit} tokens, which leaves no space for a completion, was accepted")
     longest = int(output["unpadded_sequence_lengths"].max())
     reached = int(((output["unpadded_sequence_lengths"] == limit) & output["truncated"]).sum())
     details = {"limit": limit, "longest_row": longest, "rows_cut_at_the_limit": reached, "problems": problems}
@@ -47,24 +47,25 @@ def check_length_limit(generation: GenerationInterface, prompts: Sequence[torch.
         return Diagnosis(
             name=NAME,
             status=DiagnosisStatus.FAILED,
-            found=f"the limit of {limit} tokens is not kept: " + "; ".join(problems),
+            found=f"the engine violates the limit of {limit} tokens: " + "; ".join(problems),
             why=_WHY,
-            remedy="Pass the limit on to the engine (its section's max_model_len), or lower policy.max_total_sequence_length.",
+            remedy="Set the limit in the engine's section (max_model_len), or lower policy.max_total_sequence_length.",
             details=details,
         )
     if not reached:
         return Diagnosis(
             name=NAME,
             status=DiagnosisStatus.WARNING,
-            found=f"all {len(rows)} rows ended by themselves before the limit of {limit} tokens, so the limit was not tested",
+            found=f"all {len(rows)} rows ended before the limit of {limit} tokens, so the limit was not tested",
             why=_WHY,
-            remedy="Diagnose again with other prompts (--num-prompts), or a higher temperature.",
+            remedy="Repeat the check with other prompts (--num-prompts) or a higher temperature.",
             details=details,
         )
     return Diagnosis(
         name=NAME,
         status=DiagnosisStatus.OK,
-        found=f"{reached} of {len(rows)} rows were cut at the limit of {limit} tokens, none is longer; a full one is refused",
+        found=f"{reached} of {len(rows)} rows were truncated at the limit of {limit} tokens, and none is longer; a prompt of "
+        "that length is refused",
         details=details,
     )
 
@@ -98,7 +99,7 @@ def _problem(output: BatchedDataDict[Any], row: int, prompt: torch.Tensor, limit
     if length > limit:
         return f"a prompt of {len(prompt)} tokens became a row of {length}"
     if length - sampled != len(prompt) or not torch.equal(output["output_ids"][row, : len(prompt)], prompt):
-        return f"a prompt of {len(prompt)} tokens came back changed, with {length - sampled} tokens"
+        return f"a prompt of {len(prompt)} tokens was returned changed, with {length - sampled} tokens"
     if not sampled:
-        return f"a prompt of {len(prompt)} tokens got no token, with room for {limit - len(prompt)}"
+        return f"a prompt of {len(prompt)} tokens got no completion, although {limit - len(prompt)} tokens were left"
     return None

@@ -14,7 +14,7 @@ class ModelFiles:
     tie_word_embeddings: bool | None
     """None if no config sets it."""
     end_ids: frozenset[int]
-    """Tokens that end a completion by these files."""
+    """Tokens that end a completion, according to these files."""
 
 
 def read_model_files(name_or_path: str, tokenizer: Any) -> ModelFiles:
@@ -22,7 +22,7 @@ def read_model_files(name_or_path: str, tokenizer: Any) -> ModelFiles:
 
     Args:
         name_or_path: a model's name, a folder, or a GGUF file.
-        tokenizer: the policy's, whose end-of-sequence token ends a completion too.
+        tokenizer: the policy's tokenizer; its end-of-sequence token also ends a completion.
     """
     from transformers import AutoConfig, GenerationConfig
 

@@ -27,7 +27,7 @@ _METRICS = {
 
 
 def needs_validation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A key that enables validation, which needs validation data."""
+    """Return the conversion of a key that enables validation, which needs validation data."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if isinstance(value, int) and not isinstance(value, bool) and value < 0:
@@ -40,7 +40,7 @@ def needs_validation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
 
 
 def validation_batches(value: Any, foreign: ForeignConfig) -> Decision:
-    """The number of validation batches, converted to records."""
+    """Convert the number of validation batches to records."""
     algorithm = algorithm_of(foreign)
     size = foreign.number(f"{algorithm}.val_global_batch_size", 0)
     if not validates(foreign):
@@ -53,7 +53,7 @@ def validation_batches(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def group_estimator_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A key of group-relative advantage estimators; NeMo RL had it in `grpo` before `grpo.adv_estimator`."""
+    """Return the conversion of a key of group-relative advantage estimators, which older NeMo RL configs have in `grpo`."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if foreign.get("grpo.adv_estimator.name", "grpo") not in _GROUPS:
@@ -70,7 +70,7 @@ def _normalizes(foreign: ForeignConfig) -> bool:
 
 
 def moved_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A key of `grpo` that `grpo.adv_estimator` also has."""
+    """Return the conversion of a key of `grpo` that `grpo.adv_estimator` also has."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if foreign.get(f"grpo.adv_estimator.{key}") is not None:
@@ -81,28 +81,28 @@ def moved_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
 
 
 def estimator(value: Any, foreign: ForeignConfig) -> Decision:
-    """The advantage estimator."""
+    """Convert the advantage estimator."""
     if value in (*_GROUPS, "reinforce_plus_plus"):
         return Mapped({"grpo.adv_estimator.name": value})
     return Unsupported("estimators: grpo, rloo, reinforce_plus_plus, gdpo, turn_level, or the path of an AdvantageEstimator")
 
 
 def group_baseline(value: Any, foreign: ForeignConfig) -> Decision:
-    """The group baseline of REINFORCE++."""
+    """Convert the group baseline of REINFORCE++."""
     if foreign.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
         return Redundant("only reinforce_plus_plus uses it")
     return Mapped({"grpo.adv_estimator.minus_baseline": value})
 
 
 def batch_multiplier(value: Any, foreign: ForeignConfig) -> Decision:
-    """Prompts that dynamic sampling draws at once, as a multiple of the batch."""
+    """Convert the number of prompts that dynamic sampling draws at once, a multiple of the batch."""
     if foreign.get("grpo.use_dynamic_sampling") is not True:
         return Redundant("dynamic sampling is disabled")
     return Mapped({"grpo.batch_multiplier": value})
 
 
 def steps(value: Any, foreign: ForeignConfig) -> Decision:
-    """Maximum number of steps; a negative number means no limit, so that max_num_epochs ends the run."""
+    """Convert the maximum number of steps; a negative number means no limit, so that max_num_epochs ends the run."""
     key = f"{algorithm_of(foreign)}.max_num_steps"
     if isinstance(value, int) and value < 0:
         return Mapped({key: 1_000_000}, "large enough that max_num_epochs ends the run")
@@ -110,7 +110,7 @@ def steps(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def epochs(value: Any, foreign: ForeignConfig) -> Decision:
-    """Maximum number of epochs."""
+    """Convert the maximum number of epochs."""
     algorithm = algorithm_of(foreign)
     if algorithm == "grpo" and foreign.get("grpo.use_dynamic_sampling") is True:
         return Unsupported("with dynamic sampling, an epoch has no fixed number of steps: set max_num_steps")
@@ -120,7 +120,7 @@ def epochs(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def dynamic_sampling(value: Any, foreign: ForeignConfig) -> Decision:
-    """Whether groups with equal rewards are replaced."""
+    """Convert the switch for dynamic sampling, which replaces groups with equal rewards."""
     if value is not True:
         return Mapped({"grpo.use_dynamic_sampling": value})
     return Mapped(
@@ -131,7 +131,7 @@ def dynamic_sampling(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def overlong_penalty(algorithm: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """The penalty for completions close to the length limit."""
+    """Return the conversion of the penalty for completions close to the length limit."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         note = "this value bounds the penalty; NeMo RL's grows beyond the limit and counts only the first turn"
@@ -144,7 +144,7 @@ def overlong_penalty(algorithm: str) -> Callable[[Any, ForeignConfig], Decision]
 
 
 def kl_penalty(value: Any, foreign: ForeignConfig) -> Decision:
-    """The weight of the KL penalty to the reference policy."""
+    """Convert the weight of the KL penalty to the reference policy."""
     in_loss = bool(value) and foreign.get("loss_fn.use_kl_in_reward") is not True
     note = (
         "the gradient is that of the KL estimator only; NeMo RL adds a score-function term, so the same weight has a different "
@@ -154,7 +154,7 @@ def kl_penalty(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def importance_correction(value: Any, foreign: ForeignConfig) -> Decision:
-    """Importance-sampling correction for the log-probabilities of the generation backend."""
+    """Convert the importance-sampling correction for the log-probabilities of the generation backend."""
     notes = []
     if value is True and foreign.get("loss_fn.sequence_level_importance_ratios") is True:
         notes.append("each token has its own correction weight; NeMo RL has one per sequence with sequence-level ratios")
@@ -164,7 +164,7 @@ def importance_correction(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def kl_type(value: Any, foreign: ForeignConfig) -> Decision:
-    """The KL estimator."""
+    """Convert the KL estimator."""
     is_penalized = foreign.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0
     in_reward = foreign.get("loss_fn.use_kl_in_reward") is True
     if value == "k1" and is_penalized and not in_reward:
@@ -175,7 +175,7 @@ def kl_type(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def kl_in_reward(value: Any, foreign: ForeignConfig) -> Decision:
-    """Whether the KL penalty is subtracted from the reward."""
+    """Convert the switch that subtracts the KL penalty from the reward."""
     if value is True and not foreign.get("loss_fn.reference_policy_kl_penalty", 0.01):
         return Redundant("reference_policy_kl_penalty is 0, so nothing is subtracted from the reward")
     note = "the KL estimator in the reward is k1, because k2 and k3 have a wrong gradient there"
@@ -184,7 +184,7 @@ def kl_in_reward(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def truncation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A key of truncated importance sampling, which has an effect if the correction is enabled."""
+    """Convert a key of truncated importance sampling, which has an effect only if the correction is enabled."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if foreign.get("loss_fn.use_importance_sampling_correction") is not True:
@@ -199,21 +199,21 @@ def truncation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
 
 
 def on_policy(value: Any, foreign: ForeignConfig) -> Decision:
-    """A ratio of exactly 1 if a step makes one optimizer step."""
+    """Convert the switch that sets the ratio to exactly 1 if a step makes one optimizer step."""
     if value is not True:
         return Redundant("the ratio is exactly 1 anyway if a step makes one optimizer step")
     return Mapped({f"{algorithm_of(foreign)}.skip_logprobs_when_on_policy": True}, "if a step makes one optimizer step")
 
 
 def pair_loss(value: Any, foreign: ForeignConfig) -> Decision:
-    """The preference loss."""
+    """Convert the preference loss."""
     if str(value) in _PAIR_LOSSES:
         return Mapped({"loss_fn.name": _PAIR_LOSSES[str(value)]})
     return Unsupported("preference losses: dpo, ipo, dpo_hinge, simpo, orpo")
 
 
 def metric(value: Any, foreign: ForeignConfig) -> Decision:
-    """The metric that ranks checkpoints."""
+    """Convert the metric that ranks checkpoints."""
     if value is None:
         return Redundant("no ranking")
     found = str(value)
@@ -227,7 +227,7 @@ def metric(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def best_checkpoints(value: Any, foreign: ForeignConfig) -> Decision:
-    """Number of best checkpoints to keep."""
+    """Convert the number of best checkpoints to keep."""
     if value is None or not isinstance(metric(foreign.get("checkpointing.metric_name"), foreign), Mapped):
         return Unsupported(
             "checkpoints cannot be ranked because metric_name was not imported; the newest keep_latest_k are kept"
@@ -236,12 +236,12 @@ def best_checkpoints(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def unless_null(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A key that may be null in NeMo RL but not in rlcore."""
+    """Return the conversion of a key that may be null in NeMo RL but not in rlcore."""
     return lambda value, foreign: Redundant("the default is used") if value is None else Mapped({key: value})
 
 
 def time_limit(value: Any, foreign: ForeignConfig) -> Decision:
-    """The time limit of the run: seconds, or `DD:HH:MM:SS`, which becomes `D-HH:MM:SS`."""
+    """Convert the time limit of the run: seconds, or `DD:HH:MM:SS`, which becomes `D-HH:MM:SS`."""
     if value is None:
         return Redundant("disabled")
     days, _, rest = str(value).partition(":")
@@ -254,5 +254,5 @@ def time_limit(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def unless_zero(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A number for which NeMo RL's 0 and rlcore's null mean disabled."""
+    """Return the conversion of a number for which NeMo RL's 0 and rlcore's null mean disabled."""
     return lambda value, foreign: Mapped({key: value}) if value else Redundant("disabled")

@@ -190,7 +190,7 @@ _KEYS: dict[str, _Value] = {
 
 
 def length_of_prompts(value: Any, foreign: ForeignConfig) -> Decision:
-    """Maximum prompt length, which must leave room for a completion."""
+    """Convert the maximum prompt length, which must leave space for a completion."""
     longest = foreign.number("policy.max_total_sequence_length", 0)
     if not samples(foreign):
         return Redundant("without sampling, policy.max_total_sequence_length limits the rows")
@@ -200,7 +200,7 @@ def length_of_prompts(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def environment_class(value: Any, foreign: ForeignConfig) -> Decision:
-    """The import path of an environment class; classes of NeMo packages are unsupported."""
+    """Convert the import path of an environment class; classes of NeMo packages are unsupported."""
     if str(value).endswith("nemo_rl.environments.math_environment.MathEnvironment"):
         return Mapped({"env.*.name": "math"}, "uses the environment `math` instead of NeMo's class")
     if str(value).startswith(("nemo_rl.", "nemo_skills.", "nemo_gym.")):

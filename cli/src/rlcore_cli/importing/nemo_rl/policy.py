@@ -15,7 +15,7 @@ _CONTENT_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def chat_template(value: Any, foreign: ForeignConfig) -> Decision:
-    """The chat template. In NeMo RL, `default` is that of the tokenizer and null means no template."""
+    """Convert the chat template. In NeMo RL, `default` is that of the tokenizer and null means no template."""
     if value == "default":
         return Redundant("the tokenizer's template is the default")
     if value is None:
@@ -27,14 +27,14 @@ def chat_template(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def template_kwargs(value: Any, foreign: ForeignConfig) -> Decision:
-    """Variables of the chat template."""
+    """Convert the variables of the chat template."""
     if not value:
         return Redundant("none")
     return Mapped({"policy.tokenizer.chat_template_kwargs": value})
 
 
 def pairs_as_rows(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A number of pairs, converted to rows; unchanged for algorithms without pairs."""
+    """Return the conversion of a number of pairs to rows; algorithms without pairs keep the number."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if not has_pairs(foreign):
@@ -47,7 +47,7 @@ def pairs_as_rows(key: str) -> Callable[[Any, ForeignConfig], Decision]:
 
 
 def global_batch(value: Any, foreign: ForeignConfig) -> Decision:
-    """Rows (or pairs) per optimizer step. Algorithms that do not sample take one optimizer step per step."""
+    """Convert the rows or pairs of an optimizer step; algorithms that do not sample take one of those per step."""
     algorithm = algorithm_of(foreign)
     if algorithm in ("sft", "dpo", "rm"):
         return Mapped({f"{algorithm}.global_batch_size": value})
@@ -55,7 +55,7 @@ def global_batch(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def length_of_answers(value: Any, foreign: ForeignConfig) -> Decision:
-    """Maximum completion length. In NeMo RL it may equal the total length, which includes the prompt."""
+    """Convert the maximum completion length. In NeMo RL it may equal the total length, which includes the prompt."""
     longest = foreign.number("policy.max_total_sequence_length", 0)
     if isinstance(value, int) and longest and value >= longest:
         return Mapped({"policy.generation.max_new_tokens": longest - 1}, "one token is reserved for the prompt")
@@ -63,14 +63,14 @@ def length_of_answers(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def temperature_of_validation(value: Any, foreign: ForeignConfig) -> Decision:
-    """Validation temperature: 0 or that of training."""
+    """Convert the validation temperature, which must be 0 or that of training."""
     if value in (0, foreign.get("policy.generation.temperature", 1.0)):
         return Mapped({"policy.generation.val_temperature": value})
     return Unsupported("validation can only use the training temperature or 0")
 
 
 def as_in_training(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """`top_p` or `top_k` of validation, which must equal that of training."""
+    """Return the conversion of `top_p` or `top_k` of validation, which must equal that of training."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if value == foreign.get(f"policy.generation.{key}", value):
@@ -81,7 +81,7 @@ def as_in_training(key: str) -> Callable[[Any, ForeignConfig], Decision]:
 
 
 def unfiltered(key: str, neutral: Any) -> Callable[[Any, ForeignConfig], Decision]:
-    """A sampling filter, which must be disabled for training."""
+    """Convert a sampling filter, which must be disabled for training."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if value is None or value == neutral:
@@ -94,14 +94,14 @@ def unfiltered(key: str, neutral: Any) -> Callable[[Any, ForeignConfig], Decisio
 
 
 def engine(value: Any, foreign: ForeignConfig) -> Decision:
-    """The generation backend."""
+    """Convert the generation backend."""
     if value in ("vllm", "hf"):
         return Mapped({"policy.generation.backend": value})
     return Unsupported(f"no generation backend {value!r}: choose another `policy.generation.backend`")
 
 
 def engine_precision(value: Any, foreign: ForeignConfig) -> Decision:
-    """Data type of the engine's weights."""
+    """Convert the data type of the engine's weights."""
     if value in ("float32", "bfloat16", "float16"):
         return Mapped({"policy.generation.vllm_cfg.precision": value})
     return Unsupported("the engine uses the policy's precision; set quantization in vllm_kwargs.quantization")
@@ -112,35 +112,35 @@ ELSEWHERE = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", 
 
 
 def engine_arguments(value: Any, foreign: ForeignConfig) -> Decision:
-    """Arguments passed to vLLM."""
+    """Convert the arguments passed to vLLM."""
     if not isinstance(value, Mapping) or not value:
         return Redundant("none")
     return Mapped({"policy.generation.vllm_kwargs": {key: it for key, it in value.items() if key not in ELSEWHERE}})
 
 
 def cache_size(value: Any, foreign: ForeignConfig) -> Decision:
-    """The size of the KV cache."""
+    """Convert the size of the KV cache."""
     if not isinstance(value, int):
         return Unsupported("must be a whole number of bytes")
     return Mapped({"policy.generation.vllm_cfg.kv_cache_gib": value / 2**30}, "in GiB")
 
 
 def rows_decoded(value: Any, foreign: ForeignConfig) -> Decision:
-    """Maximum number of rows decoded together, used only by the `hf` generation backend."""
+    """Convert the maximum number of rows decoded together, which only the `hf` generation backend uses."""
     if foreign.get("policy.generation.backend") == "hf":
         return Mapped({"policy.generation.hf_cfg.max_batch_rows": value})
     return Redundant("the engine batches automatically")
 
 
 def logprob_chunk(value: Any, foreign: ForeignConfig) -> Decision:
-    """Number of positions whose logits are computed at once."""
+    """Convert the number of positions whose logits are computed at once."""
     if value is None:
         return Redundant("logits are always computed in chunks")
     return Mapped({f"policy.{_section(foreign)}.logprob_chunk_tokens": value})
 
 
 def config_overrides(value: Any, foreign: ForeignConfig) -> Decision:
-    """Fields of the model config."""
+    """Convert the fields of the model config."""
     if not value:
         return Redundant("none")
     if is_megatron(foreign):
@@ -149,12 +149,12 @@ def config_overrides(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def keywords(value: Any, foreign: ForeignConfig) -> Decision:
-    """Keyword arguments of the optimizer."""
+    """Convert the keyword arguments of the optimizer."""
     return Mapped({"policy.optimizer.kwargs": value})
 
 
 def packer(value: Any, foreign: ForeignConfig) -> Decision:
-    """The bin-packing algorithm for microbatches."""
+    """Convert the bin-packing algorithm for microbatches."""
     known = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
     if value in known:
         return Mapped({"policy.sequence_packing.algorithm": value})
@@ -162,52 +162,52 @@ def packer(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def lora(value: Any, foreign: ForeignConfig) -> Decision:
-    """LoRA, which the presence of the section enables."""
+    """Convert the section `lora`, which enables LoRA by its presence."""
     return Mapped({"policy.hf_cfg.lora": {}}, "the section enables LoRA")
 
 
 def lora_targets(value: Any, foreign: ForeignConfig) -> Decision:
-    """Names of layers with adapters."""
+    """Convert the names of layers with adapters."""
     if not value or foreign.get("policy.dtensor_cfg.lora_cfg.match_all_linear") is True:
         return Redundant("match_all_linear takes precedence")
     return Mapped({"policy.hf_cfg.lora.target_modules": value})
 
 
 def all_linear(value: Any, foreign: ForeignConfig) -> Decision:
-    """Whether all linear layers get adapters."""
+    """Convert the switch that gives adapters to all linear layers."""
     if value is True:
         return Mapped({"policy.hf_cfg.lora.target_modules": "all-linear"}, "all but the LM head")
     return Redundant("target_modules is used")
 
 
 def dropout_position(value: Any, foreign: ForeignConfig) -> Decision:
-    """Whether dropout applies to the input or the output of an adapter."""
+    """Convert the position of LoRA dropout: the input or the output of an adapter."""
     if value == "pre" or not foreign.get("policy.dtensor_cfg.lora_cfg.dropout"):
         return Redundant("there is no dropout, or it applies to the adapter's input")
     return Unsupported("dropout applies to the adapter's input, as in peft")
 
 
 def lora_exclusions(value: Any, foreign: ForeignConfig) -> Decision:
-    """Names of layers without adapters."""
+    """Convert the names of layers without adapters."""
     return Mapped({"policy.hf_cfg.lora.exclude_modules": value}) if value else Redundant("none")
 
 
 def expert_tensor_ranks(value: Any, foreign: ForeignConfig) -> Decision:
-    """Tensor parallelism of experts, which has an effect with expert parallelism."""
+    """Convert the tensor parallelism of experts, which has an effect only with expert parallelism."""
     if foreign.number("policy.megatron_cfg.expert_model_parallel_size", 1) == 1:
         return Redundant("without expert parallelism, experts use the tensor parallelism of all other layers")
     return Mapped({"policy.megatron_cfg.expert_tensor_parallel_size": value})
 
 
 def sequence_ranks(value: Any, foreign: ForeignConfig) -> Decision:
-    """Sequence parallelism, which needs tensor parallelism."""
+    """Convert sequence parallelism, which needs tensor parallelism."""
     if value is True and foreign.number("policy.megatron_cfg.tensor_model_parallel_size", 1) == 1:
         return Redundant("no effect without tensor parallelism")
     return Mapped({"policy.megatron_cfg.sequence_parallel": value})
 
 
 def recomputation(value: Any, foreign: ForeignConfig) -> Decision:
-    """Megatron's activation checkpointing, of whole layers or only of attention."""
+    """Convert Megatron's activation checkpointing, of whole layers or only of attention."""
     if value is not True:
         return Mapped({"policy.activation_checkpointing": value})
     if foreign.get("policy.megatron_cfg.recompute_granularity", "full") == "selective":
@@ -216,21 +216,21 @@ def recomputation(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def granularity(value: Any, foreign: ForeignConfig) -> Decision:
-    """What is recomputed if activation checkpointing is enabled."""
+    """Convert which activations are recomputed if activation checkpointing is enabled."""
     if foreign.get("policy.megatron_cfg.activation_checkpointing") is not True:
         return Redundant("activation_checkpointing is disabled")
     return recomputation(True, foreign)
 
 
 def pipeline_type(value: Any, foreign: ForeignConfig) -> Decision:
-    """Data type of the activations sent between pipeline stages."""
+    """Convert the data type of the activations sent between pipeline stages."""
     if value == foreign.get("policy.precision"):
         return Redundant("pipeline stages exchange tensors in policy.precision")
     return Unsupported("pipeline stages exchange tensors in policy.precision")
 
 
 def optimizer_type(name: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """A data type of the optimizer, which must agree with `policy.precision`."""
+    """Return the conversion of a data type of the optimizer, which must agree with `policy.precision`."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         if value is (foreign.get("policy.precision") == name):
@@ -241,7 +241,7 @@ def optimizer_type(name: str) -> Callable[[Any, ForeignConfig], Decision]:
 
 
 def gathered_weights(value: Any, foreign: ForeignConfig) -> Decision:
-    """Overlapped parameter gathering, which needs the distributed optimizer."""
+    """Convert overlapped parameter gathering, which needs the distributed optimizer."""
     divided = foreign.get("policy.megatron_cfg.optimizer.use_distributed_optimizer") is True
     overlapped = foreign.get("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce") is True
     if value is True and not (divided and overlapped):
@@ -250,7 +250,7 @@ def gathered_weights(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def megatron_optimizer(value: Any, foreign: ForeignConfig) -> Decision:
-    """Megatron's optimizer as the PyTorch class with the same algorithm."""
+    """Convert Megatron's optimizer to the PyTorch class with the same algorithm."""
     names = {"adam": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
     if str(value) in names:
         return Mapped({"policy.optimizer.name": names[str(value)]})
@@ -258,7 +258,7 @@ def megatron_optimizer(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def adam_argument(name: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """An argument of Adam, if Adam is used."""
+    """Return the conversion of an argument of Adam, if Adam is used."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         at = "policy.megatron_cfg.optimizer"
@@ -272,14 +272,14 @@ def adam_argument(name: str) -> Callable[[Any, ForeignConfig], Decision]:
 
 
 def sgd_momentum(value: Any, foreign: ForeignConfig) -> Decision:
-    """The momentum of SGD, if SGD is used."""
+    """Convert the momentum of SGD, if SGD is used."""
     if foreign.get("policy.megatron_cfg.optimizer.optimizer", "adam") != "sgd":
         return Redundant("another optimizer is used")
     return Mapped({"policy.optimizer.kwargs.momentum": value})
 
 
 def clipping(value: Any, foreign: ForeignConfig) -> Decision:
-    """Maximum gradient norm, for which Megatron's optimizer has its own key; 0 disables clipping."""
+    """Convert the maximum gradient norm, for which Megatron's optimizer has its own key; 0 disables clipping."""
     own = foreign.get("policy.megatron_cfg.optimizer.clip_grad") if is_megatron(foreign) else None
     if own is not None and own != value:
         return Redundant("megatron_cfg.optimizer.clip_grad takes precedence")
@@ -287,7 +287,7 @@ def clipping(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def megatron_schedule(value: Any, foreign: ForeignConfig) -> Decision:
-    """Megatron's schedule: warm-up, then constant, linear or cosine."""
+    """Convert Megatron's schedule: warm-up, then constant, linear or cosine."""
     at = "policy.megatron_cfg.scheduler"
     warmup, length = foreign.number(f"{at}.lr_warmup_iters", 0), foreign.number(f"{at}.lr_decay_iters", 0)
     highest, lowest = (foreign.get(f"policy.megatron_cfg.optimizer.{key}", 0.0) for key in ("lr", "min_lr"))
@@ -308,28 +308,28 @@ def megatron_schedule(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def part_of_schedule(value: Any, foreign: ForeignConfig) -> Decision:
-    """A key that is converted together with `lr_decay_style`."""
+    """Convert a key that is converted together with `lr_decay_style`."""
     style = foreign.get("policy.megatron_cfg.scheduler.lr_decay_style", "constant")
     found = megatron_schedule(style, foreign)
     return Mapped(found.values, "part of the schedule") if isinstance(found, Mapped) else found
 
 
 def warmup_start(value: Any, foreign: ForeignConfig) -> Decision:
-    """The initial learning rate of the warm-up."""
+    """Convert the initial learning rate of the warm-up."""
     if not foreign.number("policy.megatron_cfg.scheduler.lr_warmup_iters", 0):
         return Redundant("no warm-up")
     return Unsupported("warm-ups start at lr / (num_warmup_steps + 1)")
 
 
 def constant_decay(value: Any, foreign: ForeignConfig) -> Decision:
-    """A weight-decay schedule, which is unsupported."""
+    """Convert a weight-decay schedule, which is unsupported."""
     if value in ("constant", foreign.get("policy.megatron_cfg.optimizer.weight_decay")):
         return Redundant("weight decay is constant")
     return Unsupported("weight decay is constant")
 
 
 def schedulers(value: Any, foreign: ForeignConfig) -> Decision:
-    """A list of PyTorch schedulers with milestones. Only one is supported, so later ones must keep the rate constant."""
+    """Convert a list of PyTorch schedulers. Only the first is supported, so the later ones must keep the rate constant."""
     listed = value if isinstance(value, list) else [value]
     stages = [one for one in listed if isinstance(one, Mapping) and "name" in one]
     milestones: Any = next((one["milestones"] for one in listed if isinstance(one, Mapping) and "milestones" in one), [])
