@@ -151,6 +151,19 @@ def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, An
     return found
 
 
+def disagreements(run: Path, task: Task) -> dict[str, int]:
+    """How often reward and success differ among all rollouts that a run was trained on."""
+    found = {"rollouts": 0, "full_reward_without_success": 0, "success_without_full_reward": 0}
+    steps = [path for path in run.glob("rollouts/step_*.jsonl") if path.stem != "step_000000"]  # before training
+    for path in steps:
+        for row in read_jsonl(path):
+            paid, right = row["reward"] >= 1.0, task.succeeded(row["prompt"], row["completion"])
+            found["rollouts"] += 1
+            found["full_reward_without_success"] += paid and not right
+            found["success_without_full_reward"] += right and not paid
+    return found
+
+
 def rate(trials: Sequence[bool]) -> dict[str, Any]:
     """A proportion with its Wilson interval."""
     return {
@@ -161,12 +174,14 @@ def rate(trials: Sequence[bool]) -> dict[str, Any]:
 
 
 def write_review(path: Path, runs: Sequence[Path]) -> None:
-    """Rollouts to read, of the last step of each run: highest rewards without repetitions, lowest rewards, and random ones."""
+    """Rollouts to read, of the last step of each run: highest rewards (different problems first), lowest, random."""
     lines = []
     for run in runs:
         rows = read_jsonl(max(run.glob("rollouts/step_*.jsonl")))
         distinct = list({(row["prompt"], row["completion"]): row for row in rows}.values())
         ranked = sorted(distinct, key=lambda row: -row["reward"])
+        first_of_each = {id(row) for row in {row["prompt"]: row for row in reversed(ranked)}.values()}
+        ranked.sort(key=lambda row: (-row["reward"], id(row) not in first_of_each))
         chosen = {"highest reward": ranked[:10], "lowest reward": ranked[-5:], "at random": random.Random(0).sample(rows, 10)}
         for title, some in chosen.items():
             for row in some:
@@ -218,6 +233,7 @@ def main() -> None:
         if not after.exists():
             rlcore("train", str(config), *start, f"grpo.seed={seed}", f"logger.log_dir={work}", f"logger.run_name={run.name}")
         results["seeds"][seed] = compare(before, evaluate(config, after, *start, "--checkpoint", str(run)), task)
+        results["seeds"][seed]["training"] = disagreements(run, task)
         print(json.dumps({seed: results["seeds"][seed]}, indent=1), flush=True)
     results.update(machine())
     runs = [work / f"seed_{seed}{label}" for seed in chosen.seeds]

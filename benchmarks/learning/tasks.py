@@ -24,6 +24,8 @@ from rl_envs.tools.environment import ToolsEnvironment
 
 Record = Mapping[str, Any]
 Messages = list[dict[str, Any]]
+GUESSES = 5
+"""Guesses of a number, as in guess.yaml."""
 HELD_OUT = 8
 """One problem in this many is held out."""
 MOVES = 10
@@ -107,20 +109,62 @@ _INTO_THE_GAP = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)
 
 
 def _solves(prompt: str, completion: str) -> bool:
-    """Plays the moves of a completion on the board of the prompt."""
-    board = [line.split() for line in prompt.split("\n\n")[-1].splitlines()]
-    size = len(board)
-    order = [*map(str, range(1, size * size)), "_"]
-    for way in re.findall(r"<move>\s*(\w+)\s*</move>", completion)[:MOVES]:
-        cells = {tile: (row, column) for row, tiles in enumerate(board) for column, tile in enumerate(tiles)}
-        row, column = cells["_"]
-        down, right = _INTO_THE_GAP.get(way, (size, size))
-        tile = next((tile for tile, cell in cells.items() if cell == (row + down, column + right)), None)
-        if tile is not None:
-            board[row][column], board[row + down][column + right] = tile, "_"
-        if [tile for tiles in board for tile in tiles] == order:
+    """Plays the moves of a completion, directions or tiles, on the board of the prompt."""
+    rows = [line.split() for line in prompt.split("\n\n")[-1].splitlines()]
+    cells = {(row, column): tile for row, tiles in enumerate(rows) for column, tile in enumerate(tiles)}
+    order = [*map(str, range(1, len(cells))), "_"]
+    for named in re.findall(r"<move>\s*(\w+)\s*</move>", completion)[:MOVES]:
+        gap = next(cell for cell, tile in cells.items() if tile == "_")
+        for way, (down, right) in _INTO_THE_GAP.items():
+            cell = gap[0] + down, gap[1] + right
+            if cell in cells and named in (way, cells[cell]):
+                cells[gap], cells[cell] = cells[cell], "_"
+                break
+        if list(cells.values()) == order:
             return True
     return False
+
+
+def _ranges() -> Iterator[Record]:
+    """Each range of 12 to 31 numbers below 100, with one secret number in it."""
+    for text, secret in _secrets().items():
+        yield {
+            "messages": [{"role": "user", "content": text}],
+            "extra_env_info": {"secret": secret, "guesses": 0},
+            "task_name": "guess",
+        }
+
+
+@cache
+def _secrets() -> dict[str, int]:
+    """The secret number of each question."""
+    draw = random.Random(0)
+    return {
+        _GUESS.format(lowest, lowest + count - 1): draw.randrange(lowest, lowest + count)
+        for count in range(12, 32)
+        for lowest in range(1, 101 - count)
+    }
+
+
+def _guess(record: Record, draw: random.Random) -> Messages:
+    """A guess in three is the middle of what is left. The others are the next number in the direction of the hint."""
+    log, secret = list(record["messages"]), record["extra_env_info"]["secret"]
+    low, high = [int(number) for number in re.findall(r"\d+", str(log[-1]["content"]))]
+    following = low
+    for _ in range(GUESSES):
+        guess = (low + high) // 2 if draw.random() < 1 / 3 else following
+        log.append({"role": "assistant", "content": f" {guess}"})
+        if guess == secret:
+            break
+        low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
+        following = guess + 1 if guess < secret else guess - 1
+        log.append({"role": "user", "content": "higher" if guess < secret else "lower"})
+    return log if log[-1]["role"] == "assistant" else log[:-1]
+
+
+def _guessed(prompt: str, completion: str) -> bool:
+    """Whether one of the first guesses, which a space separates, is the secret number of the question."""
+    return str(_secrets()[prompt]) in completion.split()[:GUESSES]
 
 
 def _calculate(record: Record, draw: random.Random) -> Messages:
@@ -159,6 +203,7 @@ _CHANGED: Mapping[str, tuple[str, Callable[[int, int], int]]] = {
     "times": ("({}) * {}", operator.mul),
 }
 _INSTRUCTION = re.compile(r"that returns (the \w+) of (\w) and (\w), (\w+) (\d+)\.")
+_GUESS = "I think of a whole number from {} to {}. Say one number a turn, and nothing else."
 _PROMPT = "Write a function f({0}, {1}) that returns {2}, {3} {4}."
 
 
@@ -268,6 +313,22 @@ def _added_twice(prompt: str, completion: str) -> bool:
 
 TASKS: Mapping[str, Task] = {
     "agents": Task(succeeded=_added_twice, model="examples/addition/model", metric="validation/reward"),
+    "guess": Task(
+        demonstrate=_guess,
+        succeeded=_guessed,
+        problems=_ranges,
+        warm_up=1300,
+        learning_rate=2e-3,
+        hidden=96,
+        whole=(
+            "I think of a whole number from",
+            " to",
+            ". Say one number a turn, and nothing else.",
+            "higher",
+            "lower",
+            *(f" {number}" for number in range(1, 100)),
+        ),
+    ),
     "sliding_puzzle": Task(
         spelled=r" ?[\d_]",
         demonstrate=_play,

@@ -1,5 +1,6 @@
 """The learning benchmarks: demonstrations that partly succeed, valid configs, and intervals."""
 
+import json
 import random
 import sys
 from itertools import islice
@@ -13,7 +14,7 @@ from rl_train.config.loader import load_config
 from rl_train.runtime.build import read_sources
 
 LEARNING = Path(__file__).parents[2] / "benchmarks" / "learning"
-TASKS = ("code", "reasoning_gym", "sliding_puzzle", "tools")
+TASKS = ("code", "guess", "reasoning_gym", "sliding_puzzle", "tools")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +34,7 @@ def test_some_demonstrations_of_each_task_succeed_and_most_do_not(name):
         registry = Registry(discover())
         records = read_sources(load_config(LEARNING / f"{name}.yaml", [], registry=registry).run, registry)[0].records
     else:
-        records = list(islice(task.problems(), 100))
+        records = random.Random(0).sample(list(islice(task.problems(), 1600)), 100)
     draw, won = random.Random(0), 0
     for index in range(100):
         record = records[index]
@@ -53,13 +54,58 @@ def test_the_success_of_a_game_is_its_reward_also_after_illegal_moves():
     for record in SlidingPuzzleDataset({"num_samples": 100, "max_shuffles": 3}):
         state, texts, reward, done = record["extra_env_info"], [], 0.0, False
         while not done:
-            texts.append(draw.choice([*(f"<move>{way}</move>" for way in ("up", "down", "left", "right", "9")), "!"]))
+            texts.append(draw.choice([*(f"<move>{way}</move>" for way in ("up", "down", "left", "right", "5", "8", "9")), "!"]))
             made = environment.step([[{"role": "assistant", "content": texts[-1]}]], [state])
             state, done, reward = made.metadata[0], bool(made.terminateds[0]), reward + float(made.rewards["solved"][0])
         rewards.append(reward)
         prompt = record["messages"][-1]["content"]
         assert tasks["sliding_puzzle"].succeeded(prompt, "".join(texts)) == (reward == 1.0)
     assert 10 < sum(rewards) < 60
+
+
+def test_the_success_of_guesses_is_their_reward_also_after_unreadable_ones():
+    from tasks import GUESSES
+    from tasks import TASKS as tasks
+
+    from rl_envs.guess.environment import GuessNumberEnvironment
+
+    environment, draw, rewards = GuessNumberEnvironment({"max_guesses": GUESSES}), random.Random(0), []
+    for record in islice(tasks["guess"].problems(), 0, None, 10):
+        state, texts, reward, done = record["extra_env_info"], [], 0.0, False
+        near = range(state["secret"] - 5, state["secret"] + 6)
+        while not done:
+            texts.append(draw.choice([*(f" {number}" for number in near), " ?", f" {state['secret']}0"]))
+            made = environment.step([[{"role": "assistant", "content": texts[-1]}]], [state])
+            state, done, reward = made.metadata[0], bool(made.terminateds[0]), reward + float(made.rewards[0])
+        rewards.append(reward)
+        assert tasks["guess"].succeeded(record["messages"][-1]["content"], "".join(texts)) == (reward == 1.0)
+    assert 20 < sum(rewards) < 100
+
+
+def test_each_range_of_the_guessing_game_is_one_problem_and_enough_are_held_out():
+    from tasks import TASKS as tasks
+    from tasks import is_held_out
+
+    problems = list(tasks["guess"].problems())
+    assert len({record["messages"][-1]["content"] for record in problems}) == len(problems)
+    assert sum(is_held_out(record) for record in problems) >= 100
+    for record in problems:
+        low, high = (int(word.strip(".")) for word in record["messages"][-1]["content"].split() if word.strip(".").isdigit())
+        assert low <= record["extra_env_info"]["secret"] <= high
+
+
+def test_rollouts_whose_reward_is_not_their_success_are_counted(tmp_path):
+    from run import disagreements
+    from tasks import TASKS as tasks
+
+    (tmp_path / "rollouts").mkdir()
+    for step, rewards in enumerate(([1.0, 1.0], [1.0, 1.0], [0.0, 0.0])):
+        completions = ("\\boxed{6}", "\\boxed{7}")
+        rows = [{"prompt": "2 * 3?", "completion": c, "reward": r} for c, r in zip(completions, rewards, strict=True)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").write_text(text, encoding="utf-8")
+    counts = {"rollouts": 4, "full_reward_without_success": 1, "success_without_full_reward": 1}
+    assert disagreements(tmp_path, tasks["tools"]) == counts
 
 
 def test_the_data_of_a_benchmark_is_refused_if_held_out_problems_are_trained():
