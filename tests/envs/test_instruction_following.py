@@ -15,18 +15,18 @@ CASES = {
     # identifier: (parameters, answers that follow it, answers that do not)
     "keywords:existence": (
         {"keywords": ["sea", "blue whale"]},
-        ["The Sea has a blue\nwhale.", "blue whale; SEA"],
+        ["The Sea has a blue\nwhale.", "blue whale; SEA", "the _sea_ and a **blue whale**", "se\u200ba, blue whale"],
         ["The seal is a blue whale.", "sea and blue whales", ""],
     ),
     "keywords:frequency": (
         {"keyword": "sea", "frequency": 2, "relation": "at least"},
-        ["sea Sea", "The sea, the sea-side."],
+        ["sea Sea", "The sea, the sea-side.", "_sea_ sea"],
         ["sea seaside", "overseas sea"],
     ),
     "keywords:forbidden_words": (
         {"forbidden_words": ["can", "new york"]},
         ["The canary sings.", "York is new."],
-        ["I CAN.", "In New  York."],
+        ["I CAN.", "In New  York.", "I _can_.", "I c\u200ban.", "```\n```", "***", "\u200b"],
     ),
     "keywords:letter_frequency": (
         {"letter": "Q", "let_frequency": 2, "let_relation": "less than"},
@@ -46,7 +46,7 @@ CASES = {
     "length_constraints:number_paragraphs": (
         {"num_paragraphs": 2},
         ["one\n***\ntwo", "one\n\n***\n\ntwo\n***\n"],
-        ["one\n\ntwo", "one ****** two", "***\none"],
+        ["one\n\ntwo", "one ****** two", "***\none", "one***two", "a ***bold*** word"],
     ),
     "length_constraints:nth_paragraph_first_word": (
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
@@ -56,12 +56,12 @@ CASES = {
     "detectable_content:number_placeholders": (
         {"num_placeholders": 2},
         ["[name] of [the street]", "[a][b]"],
-        ["[name]", "[] [ ]", "[link](http://x) [name]"],
+        ["[name]", "[] [ ]", "[link](http://x) [name]", "[1] [2]", "a[i] b[j]", "- [x] one\n- [x] two"],
     ),
     "detectable_content:postscript": (
         {"postscript_marker": "P.P.S"},
-        ["Bye.\nP.P.S. More", "Bye.\n\n**PPS:** more", "P. P. S more"],
-        ["Bye. P.S. More", "Bye P.P.S", "Bye.\nppstuff"],
+        ["Bye.\nP.P.S. More", "Bye.\n\n**PPS:** more", "Bye.\nP. P. S more"],
+        ["Bye. P.S. More", "Bye P.P.S", "Bye.\nppstuff", "P.P.S. More", "Bye.\nP.P.S.", "Bye.\nP.P.S. ..."],
     ),
     "detectable_format:number_bullet_lists": (
         {"num_bullets": 2},
@@ -81,33 +81,47 @@ CASES = {
     "detectable_format:multiple_sections": (
         {"section_spliter": "Section", "num_sections": 2},
         ["Section 1\na\nSECTION 2\nb", "## Section I: a\n**Section II**\nb"],
-        ["Section 1\na", "see Section 1 and Section 2", "Sections 1\nSections 2"],
+        [
+            "Section 1\na",
+            "see Section 1 and Section 2",
+            "Sections 1\nSections 2",
+            "Section 1\nSection 2",
+            "Section 1\na\nSection 1\nb",
+        ],
     ),
     "detectable_format:json_format": (
         {},
         ['{"a": [1, null]}', '```json\n{"a": 1}\n```', " [1] "],
-        ["{'a': 1}", '{"a": 1,}', 'Here: {"a": 1}', '"text"', "NaN", '{"a": NaN}', "[" * 100000],
+        ["{'a': 1}", '{"a": 1,}', 'Here: {"a": 1}', '"text"', "{}", "[]", "NaN", '{"a": NaN}', "[" * 100000],
     ),
     "detectable_format:title": ({}, ["<<joy>>\nText", "a <<b c>>"], ["<joy>", "<< >>", "<<a\nb>>"]),
     "combination:two_responses": (
         {},
         ["one ****** two", "one\n******\ntwo"],
-        ["one *** two", "same****** same", "one ******", "a ****** b ****** c", "a ******* b"],
+        [
+            "one *** two",
+            "same****** same",
+            "same ****** Same!",
+            "one ****** ...",
+            "one ******",
+            "a ****** b ****** c",
+            "a ******* b",
+        ],
     ),
     "combination:repeat_prompt": (
         {"prompt_to_repeat": "Write a poem."},
         ["Write a poem.\nRoses", " write a poem. Roses"],
-        ["Write a poem.", "Sure! Write a poem. Roses", "Write a poem; Roses"],
+        ["Write a poem.", "Write a poem. ...", "Sure! Write a poem. Roses", "Write a poem; Roses"],
     ),
     "startend:end_checker": (
         {"end_phrase": "The end."},
         ["So. The end.", 'So. the end."\n'],
-        ["So. The end", "The end. Bye"],
+        ["So. The end", "The end. Bye", "Loathe end."],
     ),
     "startend:start_checker": (
         {"start_phrase": "Once upon"},
         ["once upon a time", '"Once upon"'],
-        ["It was once upon", "Once, upon"],
+        ["It was once upon", "Once, upon", "Once uponly"],
     ),
     "startend:quotation": ({}, ['"All of it."', "“so”\n"], ['"a" and b', '""', '"']),
     "change_case:capital_word_frequency": (
@@ -115,9 +129,9 @@ CASES = {
         ["NASA and ESA", "I AM"],
         ["Nasa ESA", "123 456"],
     ),
-    "change_case:english_capital": ({}, ["ALL 1 OF IT!"], ["All", "123"]),
-    "change_case:english_lowercase": ({}, ["all 1 of it!"], ["aLl", "!"]),
-    "punctuation:no_comma": ({}, ["a; b"], ["a, b", "a，b"]),
+    "change_case:english_capital": ({}, ["ALL 1 OF IT!"], ["All", "123", "你好"]),
+    "change_case:english_lowercase": ({}, ["all 1 of it!"], ["aLl", "!", "你好"]),
+    "punctuation:no_comma": ({}, ["a; b"], ["a, b", "a，b", "a، b", "!", "\u200b"]),
 }
 
 

@@ -41,6 +41,9 @@ UNSUPPORTED = frozenset({"language:response_language"})
 """Identifiers of IFEval that are not checked here, because no reliable check is available."""
 
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_PLACEHOLDER = re.compile(r"(?<!\w)\[(?! *[xX] *\])[^\[\]\n]*[^\W\d_][^\[\]\n]*\](?!\()")
+"""Not an index such as `a[i]`, a reference such as `[1]`, a link or a ticked box."""
+_COMMAS = ",，、،﹐︐﹑"
 _FENCE = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL | re.IGNORECASE)
 
 
@@ -60,14 +63,15 @@ def parameters_of(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def follows(answer: str, name: str, parameters: Mapping[str, Any]) -> bool:
-    """Whether an answer follows a constraint; a blank answer follows none.
+    """Whether an answer follows a constraint; an answer without a letter or digit follows none.
 
     Args:
-        answer: the model's text.
+        answer: the model's text. Characters that are not shown are ignored.
         name: identifier of the constraint.
         parameters: from `parameters_of`.
     """
-    return bool(answer.strip()) and CONSTRAINTS[name].check(answer, **parameters)
+    shown = units.visible(answer)
+    return bool(units.words(shown)) and CONSTRAINTS[name].check(shown, **parameters)
 
 
 def _converted(name: str, key: str, value: Any, kind: type) -> Any:
@@ -152,7 +156,7 @@ def _number_of_sentences(answer: str, num_sentences: int, relation: str) -> bool
     num_paragraphs=int,
 )
 def _number_of_paragraphs(answer: str, num_paragraphs: int) -> bool:
-    return len(units.paragraphs(answer, separator=r"\s*(?<!\*)\*\*\*(?!\*)\s*")) == num_paragraphs
+    return len(units.paragraphs(answer, separator=r"(?m)^[ \t]*\*\*\*[ \t]*$")) == num_paragraphs
 
 
 @_register(
@@ -179,7 +183,7 @@ def _first_word(answer: str, num_paragraphs: int, nth_paragraph: int, first_word
     num_placeholders=int,
 )
 def _placeholders(answer: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]*\w[^\[\]\n]*\](?!\()", answer)) >= num_placeholders
+    return len(_PLACEHOLDER.findall(answer)) >= num_placeholders
 
 
 @_register(
@@ -189,7 +193,7 @@ def _placeholders(answer: str, num_placeholders: int) -> bool:
 )
 def _postscript(answer: str, postscript_marker: str) -> bool:
     letters = [re.escape(letter) for letter in re.findall(r"\w", postscript_marker)]
-    pattern = r"(?:^|\n)[ \t*_]*" + r"\.?\s?".join(letters) + r"(?!\w)[.:]*\s*\S"
+    pattern = r"\w\W*\n[ \t*_]*" + r"\.?\s?".join(letters) + r"(?!\w)\W*\w"
     return bool(letters) and re.search(pattern, answer, re.IGNORECASE) is not None
 
 
@@ -223,8 +227,10 @@ def _highlighted(answer: str, num_highlights: int) -> bool:
     num_sections=int,
 )
 def _sections(answer: str, section_spliter: str, num_sections: int) -> bool:
-    pattern = rf"^[ \t#*_]*{re.escape(section_spliter.strip())}\s+(?:\d+|[IVXLC]+)\b"
-    return len(re.findall(pattern, answer, re.MULTILINE | re.IGNORECASE)) >= num_sections
+    pattern = rf"^[ \t#*_]*{re.escape(section_spliter.strip())}\s+(\d+|[IVXLC]+)\b"
+    parts = re.split(pattern, answer, flags=re.MULTILINE | re.IGNORECASE)[1:]
+    filled = {number.upper() for number, content in zip(parts[::2], parts[1::2], strict=True) if units.words(content)}
+    return len(filled) >= num_sections
 
 
 @_register("detectable_format:json_format", lambda: "Write the whole answer as JSON, optionally in a Markdown code block.")
@@ -245,7 +251,8 @@ def _title(answer: str) -> bool:
 @_register("combination:two_responses", lambda: "Give two different responses, separated by ******.")
 def _two_responses(answer: str) -> bool:
     found = [part.strip() for part in re.split(r"(?<!\*)\*{6}(?!\*)", answer)]
-    return len(found) == 2 and all(found) and found[0] != found[1]
+    responses = [[word.casefold() for word in units.words(part)] for part in found]
+    return len(found) == 2 and all(responses) and responses[0] != responses[1]
 
 
 @_register(
@@ -255,17 +262,19 @@ def _two_responses(answer: str) -> bool:
 )
 def _repeats(answer: str, prompt_to_repeat: str) -> bool:
     start, rest = prompt_to_repeat.strip(), answer.strip()
-    return rest.casefold().startswith(start.casefold()) and bool(rest[len(start) :].strip())
+    return rest.casefold().startswith(start.casefold()) and bool(units.words(rest[len(start) :]))
 
 
 @_register("startend:end_checker", lambda end_phrase: f'End with exactly this phrase: "{end_phrase}"', end_phrase=str)
 def _ends(answer: str, end_phrase: str) -> bool:
-    return answer.strip().strip("\"'“”").casefold().endswith(end_phrase.strip().casefold())
+    found, phrase = answer.strip().strip("\"'“”").casefold(), end_phrase.strip().casefold()
+    return found.endswith(phrase) and not _continues_word(found[: -len(phrase)][-1:], phrase[:1])
 
 
 @_register("startend:start_checker", lambda start_phrase: f'Start with exactly this phrase: "{start_phrase}"', start_phrase=str)
 def _starts(answer: str, start_phrase: str) -> bool:
-    return answer.strip().strip("\"'“”").casefold().startswith(start_phrase.strip().casefold())
+    found, phrase = answer.strip().strip("\"'“”").casefold(), start_phrase.strip().casefold()
+    return found.startswith(phrase) and not _continues_word(phrase[-1:], found[len(phrase) :][:1])
 
 
 @_register("startend:quotation", lambda: "Put the whole answer in double quotation marks.")
@@ -288,17 +297,21 @@ def _capital_words(answer: str, capital_frequency: int, capital_relation: str) -
 
 @_register("change_case:english_capital", lambda: "Answer in capital letters only.")
 def _upper(answer: str) -> bool:
-    return units.has_letters(answer) and answer == answer.upper()
+    return any(character.isupper() for character in answer) and answer == answer.upper()
 
 
 @_register("change_case:english_lowercase", lambda: "Answer in lowercase letters only.")
 def _lower(answer: str) -> bool:
-    return units.has_letters(answer) and answer == answer.lower()
+    return any(character.islower() for character in answer) and answer == answer.lower()
 
 
 @_register("punctuation:no_comma", lambda: "Do not use commas.")
 def _no_comma(answer: str) -> bool:
-    return not any(comma in answer for comma in ",，、")
+    return not any(comma in answer for comma in _COMMAS)
+
+
+def _continues_word(before: str, after: str) -> bool:
+    return before.isalnum() and after.isalnum()
 
 
 def _reject_constant(name: str) -> Any:

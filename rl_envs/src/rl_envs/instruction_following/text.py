@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 
 _WORD = re.compile(r"\w+(?:['’.,-]\w+)*")
@@ -14,6 +15,12 @@ _ANYWHERE = frozenset(("etc", "inc", "ltd", "co", "jr", "sr", "dept", "approx", 
 _WRAPPED = re.compile(r"(?<![.!?…:\s])[ \t]*\n(?=[a-z])")
 _BULLET = re.compile(r"^\s*(?:[*+•-])\s+\S", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"(?<![*\w])(\*{1,2})(?!\s|\*)([^*\n]+?)(?<!\s)\1(?![*\w])")
+
+
+def visible(text: str) -> str:
+    """The text in composed form, without characters that are not shown, such as a zero-width space inside a word."""
+    composed = unicodedata.normalize("NFC", text)
+    return "".join(character for character in composed if unicodedata.category(character) != "Cf")
 
 
 def words(text: str) -> list[str]:
@@ -56,18 +63,13 @@ def highlights(text: str) -> int:
 def count_phrase(text: str, phrase: str) -> int:
     """How often a phrase occurs as whole words, without regard to case; runs of white space are equal."""
     pieces = [re.escape(piece) for piece in phrase.split()]
-    pattern = r"(?<!\w)" + r"\s+".join(pieces) + r"(?!\w)"
+    pattern = r"(?<![^\W_])" + r"\s+".join(pieces) + r"(?![^\W_])"  # `_word_` is a word in italics
     return len(re.findall(pattern, text, re.IGNORECASE)) if pieces else 0
 
 
 def capital_words(text: str) -> list[str]:
     """The words whose letters are all capitals; a word without letters is not one."""
     return [word for word in words(text) if word.isupper()]
-
-
-def has_letters(text: str) -> bool:
-    """Whether a text has a letter of any script."""
-    return any(character.isalpha() for character in text)
 
 
 def compare(count: int, relation: str, threshold: int) -> bool:
