@@ -117,6 +117,6 @@ def reproducible_metrics_of(folder, name="run"):
 def without_speed(steps):
     """The metrics of steps without times, refits and speed, which differ between two runs."""
     return [
-        {name: value for name, value in step.items() if not name.startswith(("time/", "refit/", "tokens_per_s"))}
+        {name: value for name, value in step.items() if not (name.startswith("refit/") or name.endswith("_s"))}
         for step in steps
     ]

@@ -1,7 +1,9 @@
 """Environments that keep state between the steps of a rollout."""
 
+import asyncio
 import os
 import signal
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.sessions import Session, StepQueue
+from rl_train.rollouts.summary import environment_times
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 
@@ -218,3 +222,74 @@ def test_all_steps_of_a_session_run_in_one_process_and_end_with_it(local_ray, to
         rows = play(tokenizer, engine, environment, [{"name": "k", "turns": 3, "kills": 1}, *plain[1:]], retries=1)
         assert [row.reward for row in rows] == [6.0] * 4
         assert {row.retries for row in rows} == {0, 1}
+
+
+class HeldPool(InProcessPool):
+    """Calls end when the test lets them."""
+
+    def __init__(self, max_concurrency):
+        super().__init__(Notebook, max_concurrency=max_concurrency)
+        self.calls = []
+
+    def submit(self, method, *args, **options):
+        self.calls.append((args, Future()))
+        return self.calls[-1][1]
+
+    def end(self, number):
+        (_, metadata), future = self.calls[number]
+        for state in metadata:
+            self._group.worker.open.setdefault(state["session_id"], 0)
+        future.set_result(self._run("step", self.calls[number][0]))
+
+
+@pytest.mark.parametrize(("max_concurrency", "waits", "steps"), [(1, [0.0, 7.0], [10.0, 5.0]), (2, [0.0, 0.0], [10.0, 12.0])])
+def test_the_time_in_which_a_row_waits_for_its_worker_is_measured_apart_from_its_steps(
+    monkeypatch, max_concurrency, waits, steps
+):
+    now = [0.0]
+    monkeypatch.setattr("rl_train.rollouts.sessions.perf_counter", lambda: now[0])
+    pool = HeldPool(max_concurrency)
+    queue = StepQueue(EnvironmentPool(pool, task_name="notebook", deadline_s=60.0, keeps_sessions=True), "notebook")
+    sessions = [Session(queue, name=str(number)) for number in range(2)]
+
+    async def begin(number):
+        sessions[number]._worker = pool.actors[0]
+        step = asyncio.ensure_future(sessions[number].step([], {"name": number, "turns": 1}))
+        await until(
+            lambda: step.done() or any(each.metadata["name"] == number for each in queue._waiting) or len(pool.calls) > number
+        )
+        return step
+
+    async def until(holds):
+        for _ in range(100):
+            if holds() and not queue._is_scheduled:
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("it did not happen")
+
+    async def play():
+        first = await begin(0)
+        now[0] = 3.0
+        second = await begin(1)
+        now[0] = 10.0
+        pool.end(0)
+        await until(lambda: first.done() and len(pool.calls) == 2)
+        now[0] = 15.0
+        pool.end(1)
+        await until(second.done)
+
+    asyncio.run(play())
+    assert [session.times.wait_s for session in sessions] == waits
+    assert [session.times.step_s for session in sessions] == steps
+
+
+def test_the_times_of_a_rollouts_steps_are_metrics_and_survive_a_restart(tokenizer, engine):
+    rows = play(tokenizer, engine, EnvironmentPool(InProcessPool(Notebook), task_name="notebook", deadline_s=60.0),
+                [{"name": "a", "turns": 2}, {"name": "b", "turns": 1}])  # fmt: skip
+    assert all(row.environment_step_s > 0.0 for row in rows)
+    rows[0].environment_wait_s, rows[0].environment_step_s, rows[1].environment_wait_s, rows[1].environment_step_s = 1, 2, 3, 4
+    assert environment_times(rows) == {"env/notebook/wait_s": 2.0, "env/notebook/step_s": 3.0}
+    prompt = Trajectory(message_log=[], metadata=None, task_name="notebook", group_id=0, index=0, ordinal=0, sample=0)
+    rows[0].restart(prompt)
+    assert (rows[0].retries, rows[0].environment_wait_s, rows[0].environment_step_s) == (1, 1, 2)
+    assert environment_times([prompt]) == {}

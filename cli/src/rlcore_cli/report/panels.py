@@ -97,6 +97,12 @@ PANELS = (
     Panel(title="Gradient norm", metrics=("grad_norm",), note="Before clipping."),
     Panel(title="Learning rate", metrics=("lr",)),
     Panel(title="Tokens per second", metrics=("tokens_per_s",), unit="tokens/s", note="Excluding validation."),
+    Panel(
+        title="Environment time",
+        metrics=("env/*/wait_s", "env/*/step_s"),
+        unit="s per rollout",
+        note="Waiting for a free worker, and in calls of the environment.",
+    ),
 )
 """The main charts, shown if a run has their metrics."""
 
@@ -130,6 +136,8 @@ _LOWER = (
     "*truncated_frac",
     "time/*_s",
     "refit/*_s",
+    "env/*/wait_s",
+    "env/*/step_s",
     "advantage/equal_group_frac",
 )
 

@@ -31,9 +31,10 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
         r"(?im)^\W*(?:(?:my|the|final|overall|total)\W+){0,2}score\W*?(-?\d+(?:\.\d+)?)"
         r"(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?\W*\Z"
     )
-    """Regular expression with one group, the score; its last match in the reply counts. By default, it reads the last line, as in
-    `Score: 7`, `**Final score:** 7.5` or `Score: 7/10`, if nothing follows. Other replies, such as one that quotes a score of the
-    answer after its own, are ambiguous. A row is not scored if the reply has no match, or if the score is out of range."""
+    """Regular expression with one group, the score; its last match in the reply counts. By default, it reads the last line, as
+    in `Score: 7`, `**Final score:** 7.5` or `Score: 7/10`, if nothing follows. Other replies, such as one that quotes a score
+    of the answer after its own, are ambiguous. A row is not scored if the reply has no match, or if the score is out of range.
+    """
     min_score: float = 0.0
     """Score that becomes the reward 0.0."""
     max_score: float = 10.0

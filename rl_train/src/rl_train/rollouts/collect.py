@@ -131,6 +131,8 @@ class Collector:
             finally:
                 closing = session.close()
                 row.retries += session.repeated
+                row.environment_wait_s += session.times.wait_s
+                row.environment_step_s += session.times.step_s
             if closing is not None:
                 await asyncio.wait([closing])
             return

@@ -7,7 +7,8 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from rl_core.errors import DataError, WorkerDiedError
@@ -40,6 +41,19 @@ class StepResult:
     """Whether the environment could score this turn."""
 
 
+@dataclass(kw_only=True)
+class StepTimes:
+    """Where the time of one rollout's steps went.
+
+    Attributes:
+        wait_s: Seconds in which steps were ready, but all workers that may run them were busy.
+        step_s: Seconds in which calls with its steps ran, including the rows that shared them.
+    """
+
+    wait_s: float = 0.0
+    step_s: float = 0.0
+
+
 class StepQueue:
     """Passes the steps of rollouts to one environment, as many calls at a time as it has workers.
 
@@ -64,7 +78,13 @@ class StepQueue:
         self._is_scheduled = False
 
     async def step(
-        self, conversation: list[Message], metadata: Any, *, alone: bool = False, worker: ActorKey | None = None
+        self,
+        conversation: list[Message],
+        metadata: Any,
+        *,
+        alone: bool = False,
+        worker: ActorKey | None = None,
+        times: StepTimes | None = None,
     ) -> StepResult:
         """The environment's response; raises what the call raised.
 
@@ -73,8 +93,10 @@ class StepQueue:
             metadata: state of the environment for this rollout.
             alone: do not share a call with other rows.
             worker: the worker of the session; None without one.
+            times: the time of this step is added to it.
         """
-        step = _Step(conversation, metadata, asyncio.get_running_loop().create_future(), alone, worker)
+        future = asyncio.get_running_loop().create_future()
+        step = _Step(conversation, metadata, future, alone, worker, times or StepTimes())
         self._waiting.append(step)
         self._schedule()
         return await step.future
@@ -129,6 +151,8 @@ class StepQueue:
     def _start(self, steps: list[_Step]) -> None:
         worker = steps[0].worker
         self._running[worker] += 1
+        for step in steps:
+            step.times.wait_s += step.lap_s()
         try:
             call = self._call([step.conversation for step in steps], [step.metadata for step in steps], worker)
         except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
@@ -140,6 +164,7 @@ class StepQueue:
         self._running[steps[0].worker] -= 1
         error = None if ended.cancelled() else ended.exception()
         for row, step in enumerate(steps):
+            step.times.step_s += step.lap_s()
             if step.future.done():
                 continue
             if ended.cancelled():
@@ -170,6 +195,13 @@ class _Step:
     future: asyncio.Future[StepResult]
     alone: bool
     worker: ActorKey | None
+    times: StepTimes
+    since: float = field(default_factory=lambda: perf_counter())
+
+    def lap_s(self) -> float:
+        """Seconds since the step was ready, or since the previous lap."""
+        before, self.since = self.since, perf_counter()
+        return self.since - before
 
 
 class Session:
@@ -183,6 +215,7 @@ class Session:
 
     Attributes:
         repeated: Number of repeated steps.
+        times: Time of its steps, including repeated ones.
     """
 
     def __init__(self, steps: StepQueue, *, name: str = "", retries: int = 0) -> None:
@@ -190,6 +223,7 @@ class Session:
         self._retries = 0 if steps.keeps_sessions else retries
         self._worker: ActorKey | None = None
         self.repeated = 0
+        self.times = StepTimes()
 
     async def open(self, metadata: Any) -> tuple[Any, Observation | None]:
         """Begin the session, if the environment keeps sessions.
@@ -233,7 +267,7 @@ class Session:
             metadata = {**metadata, SESSION_KEY: self._name}
         for attempt in range(self._retries + 1):
             try:
-                return await self._steps.step(conversation, metadata, alone=attempt > 0, worker=self._worker)
+                return await self._steps.step(conversation, metadata, alone=attempt > 0, worker=self._worker, times=self.times)
             except Exception as error:
                 if attempt == self._retries or not may_be_retried(error):
                     raise _failed(error) from error

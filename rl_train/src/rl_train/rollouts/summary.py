@@ -53,6 +53,16 @@ def failure_metrics(trajectories: Sequence[Trajectory], *, replaced_groups: int 
     return {name: float(count) for name, count in counts.items() if count}
 
 
+def environment_times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`env/<task>/wait_s` and `env/<task>/step_s`: mean seconds per rollout in which its steps waited for a worker, and ran."""
+    metrics: dict[str, float] = {}
+    for task_name in dict.fromkeys(row.task_name for row in trajectories if row.environment_step_s):
+        rows = [row for row in trajectories if row.task_name == task_name]
+        metrics[f"env/{task_name}/wait_s"] = _mean([row.environment_wait_s for row in rows])
+        metrics[f"env/{task_name}/step_s"] = _mean([row.environment_step_s for row in rows])
+    return metrics
+
+
 def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
     """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`.
 

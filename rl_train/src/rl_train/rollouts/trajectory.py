@@ -65,6 +65,10 @@ class Trajectory:
     """The whole text of that error."""
     retries: int = 0
     """Number of repeated environment steps."""
+    environment_wait_s: float = 0.0
+    """Seconds in which its steps waited for a free worker of the environment, over all attempts."""
+    environment_step_s: float = 0.0
+    """Seconds in which environment calls with its steps ran, over all attempts."""
     truncated: bool = False
     """Whether a limit truncated the last turn."""
     done: bool = False
@@ -169,9 +173,9 @@ class Trajectory:
         Args:
             prompt: a copy of this rollout from before it was run.
         """
-        retries = self.retries + 1
-        vars(self).update(vars(copy.deepcopy(prompt)))
-        self.retries = retries
+        kept = {name: getattr(self, name) for name in ("retries", "environment_wait_s", "environment_step_s")}
+        vars(self).update(vars(copy.deepcopy(prompt)) | kept)
+        self.retries += 1
 
     def fail(self, headline: str, details: str) -> None:
         """End it as a row that could not be scored."""
