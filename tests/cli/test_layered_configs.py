@@ -10,6 +10,7 @@ import pytest
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_train.config.loader import load_config
 from rl_train.config.sources import BASE_CONFIGS
+from rl_train.metrics.jsonl import read_jsonl
 from rlcore_cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -169,3 +170,99 @@ def test_a_run_from_the_packaged_base_trains(folder, rlcore):
     assert code == 0, err
     assert "1 step done" in out
     assert (folder / "runs" / "grpo" / "metrics.jsonl").is_file()
+
+
+MY_ENVIRONMENT = """
+from typing import Any, TypedDict
+import ray
+import torch
+from rl_core.data import BatchedDataDict
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+
+
+class MyEnvConfig(TypedDict):
+    num_workers: int
+
+
+class MyEnvironmentMetadata(TypedDict):
+    expected_answer: str
+    # Add other fields as needed
+
+
+@ray.remote(max_restarts=-1, max_task_retries=-1)
+class MyEnvironment(EnvironmentInterface):
+    def __init__(self, cfg: MyEnvConfig):
+        self.cfg = cfg
+        # Initialize workers for parallel reward computation
+
+    def shutdown(self) -> None:
+        # Cleanup workers
+        pass
+
+    def step(
+        self,
+        message_log_batch: list[list[dict[str, str]]],
+        metadata: list[MyEnvironmentMetadata],
+    ) -> EnvironmentReturn:
+        # Extract assistant responses
+        responses = []
+        for conversation in message_log_batch:
+            assistant_msgs = [m["content"] for m in conversation if m["role"] == "assistant"]
+            responses.append("".join(assistant_msgs))
+
+        # Compute rewards
+        rewards = self._compute_rewards(responses, metadata)
+
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "feedback"} for _ in responses],
+            metadata=metadata,
+            next_stop_strings=[None] * len(responses),
+            rewards=torch.tensor(rewards),
+            terminateds=torch.ones(len(rewards)),
+            answers=responses,
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
+        # Compute and return metrics
+        metrics = {
+            "accuracy": batch["rewards"].mean().item(),
+        }
+        return batch, metrics
+
+    def _compute_rewards(self, responses, metadata):
+        return [float(len(response)) for response in responses]
+"""
+"""The environment of the reference, with our import paths, and the one method that it leaves to its reader."""
+MY_TASK = """
+env:
+  my_task:
+    env_cls: my_environment.MyEnvironment
+    num_workers: 8
+"""
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_documented_environment_trains_by_its_path(folder, rlcore):
+    (folder / "my_environment.py").write_text(MY_ENVIRONMENT)
+    (folder / "my_task.yaml").write_text(MY_TASK)
+    (folder / "digits.yaml").write_text('user: "{problem}"\n')
+    given = {
+        "policy.model_name": MODEL,
+        "data.train_data_path": "train.jsonl",
+        "data.prompt.prompt_config": "digits.yaml",
+        "policy.max_total_sequence_length": 16,
+        "policy.generation.max_new_tokens": 5,
+        "grpo.num_prompts_per_step": 4,
+        "grpo.max_num_steps": 1,
+        "cluster.backend": "in_process",  # which has one worker; e2e/test_promised_calls.py has the class in an actor
+        "env.my_task.num_workers": 1,
+        "logger.run_name": "run",
+    }
+    overrides = [f"++{key}={value}" for key, value in given.items()]
+    code, _, err = rlcore("train", "--config", "grpo.yaml", "--config", "my_task.yaml", *overrides)
+    assert code == 0, err
+    [step] = [row for row in read_jsonl(folder / "runs" / "run" / "metrics.jsonl") if "loss" in row]
+    assert 0.0 < step["reward/mean"] <= 5.0
+    assert step["env/my_task/accuracy"] == pytest.approx(step["reward/mean"])
