@@ -100,10 +100,12 @@ def unfinished(prompt, tokens):
 
 
 @contextmanager
-def http_server(app):
+def http_server(app, **options):
     """The application on a free port of loopback, in a thread; yields the port and the server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=65)
+        config = uvicorn.Config(
+            app, log_level="error", ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=65, **options
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -118,7 +120,7 @@ def http_server(app):
 def serve_http():
     """Starts applications on free ports of loopback; returns the port of each."""
     with ExitStack() as exits:
-        yield lambda app: exits.enter_context(http_server(app))[0]
+        yield lambda app, **options: exits.enter_context(http_server(app, **options))[0]
 
 
 @pytest.fixture

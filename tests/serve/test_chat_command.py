@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_serve import terminal
+
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 
 
@@ -29,6 +31,17 @@ def test_in_a_terminal_mistakes_are_reported_and_the_conversation_continues(chat
     assert "error: There is no command /quit: /exit ends the conversation" in said
     assert "error: The prompt has " in said
     assert "46" in said
+
+
+def test_control_characters_of_a_model_do_not_reach_a_terminal(capsys):
+    class Answers:
+        def answer(self, text, *, on_text):
+            on_text("a\n\tb\x1b]0;title\x07\r\x9b2J")
+
+    terminal._answer(Answers(), "1", True)
+    assert capsys.readouterr().out == "a\n\tb\ufffd]0;title\ufffd\ufffd\ufffd2J\n"
+    terminal._answer(Answers(), "1", False)
+    assert "\x1b]0;title" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ REJECTED = [
     ),
     ("/v1/completions", {"prompt": "1", "n": 129}, "1 prompts times n=129 exceed the 128 completions of a request."),
     ("/v1/completions", {"prompt": "1", "stop": ["a", ""]}, "stop must have at most 16 strings, none of them empty."),
+    ("/v1/completions", {"prompt": "1", "stop": ["a" * 1001]}, "stop must have strings of at most 1000 characters."),
+    ("/v1/completions", {"prompt": "1", "temperature": 1e-40}, "temperature must be 0 (greedy) or at least 1e-06"),
     ("/v1/completions", {"prompt": "1", "logprobs": 5}, "logprobs: Input should be 0"),
     ("/v1/completions", {"prompt": "1", "echo": True, "best_of": 3}, "Unsupported: best_of, echo. Remove them."),
     ("/v1/completions", {"prompt": "1", "stream_options": {}}, "stream_options requires `stream: true`."),
@@ -43,6 +45,7 @@ REJECTED = [
         {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
         "tools[0].function.strict needs constrained decoding",
     ),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL] * 129}, "tools has 129 functions: at most 128 are"),
     (
         "/v1/chat/completions",
         {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from rl_core.interfaces.messages import Message
 from rl_serve.agent_turns import arriving, ended, row_of, sampled
@@ -21,15 +23,15 @@ from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError, add_error_handlers
 from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
-from rl_serve.gate import Gate
-from rl_serve.listening import KEEP_ALIVE_S
+from rl_serve.gate import Gate, bearer_key
+from rl_serve.listening import KEEP_ALIVE_S, TimedHttp
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
 from rl_train.agents.model_server import AgentRequest, AgentTurn, ModelServer, ServerSettings, TurnSource
 
-_LIMITS = Limits(max_concurrent_requests=100_000, max_body_bytes=32 * 2**20)
-"""Agents are trusted functions of the run; the number of rollouts limits their requests."""
+_LIMITS = Limits(max_concurrent_requests=100_000, max_body_bytes=32 * 2**20, body_timeout_s=600.0, read_timeout_s=600.0)
+"""Agents are trusted functions of the run, which may keep its process busy; the number of rollouts limits their requests."""
 _START_TIMEOUT_S = 30.0
 
 
@@ -43,7 +45,7 @@ class AgentEndpoint(ModelServer):
     def __init__(self, settings: ServerSettings) -> None:
         self._routes = AgentRoutes(settings)
         app = FastAPI(title="rlcore agent endpoint", docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_middleware(Gate, limits=_LIMITS)
+        app.add_middleware(Gate, limits=_LIMITS, checks=[self._routes.check_key])
         add_error_handlers(app)
         app.get("/v1/models")(self._routes.models)
         app.post("/v1/chat/completions")(self._routes.chat)
@@ -57,6 +59,7 @@ class AgentEndpoint(ModelServer):
                 access_log=False,
                 timeout_graceful_shutdown=1,
                 timeout_keep_alive=KEEP_ALIVE_S,
+                http=TimedHttp,
                 ws="none",
             )
         )
@@ -71,11 +74,11 @@ class AgentEndpoint(ModelServer):
 
     def open(self, turns: TurnSource) -> str:
         key = secrets.token_urlsafe(24)
-        self._routes.turns[key] = turns
+        self._routes.turns[_digest(key.encode())] = turns
         return key
 
     def close(self, key: str) -> None:
-        self._routes.turns.pop(key, None)
+        self._routes.turns.pop(_digest(key.encode()), None)
 
     def shutdown(self) -> None:
         self._server.should_exit = True
@@ -89,23 +92,26 @@ class AgentRoutes:
         settings: describes the engine.
 
     Attributes:
-        turns: samples the turns of each rollout, by key.
+        turns: samples the turns of each rollout, by the digest of its key, because the time of a look-up depends on it.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._chat = ChatFormat(settings.tokenizer)
-        self.turns: dict[str, TurnSource] = {}
+        self.turns: dict[bytes, TurnSource] = {}
 
-    async def models(self, request: Request) -> dict[str, Any]:
+    def check_key(self, scope: Scope) -> None:
+        """Refuse a request whose rollout does not exist, before its body is read."""
+        self._turns_of(scope)
+
+    async def models(self) -> dict[str, Any]:
         """The policy."""
-        self._turns_of(request)
         entry = {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "rlcore"}
         return {"object": "list", "data": [entry]}
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The next turn of a rollout."""
-        turns = self._turns_of(request)
+        turns = self._turns_of(request.scope)
         self._refuse_unsupported(body)
         messages = read_messages([message.model_dump() for message in body.messages])
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -165,9 +171,8 @@ class AgentRoutes:
         exits.push_async_callback(arrivals.aclose)
         return EventStream(ending_in_errors(events(*found)), exits)
 
-    def _turns_of(self, request: Request) -> TurnSource:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        turns = self.turns.get(key.strip()) if scheme.lower() == "bearer" else None
+    def _turns_of(self, scope: Scope) -> TurnSource:
+        turns = self.turns.get(_digest(bearer_key(scope)))
         if turns is None:
             raise ended("There is no rollout with this key, or it has ended.")
         return turns
@@ -189,6 +194,10 @@ class AgentRoutes:
         for name, (fits, value) in fixed.items():
             if not fits:
                 raise ApiError(400, f"{name} must be {value}.", param=name, code="unsupported_value")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _messages(messages: list[dict[str, Any]]) -> list[Message]:

@@ -12,7 +12,7 @@ from rl_serve.answering import Answering
 from rl_serve.backend import Backend
 from rl_serve.engine import EngineThread
 from rl_serve.errors import add_error_handlers
-from rl_serve.gate import Gate
+from rl_serve.gate import Gate, check_local_name, key_check
 from rl_serve.local_routes import LocalRoutes
 from rl_serve.proxy_routes import ProxyRoutes
 from rl_serve.sampling import Limits
@@ -21,7 +21,9 @@ from rl_serve.served_model import ServedModel
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is invalid."},
     401: {"description": "The API key is missing or wrong."},
+    403: {"description": "The request names another host than this machine, and there are no API keys."},
     404: {"description": "There is no such model."},
+    408: {"description": "The client took too long to send the body."},
     413: {"description": "The body is too large."},
     429: {"description": "Too many requests run at the same time."},
     502: {"description": "The backend failed (proxy only)."},
@@ -36,6 +38,7 @@ def create_app(
     limits: Limits,
     api_keys: Sequence[str] = (),
     answering: Answering | None = None,
+    is_local: bool = False,
 ) -> FastAPI:
     """The application of a local model.
 
@@ -45,12 +48,20 @@ def create_app(
         limits: the server's limits.
         api_keys: accepted keys; without any, requests need no key.
         answering: what chat and `/generate` do with prompts and answers; by default nothing.
+        is_local: refuse requests that name another host than this machine.
     """
-    return _app(LocalRoutes(model, engine, limits, answering or Answering()), limits=limits, api_keys=api_keys)
+    routes = LocalRoutes(model, engine, limits, answering or Answering())
+    return _app(routes, limits=limits, api_keys=api_keys, is_local=is_local)
 
 
 def create_proxy_app(
-    backend: Backend, *, name: str, limits: Limits, api_keys: Sequence[str] = (), answering: Answering | None = None
+    backend: Backend,
+    *,
+    name: str,
+    limits: Limits,
+    api_keys: Sequence[str] = (),
+    answering: Answering | None = None,
+    is_local: bool = False,
 ) -> FastAPI:
     """The application of a proxy.
 
@@ -60,9 +71,10 @@ def create_proxy_app(
         limits: the server's limits.
         api_keys: accepted keys; without any, requests need no key.
         answering: what chat and `/generate` do with prompts and answers; by default nothing.
+        is_local: refuse requests that name another host than this machine.
     """
     routes = ProxyRoutes(backend, name, limits, answering or Answering())
-    return _app(routes, limits=limits, api_keys=api_keys, at_end=backend.close)
+    return _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=backend.close)
 
 
 def _app(
@@ -70,6 +82,7 @@ def _app(
     *,
     limits: Limits,
     api_keys: Sequence[str],
+    is_local: bool,
     at_end: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
     @asynccontextmanager
@@ -79,7 +92,8 @@ def _app(
             await at_end()
 
     app = FastAPI(title="rlcore serve", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, limits=limits, api_keys=api_keys)
+    checks = [*([check_local_name] if is_local else ()), *([key_check(api_keys)] if api_keys else ())]
+    app.add_middleware(Gate, limits=limits, checks=checks)
     add_error_handlers(app)
     app.get("/health", responses={503: _ERRORS[503]})(routes.health)
     app.get("/v1/models", responses={code: _ERRORS[code] for code in (401, 502, 503)})(routes.models)

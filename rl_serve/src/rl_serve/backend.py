@@ -111,7 +111,7 @@ class Backend:
             raise _as_api_error(error.status, error.body, str(error)) from error
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[str]]:
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncGenerator[bytes, None]]:
         """The lines of the backend's stream, each with its line break.
 
         Raises:
@@ -143,7 +143,7 @@ class _Client(HttpClient):
             raise ApiError(502, f"GET {url} returned a response that is not JSON.", code="backend_failed") from error
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[str]]:
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncGenerator[bytes, None]]:
         """See `Backend.stream`."""
         url = f"{self.base_url.rstrip('/')}/{path}"
         try:
@@ -158,14 +158,23 @@ class _Client(HttpClient):
             reason = self.redact(f"{type(error).__name__}: {error}".rstrip(": "))
             raise _as_api_error(None, "", f"POST {url} failed: {reason}") from error
 
-    async def _lines(self, url: str, response: httpx.Response) -> AsyncGenerator[str, None]:
+    async def _lines(self, url: str, response: httpx.Response) -> AsyncGenerator[bytes, None]:
+        # `aiter_lines` also splits at characters that may be part of an event, such as U+2028.
+        rest = b""
         try:
-            async for line in response.aiter_lines():
-                yield f"{line}\n"
+            async for chunk in response.aiter_bytes():
+                complete, end, after = chunk.rpartition(b"\n")
+                if end:
+                    yield rest + complete + end
+                    rest = after
+                else:
+                    rest += after
+            if rest:
+                yield rest + b"\n"
         except httpx.TransportError as error:
             reason = self.redact(f"{type(error).__name__}: {error}".rstrip(": "))
             failure = _as_api_error(None, "", f"POST {url} failed: {reason}")
-            yield server_sent_event(failure.body())
+            yield server_sent_event(failure.body()).encode()
 
 
 def _as_api_error(status: int | None, body: str, message: str) -> ApiError:

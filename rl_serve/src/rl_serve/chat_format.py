@@ -28,6 +28,7 @@ _IGNORED = ("refusal", "annotations", "audio", "function_call", "reasoning", "re
 """Fields of messages that clients send back as they received them, and that change nothing if they are empty."""
 _FIELDS = {"assistant": ("name", "tool_calls"), "tool": ("name", "tool_call_id")}
 """Fields of a message besides role and content, by role; other roles have `name`."""
+_MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -151,6 +152,8 @@ def read_offered_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool |
         read = read_tools(tools, "tools") if tools is None or isinstance(tools, list) else _refuse_text(tools)
     except DataError as error:
         raise ApiError(400, f"{error}.", param="tools") from error
+    if len(read) > _MAX_TOOLS:
+        raise ApiError(400, f"tools has {len(read)} functions: at most {_MAX_TOOLS} are allowed.", param="tools")
     for number, tool in enumerate(read):
         function = tool["function"]
         if not _NAME.fullmatch(function["name"]):

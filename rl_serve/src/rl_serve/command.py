@@ -108,7 +108,9 @@ def serve(
         engine = EngineThread(model.generation)
         try:
             limits = Limits(max_concurrent_requests=max_concurrent)
-            app = create_app(model, engine, limits=limits, api_keys=address.api_keys, answering=answering)
+            app = create_app(
+                model, engine, limits=limits, api_keys=address.api_keys, answering=answering, is_local=not address.api_keys
+            )
             if updates is not None:
                 from rl_serve.weights_api import WeightUpdates, add_weight_updates
 
@@ -165,7 +167,14 @@ def _serve_proxy(
             return
         with listening(address) as listener:
             limits = Limits(max_concurrent_requests=max_concurrent)
-            app = create_proxy_app(backend, name=label, limits=limits, api_keys=address.api_keys, answering=answering)
+            app = create_proxy_app(
+                backend,
+                name=label,
+                limits=limits,
+                api_keys=address.api_keys,
+                answering=answering,
+                is_local=not address.api_keys,
+            )
             run_server(app, listener, address, name=f"{label} from {settings.server.url}")
 
 

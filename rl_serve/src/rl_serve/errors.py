@@ -10,6 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+_MAX_MESSAGE = 2000
+"""Characters of a message, which may quote the request."""
+
 
 class ApiError(Exception):
     """A request that is answered with an error.
@@ -31,8 +34,15 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[:_MAX_MESSAGE]} ..."
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    def close_connection(self) -> ApiError:
+        """Let the response end the connection, because the rest of the request is not read; returns the error."""
+        self.headers = {**(self.headers or {}), "Connection": "close"}
+        return self
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's API returns it."""
@@ -51,6 +61,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_failure)
 
 
 async def _answer_api_error(_: Request, error: Exception) -> JSONResponse:
@@ -74,3 +85,8 @@ async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
 async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+
+async def _answer_failure(_: Request, __: Exception) -> JSONResponse:
+    """The response to an unexpected error, which the server logs."""
+    return ApiError(500, "The server failed. Its log has the details.").response()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -16,24 +16,29 @@ from rl_serve.errors import ApiError
 _log = logging.getLogger(__name__)
 DONE = "data: [DONE]\n\n"
 """The last event of a complete stream."""
+_LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters that JSON does not escape, and at which some clients split lines."""
 
 
 def server_sent_event(body: Mapping[str, Any]) -> str:
     """A JSON body as an event of a stream."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(body, ensure_ascii=False).translate(_LINE_BREAKS)}\n\n"
 
 
 class EventStream(StreamingResponse):
     """A stream of events.
 
     Args:
-        events: the events.
-        exits: closed at the end, also if the client was gone before the first event.
+        events: the events; closed at the end, also if the client was gone before the first one.
+        exits: closed after them.
     """
 
-    def __init__(self, events: AsyncIterable[str], exits: AsyncExitStack | None = None) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str, None] | AsyncGenerator[bytes, None], exits: AsyncExitStack | None = None
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._exits = AsyncExitStack() if exits is None else exits
+        self._exits.push_async_callback(events.aclose)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._exits:

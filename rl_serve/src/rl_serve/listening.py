@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_core.errors import ConfigError
 
@@ -37,7 +41,7 @@ class Address:
             ConfigError: other machines can reach the address, and there are no keys.
         """
         keys = [key.strip() for key in os.environ.get(API_KEYS, "").split(",") if key.strip()]
-        if not keys and not _is_loopback(host):
+        if not keys and not is_loopback(host):
             raise ConfigError(
                 f"--host {host} is reachable from other machines, so API keys are required. Set {API_KEYS}, or listen on "
                 "127.0.0.1."
@@ -87,7 +91,7 @@ def run_server(app: Any, listener: socket.socket, address: Address, *, name: str
         timeout_graceful_shutdown=_DRAIN_S,
         timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-        http="h11",
+        http=TimedHttp,
         ws="none",
     )
     found = Address(host=address.host, port=listener.getsockname()[1], api_keys=())
@@ -96,7 +100,43 @@ def run_server(app: Any, listener: socket.socket, address: Address, *, name: str
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _is_loopback(host: str) -> bool:
+class TimedHttp(H11Protocol):
+    """HTTP connections that are closed if a request's headers do not arrive in time; uvicorn waits for them without a limit."""
+
+    headers_timeout_s = 30.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._wait_for_headers()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.headers_timeout_s, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        self.transport.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is that of this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

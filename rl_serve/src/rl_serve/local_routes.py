@@ -20,12 +20,12 @@ from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
 from rl_serve.deltas import ChatDeltas, CompletionDeltas
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import EngineThread, SampledRow
-from rl_serve.engine_state import read_engine_state
 from rl_serve.errors import ApiError
 from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
+from rl_serve.health import SharedCheck, read_engine_state
 from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
-from rl_serve.sampling import Limits, SamplingPlan, new_seed, plan_sampling
+from rl_serve.sampling import Limits, SamplingPlan, new_seed, plan_sampling, refuse_long_text, refuse_many_rows
 from rl_serve.served_model import ServedModel
 from rl_train.rollouts.seeds import sample_seed
 
@@ -46,10 +46,11 @@ class LocalRoutes:
         self._model, self._engine, self._limits, self._answering = model, engine, limits, answering
         self._chat = ChatFormat(model.tokenizer)
         self._responses = AnswerResponses(answering, limits)
+        self._state = SharedCheck(lambda: asyncio.to_thread(read_engine_state, model.generation))
 
     async def health(self) -> Response:
         """Whether the engine answers: 200, also if some replicas are dead, and 503 if all are."""
-        state = await asyncio.to_thread(read_engine_state, self._model.generation)
+        state = await self._state.result()
         status = 503 if state.status == "engine failed" else 200
         reason = {"reason": state.reason} if state.reason else {}
         return JSONResponse({"status": state.status, "model": self._model.name, **reason}, status_code=status)
@@ -84,7 +85,7 @@ class LocalRoutes:
             options = ChatOptions.of(body, record=record, model=self._model.name)
             return await self._responses.chat(messages, self._asker(body, most), options, request)
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        plan = self._plan(body, [self._chat.prompt(messages, tools)], max_tokens=most)
+        plan = self._plan(body, [self._prompt(messages, tools)], max_tokens=most)
         choices = self._format(plan, body, logprobs=body.logprobs)
         deltas = ChatDeltas(choices, self._chat, messages, tools)
         if body.stream:
@@ -145,7 +146,7 @@ class LocalRoutes:
         def of_choice(choice: int) -> Ask:
             async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
                 seeded = body.model_copy(update={"n": 1, "seed": sample_seed(base, number, choice)})
-                plan = self._plan(seeded, [self._chat.prompt(messages)], max_tokens=max_tokens)
+                plan = self._plan(seeded, [self._prompt(messages)], max_tokens=max_tokens)
                 row = (await self._collect(plan))[0]
                 return Reply(
                     content=self._format(plan, seeded, logprobs=False).text(0, row),
@@ -157,6 +158,10 @@ class LocalRoutes:
             return ask
 
         return of_choice
+
+    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
+        refuse_long_text(self._model, (message["content"] for message in messages), param="messages")
+        return self._chat.prompt(messages, tools)
 
     def _check(self, body: SamplingRequest) -> None:
         """Refuse another model and unsupported fields."""
@@ -190,11 +195,15 @@ class LocalRoutes:
     def _prompts_of(self, body: CompletionRequest) -> list[list[int]]:
         prompt: Any = body.prompt
         if isinstance(prompt, str):
+            refuse_long_text(self._model, [prompt], param="prompt")
             return [encode(prompt, self._model.tokenizer)]
         if not prompt:
             raise ApiError(400, "There is no prompt.", param="prompt")
         if isinstance(prompt[0], int):
             return [prompt]
+        refuse_many_rows(self._limits, len(prompt), body.n)
+        for one in prompt:
+            refuse_long_text(self._model, [one] if isinstance(one, str) else (), param="prompt")
         return [encode(one, self._model.tokenizer) if isinstance(one, str) else one for one in prompt]
 
     async def _sample_all(self, plan: SamplingPlan, request: Request) -> dict[int, SampledRow]:

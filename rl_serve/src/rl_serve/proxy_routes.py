@@ -16,6 +16,7 @@ from rl_serve.chat_format import read_messages
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.errors import ApiError
 from rl_serve.event_streams import EventStream
+from rl_serve.health import SharedCheck
 from rl_serve.requests import ForwardedChatRequest, ForwardedCompletionRequest, ForwardedTokensRequest, GenerateRequest
 from rl_serve.sampling import Limits
 
@@ -35,11 +36,12 @@ class ProxyRoutes:
     def __init__(self, backend: Backend, name: str, limits: Limits, answering: Answering) -> None:
         self._backend, self._name, self._answering = backend, name, answering
         self._responses = AnswerResponses(answering, limits)
+        self._check = SharedCheck(backend.check)
 
     async def health(self) -> Response:
         """Whether the server runs and the backend answers; status 503 if it does not."""
         try:
-            await self._backend.check()
+            await self._check.result()
         except ApiError as error:
             found = {"status": "backend unavailable", "model": self._name, "reason": error.message}
             return JSONResponse(found, status_code=503)

@@ -11,6 +11,7 @@ from rl_serve.errors import ApiError
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 _MAX_STOP_STRINGS = 16
+_MAX_STOP_CHARS = 1000
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -42,17 +43,21 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """A body whose texts can all be encoded."""
+    """A JSON object whose texts can all be encoded."""
 
     @model_validator(mode="before")
     @classmethod
-    def _is_valid_unicode(cls, body: Any) -> Any:
+    def _is_valid_json(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object, with the header `Content-Type: application/json`")
         try:
-            json.dumps(body, ensure_ascii=False).encode()
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError("the body has an unpaired surrogate, which is not a valid character") from error
         except RecursionError as error:
             raise ValueError("the body is nested too deeply") from error
+        except ValueError as error:
+            raise ValueError("the body has NaN or Infinity, which are not JSON") from error
         return body
 
 
@@ -94,6 +99,8 @@ class SamplingRequest(RequestBody):
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if len(stops) > _MAX_STOP_STRINGS or not all(stops):
             raise ApiError(400, f"stop must have at most {_MAX_STOP_STRINGS} strings, none of them empty.", param="stop")
+        if max(map(len, stops), default=0) > _MAX_STOP_CHARS:
+            raise ApiError(400, f"stop must have strings of at most {_MAX_STOP_CHARS} characters.", param="stop")
         return stops
 
     def refuse_unsupported(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError
 from rl_serve.served_model import ServedModel
 from rl_train.rollouts.seeds import sample_seed
+
+_MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,10 @@ class Limits:
     """Size of a request's body."""
     max_concurrent_requests: int = 256
     """Number of sampling requests that run at the same time; more are answered with 429."""
+    body_timeout_s: float = 60.0
+    """Time that a client may take to send a body, in seconds."""
+    read_timeout_s: float = 60.0
+    """Time that a client may take to read a part of its response, in seconds."""
     max_rows: int = 128
     """Number of completions of one request: prompts times `n`."""
 
@@ -67,11 +73,14 @@ def plan_sampling(
         ApiError: the server cannot sample this way, or a prompt is empty, too long, or has an unknown token.
     """
     greedy = temperature == 0
-    own = {} if greedy else _own_sampling(model, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
-    if len(prompts) * n > limits.max_rows:
+    if temperature is not None and 0 < temperature < _MIN_TEMPERATURE:
         raise ApiError(
-            400, f"{len(prompts)} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n"
+            400,
+            f"temperature must be 0 (greedy) or at least {_MIN_TEMPERATURE:g}: smaller ones exceed the range of numbers.",
+            param="temperature",
         )
+    own = {} if greedy else _own_sampling(model, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
+    refuse_many_rows(limits, len(prompts), n)
     base = new_seed() if seed is None else seed
     rows = []
     for number, prompt in enumerate(prompts):
@@ -87,6 +96,33 @@ def plan_sampling(
             for choice in range(n)
         ]
     return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n)
+
+
+def refuse_long_text(model: ServedModel, texts: Iterable[str], *, param: str) -> None:
+    """Refuse a prompt with more characters than fit into the model's context, because it takes long to tokenize.
+
+    Raises:
+        ApiError: the texts together are too long.
+    """
+    length = sum(map(len, texts))
+    if model.max_prompt_chars is not None and length > model.max_prompt_chars:
+        raise ApiError(
+            400,
+            f"The prompt has {length} characters, but the model's context has {model.max_model_len} tokens, which are at most "
+            f"{model.max_prompt_chars} characters.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def refuse_many_rows(limits: Limits, prompts: int, n: int) -> None:
+    """Refuse more completions than a request may have.
+
+    Raises:
+        ApiError: it has more.
+    """
+    if prompts * n > limits.max_rows:
+        raise ApiError(400, f"{prompts} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n")
 
 
 def _own_sampling(model: ServedModel, asked: Mapping[str, float | None]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ class ServedModel:
     """Maximum number of tokens of prompt and completion; None if the engine does not report it."""
     vocab_size: int
     """Number of token ids that the engine accepts."""
+
+    @cached_property
+    def max_prompt_chars(self) -> int | None:
+        """Characters of a prompt of `max_model_len` tokens that are all as long as the longest one; None without that limit."""
+        if self.max_model_len is None:
+            return None
+        return self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rl_serve.conversation import Conversation
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HELP = "/exit ends the conversation, /reset begins a new one, /help shows this line. Ctrl-C stops an answer."
 
 
@@ -85,7 +87,7 @@ def _answer(conversation: Conversation, text: str, is_interactive: bool) -> None
     from rl_serve.errors import ApiError
 
     try:
-        conversation.answer(text, on_text=lambda new: print(new, end="", flush=True))
+        conversation.answer(text, on_text=lambda new: print(visible(new) if is_interactive else new, end="", flush=True))
         print(flush=True)
     except ApiError as error:
         _report(error.message, is_interactive)
@@ -93,6 +95,11 @@ def _answer(conversation: Conversation, text: str, is_interactive: bool) -> None
         if not is_interactive:
             raise
         print("\n(stopped)")
+
+
+def visible(text: str) -> str:
+    """A text for a terminal: control characters, with which a model could change the terminal, are replaced."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _report(message: str, is_interactive: bool) -> None:

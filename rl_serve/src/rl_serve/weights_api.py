@@ -36,7 +36,7 @@ class PauseRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """How long to wait for running requests, in seconds."""
 
 

@@ -1,0 +1,73 @@
+"""What `/health` reports: whether the replicas of an engine or the backend of a proxy answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.interfaces.generation import GenerationInterface
+
+ResultT = TypeVar("ResultT")
+
+
+class SharedCheck(Generic[ResultT]):
+    """Answers requests that arrive during a check with its result: `/health` needs no key, and a check may take long.
+
+    Args:
+        check: the check.
+    """
+
+    def __init__(self, check: Callable[[], Awaitable[ResultT]]) -> None:
+        self._check = check
+        self._running: asyncio.Future[ResultT] | None = None
+
+    async def result(self) -> ResultT:
+        """The result of the check that runs, or of a new one.
+
+        Raises:
+            Exception: whatever the check raises.
+        """
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._check())
+        return await asyncio.shield(self._running)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """What `/health` reports about an engine."""
+
+    status: Literal["ok", "degraded", "engine failed"]
+    """`degraded` if some replicas are dead or have no weights, `engine failed` if all are."""
+    reason: str = ""
+
+
+def read_engine_state(generation: GenerationInterface) -> EngineState:
+    """The state of an engine; a dead replica that may be restarted counts as alive, because the next request restarts it.
+
+    May wait for Ray if replicas run on other hosts.
+    """
+    if not isinstance(generation, DistributedGeneration):
+        return EngineState(status="ok")
+    alive = generation.group.workers_alive()
+    empty = [rank for rank, is_alive in enumerate(alive) if is_alive and generation.lacks_weights(rank)]
+    dead, limit = alive.count(False), generation.config.max_restarts
+    reasons = []
+    if dead and generation.restarts + dead > limit:
+        reasons.append(
+            f"{dead} of {len(alive)} generation replicas exited, and policy.generation.max_restarts ({limit}) does not allow "
+            "another restart. Check the log of the server and restart it."
+        )
+    if empty:
+        reasons.append(
+            f"Generation replica {', '.join(map(str, empty))} was restarted and has not received the weights of the run yet. "
+            "If this lasts, check the log of the server and restart it."
+        )
+    if not reasons:
+        return EngineState(status="ok")
+    return EngineState(
+        status="degraded" if alive.count(True) > len(empty) else "engine failed",
+        reason=" ".join(reasons),
+    )
