@@ -11,8 +11,8 @@ DESCRIPTIONS := constraints.txt pyproject.toml $(foreach package,$(PACKAGES),$(p
 MORE_DESCRIPTIONS := $(foreach package,$(MORE_PACKAGES),$(package)/pyproject.toml)
 DIST := dist
 
-# Two processes; each takes whole files (see tests/conftest.py), in the order of the folders.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes, because tests often wait; each takes whole files (see tests/conftest.py), in the order of the folders.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 

@@ -30,6 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Collecting imports all libraries, none of which is garbage.
 gc.disable()
+freeze, unfreeze = gc.freeze, gc.unfreeze
 
 STARTED = pytest.StashKey[float]()
 IMPORTS = pytest.StashKey[str]()
@@ -51,8 +52,18 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     # What has been imported and collected stays to the end: it is not searched for garbage again.
-    gc.freeze()
+    freeze()
     gc.enable()
+    # vLLM thaws everything with each engine, and each of its five collections would then take a second.
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_garbage_of_the_module():
+    """What the module has imported is not searched for garbage again either."""
+    yield
+    gc.collect()
+    freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,6 +91,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_unconfigure(config):
+    gc.freeze, gc.unfreeze = freeze, unfreeze
     gc.unfreeze()
     if folder := config.stash.get(IMPORTS, None):
         shutil.rmtree(folder, ignore_errors=True)

@@ -571,11 +571,15 @@ def assert_base_is_the_file_s(policy):
 
 
 @pytest.mark.slow
-def test_grpo_with_lora_raises_the_reward_without_changing_the_base(peft, tmp_path):
+@pytest.mark.parametrize(
+    ("num_steps", "gain"),
+    [(2, None), pytest.param(12, 0.08, marks=pytest.mark.full("adapters learn by DPO in make test, and GRPO takes two steps"))],
+)
+def test_grpo_with_lora_raises_the_reward_without_changing_the_base(peft, tmp_path, num_steps, gain):
     policy = addition_policy(2e-3)
     generation = HuggingFaceGeneration(MODEL, max_new_tokens=5)
     environment = ArithmeticEnvironment()
-    section = {"num_prompts_per_step": 32, "num_generations_per_prompt": 8, "max_num_steps": 12, "seed": 3}
+    section = {"num_prompts_per_step": 32, "num_generations_per_prompt": 8, "max_num_steps": num_steps, "seed": 3}
     loss = {"reference_policy_kl_penalty": 0.01}
     try:
         trainer = GRPOTrainer(
@@ -589,12 +593,13 @@ def test_grpo_with_lora_raises_the_reward_without_changing_the_base(peft, tmp_pa
         policy.shutdown()
     rewards = [step["reward/mean"] for step in steps]
     print("rewards", [round(reward, 3) for reward in rewards])
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.08
+    assert len(steps) == num_steps
+    assert gain is None or sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + gain
     assert steps[0]["refit/canary_error"] < 1e-4
     assert all(step["mismatch/kl"] < 1e-4 for step in steps)
 
 
-@pytest.mark.full("adapters learn by GRPO and DPO in make test, and the base is left alone there too")
+@pytest.mark.full("adapters learn by DPO in make test; GRPO leaves the base alone there too")
 @pytest.mark.slow
 def test_sft_with_lora_lowers_the_loss_without_changing_the_base(peft):
     policy = addition_policy(2e-3)

@@ -32,6 +32,7 @@ from megatron_cases import (
 )
 from megatron_layouts import FORMS, LAYOUTS, SCALAR, SMALL_STEPS, STEPS, TRAINING, Layout, grid_of
 from rank_processes import fork_ranks
+from transformers import AutoConfig
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
@@ -313,6 +314,8 @@ def work(rank: int, world: int, jobs: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    for folder in Path(sys.argv[1]).iterdir():
+        AutoConfig.from_pretrained(folder)  # imports what otherwise every rank would import
     for launch in sys.argv[3:]:
         ranks, _, names = launch.partition("=")
         fork_ranks(int(ranks), partial(work, world=int(ranks), jobs=names))

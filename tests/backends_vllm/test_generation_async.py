@@ -44,8 +44,15 @@ def kind(request):
     return {"async_engine": KINDS[request.param], "temperature": TEMPERATURE, "max_new_tokens": LONG}
 
 
+@pytest.fixture(scope="module")
+def before(engines, kind):
+    """Child processes, threads and folders before the first engine of this kind."""
+    engines.shutdown()  # one engine at a time in this process
+    return processes(), set(threading.enumerate()), own_folders()
+
+
 @pytest.fixture
-def engine(engines, kind):
+def engine(engines, before, kind):
     made = engines(**kind)
     yield made
     assert requests_in(made) == 0, "a test left rows behind"
@@ -309,24 +316,13 @@ def batch_of_same(batch, **columns):
     return BatchedDataDict({**batch, **columns})
 
 
-FULL = pytest.mark.full("an engine in a process of its own leaves nothing in either process in make test")
-
-
-@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=FULL), True])
-def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, readable, monkeypatch, tmp_path, asynchronous):
-    engines.shutdown()  # one engine at a time in this process
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    children, threads, segments = processes(), set(threading.enumerate()), shared_memory()
-    config = VllmConfig(
-        model_name=readable,
-        max_new_tokens=200,
-        vllm_cfg={"precision": "float32", "max_model_len": LENGTH, "async_engine": asynchronous},
-    )
-    engine = VllmGeneration(config=config)
+def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, before, kind):
+    """The last test of each kind of engine, because it shuts the engine down."""
+    children, threads, folders = before
+    engine, segments = engines(**kind), shared_memory()
     with pytest.raises(KeyboardInterrupt):  # leaves rows in flight in the engine
         asyncio.run(interrupted(engine))
-    assert (processes() != children) == asynchronous
+    assert (processes() != children) == kind["async_engine"]
     assert engine.shutdown()
     assert engine.shutdown()
     # On a busy machine, a process takes a moment to end.
@@ -335,7 +331,7 @@ def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, readable, m
         time.sleep(0.05)
     assert processes() == children
     assert shared_memory() == segments
-    assert not list(tmp_path.glob("rlcore-*"))
+    assert own_folders() == folders
     assert {thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon} == set()
     assert "vllm" not in {thread.name for thread in threading.enumerate()}
 
@@ -350,6 +346,11 @@ def processes():
     """Children of this process, except Python's resource tracker."""
     living = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     return {child.pid for child in living if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+def own_folders():
+    """Temporary folders of engines that belong to this process."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob(f"rlcore-*{os.getpid()}*")}
 
 
 def shared_memory():

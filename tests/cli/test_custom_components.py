@@ -31,21 +31,31 @@ def run(config, folder, *overrides):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_example_of_a_loss_makes_the_model_right_more_often(tmp_path):
-    steps = run(LOSS / "train.yaml", tmp_path, "sft.max_num_steps=40", "sft.val_period=40", "sft.max_val_samples=256")
-    accuracy = [row["validation/accuracy"] for row in steps if "validation/accuracy" in row]
-    assert accuracy[-1] > accuracy[0] + 0.1, accuracy
+FULL = pytest.mark.full("in make test both examples train a few steps; e2e/test_algorithms.py has runs that learn")
+
+
+@pytest.mark.parametrize(("steps", "gain"), [(2, None), pytest.param(40, 0.1, marks=FULL)])
+def test_the_example_of_a_loss_trains(tmp_path, steps, gain):
+    rows = run(
+        LOSS / "train.yaml", tmp_path, f"sft.max_num_steps={steps}", f"sft.val_period={steps}", "sft.max_val_samples=256"
+    )
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    assert len(accuracy) == 2
+    assert gain is None or accuracy[-1] > accuracy[0] + gain, accuracy
     # The sum of nll / length ** 0.5 is between the mean over tokens and the sum over answers, which are both reported.
-    last = steps[-1]
+    last = rows[-1]
     assert last["loss/nll_of_tokens"] < last["loss"] < last["loss/nll_of_answers"]
 
 
-def test_the_example_of_an_algorithm_makes_the_model_right_more_often(tmp_path):
-    changes = ("num_prompts_per_step=32", "max_num_steps=25", "val_period=0", "max_val_samples=256")
-    steps = run(ALGORITHM / "train.yaml", tmp_path, *(f"best_of_n.{change}" for change in changes))
-    accuracy = [row["validation/accuracy"] for row in steps if "validation/accuracy" in row]
-    assert accuracy[-1] > accuracy[0] + 0.08, accuracy
-    assert all(0.0 < row["best_of_n/kept_frac"] <= 1.0 for row in steps[1:])
+@pytest.mark.parametrize(("steps", "gain"), [(2, None), pytest.param(25, 0.08, marks=FULL)])
+def test_the_example_of_an_algorithm_trains(tmp_path, steps, gain):
+    changes = ("num_prompts_per_step=32", f"max_num_steps={steps}", "val_period=0", "max_val_samples=256")
+    rows = run(ALGORITHM / "train.yaml", tmp_path, *(f"best_of_n.{change}" for change in changes))
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    assert len(accuracy) == 2
+    assert gain is None or accuracy[-1] > accuracy[0] + gain, accuracy
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert all(0.0 < row["best_of_n/kept_frac"] <= 1.0 for row in rows[1:])
 
 
 def test_the_best_of_a_group_is_kept_and_groups_without_a_good_one_are_not():

@@ -98,8 +98,8 @@ VARIANTS = {
 }
 
 
-FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo and gdpo learn in make test")
-ALWAYS_VARIANTS = ("grpo", "gdpo")
+FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo learns in make test")
+ALWAYS_VARIANTS = ("grpo",)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ PREFERENCE_LOSSES = {
 }
 
 
-FULL_LOSSES = pytest.mark.full("tests/train/algorithms proves the formulas; dpo and simpo learn in make test")
-ALWAYS_LOSSES = ("dpo", "simpo")
+FULL_LOSSES = pytest.mark.full("tests/train/algorithms proves the formulas; dpo learns in make test")
+ALWAYS_LOSSES = ("dpo",)
 
 
 @pytest.mark.parametrize(

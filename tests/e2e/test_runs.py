@@ -122,6 +122,7 @@ class MortalEnvironment(ArithmeticEnvironment):
         return super().step(message_log_batch, metadata)
 
 
+@pytest.mark.full("train/rollouts/test_failures.py kills an environment's worker; train/pools/test_actor_pool.py repeats calls")
 @pytest.mark.usefixtures("importable", "local_ray")
 def test_kill_9_of_an_environment_worker_in_the_middle_of_a_step_completes_the_step(train_here, tmp_path):
     env = {"arithmetic": {"env_cls": "components.MortalEnvironment", "num_workers": 2, "folder": str(tmp_path)}}

@@ -22,8 +22,9 @@ from rl_train.pools.actor_pool import ActorPool
 @pytest.fixture(scope="module")
 def nodes(no_ray):
     """A Ray with two nodes on this machine, one with four simulated GPUs and one with one."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 4, "include_dashboard": False})
-    made.add_node(num_cpus=3, num_gpus=1)
+    unused = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 4, **unused})
+    made.add_node(num_cpus=3, num_gpus=1, include_log_monitor=False)
     made.wait_for_nodes()
     ray.init(address=made.address, logging_level="ERROR")
     yield made
@@ -153,8 +154,8 @@ def test_bundles_that_are_too_few_or_lie_on_two_nodes_are_refused_with_what_to_c
             RayWorkerGroup(cluster, Worker, bundles_per_worker=3, num_workers=2)
 
 
-def test_the_loss_of_a_node_is_reported_for_each_of_its_ranks(nodes, cluster, tmp_path):
-    with RayWorkerGroup(cluster, Worker, name="lost") as group:
-        nodes.remove_node(nodes.list_all_nodes()[1], allow_graceful=False)
-        with pytest.raises(WorkerDiedError, match=r"rank [23] .*of 'lost'"):
-            group.run_all("sleep_on", 3, str(tmp_path), deadline_s=240.0)
+def test_the_loss_of_a_node_is_reported_for_each_of_its_ranks(nodes, group, tmp_path):
+    """The last test, because it removes a node."""
+    nodes.remove_node(nodes.list_all_nodes()[1], allow_graceful=False)
+    with pytest.raises(WorkerDiedError, match=r"rank [23] .*of 'Worker'"):
+        group.run_all("sleep_on", 3, str(tmp_path), deadline_s=240.0)

@@ -94,6 +94,7 @@ def assert_equal_on_all(policy, engine):
         assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
+@pytest.mark.full("test_revival_in_refit.py refits over both transports; backends_megatron/test_ray_ranks.py from two ranks")
 def test_both_transports_send_every_step_to_every_replica(policy, engine_of):
     engine = engine_of(HalfPrecisionEngine)
     for transport in (SharedMemoryTransport, CollectiveTransport):

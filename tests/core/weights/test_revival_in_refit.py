@@ -164,7 +164,7 @@ FULL = pytest.mark.full(
         ("shared_memory", "load_weights", 2, [1]),
         ("shared_memory", "weight_fingerprint", 1, [0, 1]),
         pytest.param("shared_memory", "invalidate_kv_cache", 1, [1], marks=FULL),
-        ("collective", "prepare_refit_info", 1, [0]),
+        pytest.param("collective", "prepare_refit_info", 1, [0], marks=FULL),
         pytest.param("collective", "load_weights", 1, [0], marks=FULL),
         ("collective", "load_weights", 3, [1]),
         pytest.param("collective", "load_weights", 2, [1], marks=FULL),
