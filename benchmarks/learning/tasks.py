@@ -147,17 +147,21 @@ def _secrets() -> dict[str, int]:
 
 
 def _guess(record: Record, draw: random.Random) -> Messages:
-    """A guess in three is the middle of what is left. The others are the next number in the direction of the hint."""
+    """Two players in five guess the middle of what is left, and then stop doing so with probability 0.2 in each turn.
+
+    The others, and those who stopped, guess the next number in the direction of the hint, and first the lowest one.
+    """
     log, secret = list(record["messages"]), record["extra_env_info"]["secret"]
     low, high = [int(number) for number in re.findall(r"\d+", str(log[-1]["content"]))]
-    following = low
+    following, halves = low, draw.random() < 0.4
     for _ in range(GUESSES):
-        guess = (low + high) // 2 if draw.random() < 1 / 3 else following
+        guess = (low + high) // 2 if halves else following
         log.append({"role": "assistant", "content": f" {guess}"})
         if guess == secret:
             break
         low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
         following = guess + 1 if guess < secret else guess - 1
+        halves = halves and draw.random() < 0.8
         log.append({"role": "user", "content": "higher" if guess < secret else "lower"})
     return log if log[-1]["role"] == "assistant" else log[:-1]
 
@@ -317,7 +321,7 @@ TASKS: Mapping[str, Task] = {
         demonstrate=_guess,
         succeeded=_guessed,
         problems=_ranges,
-        warm_up=1300,
+        warm_up=1200,
         learning_rate=2e-3,
         hidden=96,
         whole=(
