@@ -64,16 +64,16 @@ def _explain_in(loaded: LoadedConfig, key: str) -> None:
         if not (isinstance(value, dict) and part in value):
             raise _no_key(key, [*loaded.resolved, *loaded.source], where=str(loaded.path))
         value = value[part]
-    part_of = loaded.layout.part_of(path)
-    field = None if part_of is None else find_field(part_of.model, path[len(part_of.path) :], prefix=part_of.path)
+    section = loaded.layout.enclosing_section(path)
+    field = None if section is None else find_field(section.model, path[len(section.path) :], prefix=section.path)
     if isinstance(value, dict) and value:
         print(key)
         _print_leaves(loaded, value, key)
         return
     print(f"{key} = {_yaml(value)}")
     print(f"  {'from':<9} {loaded.source[key]}")
-    if field is not None and part_of is not None:
-        _print_field(field, [part_of])
+    if field is not None and section is not None:
+        _print_field(field, [section])
 
 
 def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:

@@ -133,7 +133,7 @@ class HFPolicyConfig(PolicyConfig):
     """Settings specific to this backend."""
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
-        """Missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
+        """Report missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
         lora = self.hf_cfg.lora
         if lora is None:
@@ -192,7 +192,7 @@ class HFGenerationConfig(GenerationConfig):
     """Settings specific to this backend."""
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
-        """Missing models and libraries."""
+        """Report missing models and libraries."""
         yield from super().conflicts(run)
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
 

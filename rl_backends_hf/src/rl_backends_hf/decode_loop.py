@@ -66,7 +66,7 @@ class DecodeLoop:
         return not self._waiting and not self._active
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Let rows join; those with equal tokens share their prefill if they have not started."""
+        """Add rows; those with equal tokens share their prefill if they have not started."""
         for group in group_by_prompt(rows):
             same = next((waiting for waiting in self._waiting if waiting.prompt == group.prompt), None)
             if same is None:

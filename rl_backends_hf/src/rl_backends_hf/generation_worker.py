@@ -68,7 +68,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
-        self.refuse_torn_weights()
+        self.require_complete_weights()
         self.refuse_changed_weights()
         answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
         return answer
@@ -95,7 +95,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
     def invalidate_kv_cache(self) -> bool:
         """Discard keys and values; rows that a refit has paused continue, unless its weights are incomplete."""
         self._rows.drop_cache()
-        if not self.has_torn_weights:
+        if not self.has_incomplete_weights:
             self._rows.resume()
         return True
 

@@ -92,7 +92,7 @@ class LoraAdapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model is its base model while the block runs."""
+        """Compute with the base model, without adapters, while the block runs."""
         with self._peft_model.disable_adapter():
             yield
 

@@ -35,7 +35,7 @@ class Microbatcher(MicrobatchCutter):
         self.variable_length_kernel = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
-        """The microbatch as model input.
+        """Convert a microbatch to model input.
 
         Args:
             microbatch: `input_ids`, `input_lengths`, for training `token_mask` and `sample_mask`, and `prompt_id` if rows of a

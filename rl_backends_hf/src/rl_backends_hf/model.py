@@ -22,7 +22,7 @@ from transformers import (
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.scalar_head import init_missing_head, prepare_head
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
-from rl_core.data.hub import ask_hub
+from rl_core.data.hub import query_hub
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
 from rl_core.training.heads import Head
@@ -218,7 +218,7 @@ def _locate(name: str) -> dict[str, Any]:
         raise UserError(f"The folder {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         try:
-            ask_hub(name)
+            query_hub(name)
         except DataError as error:
             raise UserError(
                 f"Model {name!r} not found: there is no folder {Path(name).absolute()}, it is not in the hub's cache, and "

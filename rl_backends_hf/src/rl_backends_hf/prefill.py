@@ -26,7 +26,7 @@ class PrefillPlan:
 
     @property
     def past(self) -> list[int]:
-        """Number of tokens of each group that are not computed."""
+        """Number of tokens at the start of each group's prompt whose keys and values are reused, not computed."""
         return [len(prefix.tokens) for prefix in self.prefixes] or [0] * len(self.groups)
 
 

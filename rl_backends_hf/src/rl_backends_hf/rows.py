@@ -69,7 +69,7 @@ class PromptGroup:
 
 
 def to_rows(prompts: Sequence[Prompt], tokenizer: Any, *, greedy: bool, parameters: SamplingParameters) -> list[Row]:
-    """Rows without tokens; `tokenizer` is required if a prompt has stop strings.
+    """Rows without sampled tokens yet; `tokenizer` is required if a prompt has stop strings.
 
     Raises:
         DataError: a row's own sampling parameters are invalid.

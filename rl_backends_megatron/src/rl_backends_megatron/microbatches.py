@@ -64,7 +64,7 @@ class Microbatcher(MicrobatchCutter):
             self._multiple *= 2 * megatron.context_parallel_size
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ModelInput:
-        """The microbatch as input of this rank's model.
+        """Convert a microbatch to input of this rank's model.
 
         Args:
             microbatch: `input_ids`, `input_lengths`, and for training `token_mask` and `sample_mask`.

@@ -132,7 +132,7 @@ class OpenAIConfig(GenerationConfig):
         return self.openai_cfg.weight_updates is None
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
-        """Checks that keys come from the environment, because a config is stored in the run folder."""
+        """Checks that API keys come from the environment, because a config is stored in the run folder."""
         yield from super().conflicts(run)
         known = {*os.environ.values(), NO_KEY, None}
         for name, example in (("api_key", "OPENAI_API_KEY"), ("admin_key", "RLCORE_SERVE_ADMIN_KEY")):

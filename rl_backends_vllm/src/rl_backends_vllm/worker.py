@@ -303,7 +303,7 @@ class VllmGenerationWorker(GenerationWorker):
             self._has_weights = self._has_weights or self._weight_version != NO_VERSION
 
     def _check_weights(self) -> None:
-        self._running.refit("refuse_torn_weights")
+        self._running.refit("require_complete_weights")
         if not self._has_weights or self._running.is_paused:
             raise WeightSyncError(_INCOMPLETE_WEIGHTS)
 

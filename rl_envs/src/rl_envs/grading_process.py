@@ -41,7 +41,7 @@ class Ending(Enum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the answer is not responsible."""
+        """Whether something other than the answer ended the process, so that the answer must not be scored."""
         return self in (Ending.KILLED, Ending.STUCK)
 
     def explain(self) -> str:

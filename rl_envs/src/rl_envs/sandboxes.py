@@ -10,7 +10,7 @@ from rl_sandbox.interface import SandboxInterface
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxInterface:
-    """The sandbox `config.backend`, started.
+    """Start the sandbox that `config.backend` names.
 
     Raises:
         SandboxUnavailableError: The isolation of this machine is weaker than `config.require`.

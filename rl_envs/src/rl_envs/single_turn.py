@@ -45,7 +45,7 @@ def ended(
 
 
 def correctness_replies(is_correct: Sequence[bool]) -> list[str]:
-    """`correct` or `incorrect` for each row."""
+    """The environment's reply to each row: `correct` or `incorrect`."""
     return ["correct" if each else "incorrect" for each in is_correct]
 
 

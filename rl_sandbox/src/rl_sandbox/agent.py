@@ -97,7 +97,7 @@ class Child:
         self.out, self.err = Capture(out, settings.output), Capture(err, settings.output)
         os.set_blocking(self.feed, False)
 
-    def attend(self, data: bytes, end: float) -> str:
+    def communicate(self, data: bytes, end: float) -> str:
         """Pass `data` to the child's stdin and collect its output until it is done.
 
         Returns:
@@ -171,7 +171,7 @@ class Agent:
 
     def run_program(self, code: bytes, stdin: bytes, seconds: float) -> Reply:
         child = Child(self.settings, lambda done: run_main(code), seconds, keeps=False)
-        how = child.attend(stdin, time.monotonic() + seconds)
+        how = child.communicate(stdin, time.monotonic() + seconds)
         lost = False
         if how == "timeout":
             lost = self._kill(child, everything=True)
@@ -183,7 +183,7 @@ class Agent:
         if self.interpreter is None:
             self.interpreter = Child(self.settings, interpret, None, keeps=True)
         child = self.interpreter
-        how = child.attend(struct.pack("!I", len(code)) + code, time.monotonic() + seconds)
+        how = child.communicate(struct.pack("!I", len(code)) + code, time.monotonic() + seconds)
         if how not in ("timeout", "exited"):
             return self._reply(child, how, 0 if how == "0" else 1, lost=False, last=False)
         if how == "timeout":

@@ -63,7 +63,7 @@ class Cgroups:
                     self.parents[name] = folder
 
     def create(self, name: str, limits: Mapping[str, int]) -> list[Path]:
-        """The folders of a new cgroup.
+        """Create a cgroup; returns its folders.
 
         Args:
             name: Its name, which begins with `PREFIX`.

@@ -51,7 +51,7 @@ class Settings:
 
 
 def become_program(settings: Settings, cpu_s: float | None, descriptors: tuple[int | None, ...]) -> None:
-    """In a fork: take the pipes, leave the channel and set the limits."""
+    """In a forked process: make the given pipes its standard streams, close all other descriptors and set the limits."""
     os.setsid()
     bind_to_parent()
     done = descriptors[3]

@@ -105,7 +105,7 @@ class AgentRoutes:
         self._turns_of(scope)
 
     async def models(self) -> dict[str, Any]:
-        """The policy."""
+        """List the policy, the only model."""
         entry = {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "rlcore"}
         return {"object": "list", "data": [entry]}
 

@@ -35,7 +35,7 @@ class ChatOptions:
 
     @classmethod
     def of(cls, body: ChatRequest | ForwardedChatRequest, *, record: Mapping[str, Any], model: str) -> ChatOptions:
-        """The options of a request."""
+        """Read the options of a request; `record` has its fields for grading, and `model` is the name to report."""
         counts = body.stream_options is not None and body.stream_options.include_usage
         return cls(n=body.n, stream=body.stream, include_usage=counts, record=record, model=model)
 

@@ -149,7 +149,7 @@ class Answering:
 
 @contextmanager
 def started_answering(settings: AnswerSettings) -> Iterator[Answering]:
-    """The answering of some settings; its sandbox and environment end with the block.
+    """Answer with these settings while the block runs; the sandbox and the environment are closed at its end.
 
     Raises:
         UserError: the prompt config, the sandbox or the environment cannot be used.

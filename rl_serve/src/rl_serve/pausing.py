@@ -22,7 +22,7 @@ class Pause:
         self._idle.set()
 
     def enter(self) -> None:
-        """A request starts.
+        """Count a request that starts.
 
         Raises:
             ApiError: the server is paused.
@@ -38,7 +38,7 @@ class Pause:
         self._idle.clear()
 
     def leave(self) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self.running -= 1
         if not self.running:
             self._idle.set()

@@ -66,7 +66,7 @@ class ProxyRoutes:
         return await self._forward("/inference/v1/generate", body.model_dump(exclude_unset=True), request)
 
     async def chat(self, body: ForwardedChatRequest, request: Request) -> Response:
-        """Forwarded with the filled prompt; answers may run code and be graded."""
+        """Forward the conversation with the filled prompt; answers may run code and be graded."""
         record = body.record()
         plain = body.model_dump(exclude_unset=True)
         messages = plain["messages"]

@@ -24,7 +24,7 @@ def test_with_prompt_ids_equal_prompts_of_different_groups_are_spread():
     batch = rows(5, 5, 5, 5, prompt_id=[0, 0, 1, 1])
     assert split_by_prompt(prompt_keys(batch), 2) == [[0, 1], [2, 3]]
     affinity = ReplicaAffinity(2)
-    assert [affinity.place(str(row), batch.slice(row, row + 1)) for row in range(4)] == [0, 0, 1, 1]
+    assert [affinity.assign(str(row), batch.slice(row, row + 1)) for row in range(4)] == [0, 0, 1, 1]
     assert affinity.load == [2, 2]
 
 
@@ -35,20 +35,20 @@ def test_the_largest_groups_are_placed_first_and_empty_parts_are_left_out():
 
 def test_a_replica_without_rows_in_progress_is_forgotten():
     affinity = ReplicaAffinity(2)
-    affinity.place("busy", rows(1))
-    assert affinity.place("first", rows(5)) == 1
+    affinity.assign("busy", rows(1))
+    assert affinity.assign("first", rows(5)) == 1
     affinity.release("first")
     affinity.release("busy")
     assert affinity.load == [0, 0]
-    assert affinity.place("second", rows(5)) == 0
+    assert affinity.assign("second", rows(5)) == 0
 
 
 def test_an_excluded_replica_gets_rows_only_if_all_are_excluded():
     affinity, turn = ReplicaAffinity(2), BatchedDataDict({**rows(1), "session_ids": ["s"]})
-    first = affinity.place("turn 1", turn)
+    first = affinity.assign("turn 1", turn)
     affinity.release("turn 1")
     affinity.excluded.add(first)
-    assert [affinity.place(f"row {number}", rows(number)) for number in range(3)] == [1, 1, 1]
-    assert affinity.place("turn 2", turn) == 1
+    assert [affinity.assign(f"row {number}", rows(number)) for number in range(3)] == [1, 1, 1]
+    assert affinity.assign("turn 2", turn) == 1
     affinity.excluded.add(1)
-    assert affinity.place("last", rows(7)) == 0
+    assert affinity.assign("last", rows(7)) == 0

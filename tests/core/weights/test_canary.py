@@ -117,13 +117,13 @@ def test_in_bfloat16_an_engine_one_optimizer_step_behind_is_rejected_and_a_refit
     policy, engine = rounded_policy(optimizer={"kwargs": {"lr": 1.0e-5}}), rounded_engine()
     calibration = CanaryCalibration()
     canary = rounded_canary(calibration)
-    first = canary.prove(policy, engine)
+    first = canary.check(policy, engine)
     assert 0 < first < FIRST_TOLERANCE
     assert calibration.error == first
-    assert canary.prove(policy, engine) <= max(MARGIN * first, 0.005)
+    assert canary.check(policy, engine) <= max(MARGIN * first, 0.005)
     one_optimizer_step(policy)
     with pytest.raises(WeightSyncError, match=r"1\.5 times the error of the first sync"):
-        canary.prove(policy, engine)
+        canary.check(policy, engine)
     sync = WeightSynchronizer(
         policy,
         engine,
@@ -139,20 +139,20 @@ def test_in_bfloat16_an_engine_one_optimizer_step_behind_is_rejected_and_a_refit
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"repetition_penalty": 1.3}])
 def test_in_bfloat16_an_engine_that_samples_from_another_distribution_is_rejected_at_the_first_sync(sampling):
     with pytest.raises(WeightSyncError, match="at the first sync"):
-        rounded_canary().prove(rounded_policy(), rounded_engine(**sampling))
+        rounded_canary().check(rounded_policy(), rounded_engine(**sampling))
 
 
 def test_a_resumed_run_is_compared_with_the_first_canary_error_of_the_original_run(caplog):
     policy, engine = rounded_policy(optimizer={"kwargs": {"lr": 1.0e-5}}), rounded_engine()
     before = CanaryCalibration()
-    rounded_canary(before).prove(policy, engine)
+    rounded_canary(before).check(policy, engine)
     one_optimizer_step(policy)
     resumed = CanaryCalibration()
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     with pytest.raises(WeightSyncError, match="the error of the first sync"):
-        rounded_canary(resumed).prove(policy, engine)
+        rounded_canary(resumed).check(policy, engine)
     # Other arithmetic has another error, which is measured again and reported.
-    assert rounded_canary(resumed, sides="float16").prove(policy, engine) == resumed.error != before.error
+    assert rounded_canary(resumed, sides="float16").check(policy, engine) == resumed.error != before.error
     assert "measured again, because the run now has float16" in caplog.text
 
 
@@ -161,9 +161,9 @@ def test_a_policy_that_scores_at_another_temperature_than_its_engine_is_compared
     engine = HuggingFaceGeneration(str(MODEL), max_new_tokens=5, max_model_len=24, temperature=0.5)
     options = {"num_receivers": 1, "max_length": 24, "exact": True}
     with pytest.raises(WeightSyncError):
-        make_canary(WORDS, **options).prove(policy, engine)
+        make_canary(WORDS, **options).check(policy, engine)
     retempering = Retempering(factor=1.0 / 0.5, vocab_size=policy.facts["vocab_size"])
-    assert make_canary(WORDS, **options, retempering=retempering).prove(policy, engine) < 1e-5
+    assert make_canary(WORDS, **options, retempering=retempering).check(policy, engine) < 1e-5
 
 
 def test_the_canary_runs_once_per_worker_or_in_every_sync_if_digests_are_of_received_weights(sides, monkeypatch):

@@ -13,7 +13,7 @@ from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import expected_answer, rollout_records
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
-from rl_train.rollouts.summary import ask_environments, summarize
+from rl_train.rollouts.summary import environment_metrics, summarize
 from rl_train.rollouts.trajectory import to_batch
 
 
@@ -61,7 +61,7 @@ def test_several_environments_share_a_batch_and_rows_keep_their_order(tokenizer,
     assert [row.turns for row in rows] == [1, 1, 2, 2, 1, 1]
     assert [row.group_id for row in rows] == [0, 0, 1, 1, 2, 2]
     assert summarize(rows)["reward/right"] == pytest.approx(2 / 6)
-    assert ask_environments(rows, environments)["rollout/accuracy"] == 0.5
+    assert environment_metrics(rows, environments)["rollout/accuracy"] == 0.5
 
 
 def test_the_training_sequence_of_several_turns_is_the_template_applied_to_the_conversation(
@@ -211,7 +211,7 @@ def test_without_environments_a_rollout_is_one_answer_without_reward(tokenizer, 
     metrics = summarize(rows)
     assert metrics["rollout/rows"] == 4
     assert not [name for name in metrics if name.startswith("reward/")]
-    assert ask_environments(rows, {}) == {}
+    assert environment_metrics(rows, {}) == {}
     assert to_batch(rows)["token_mask"].sum() == sum(row.num_sampled_tokens() for row in rows)
 
 

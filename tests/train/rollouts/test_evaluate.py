@@ -9,7 +9,7 @@ from rl_core.interfaces import EnvironmentReturn
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.correctness import judge
+from rl_train.rollouts.correctness import correct_rollouts
 from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
 from rl_train.rollouts.evaluate import Evaluation
 
@@ -55,7 +55,7 @@ def evaluation_of(tokenizer, engine_for, environments):
 
 def scores_of(evaluation, ks, **options):
     rows = evaluation.play()
-    judgement = judge(rows, evaluation.collector.environments, **options)
+    judgement = correct_rollouts(rows, evaluation.collector.environments, **options)
     return score(grouped(rows, judgement, samples_per_prompt=evaluation.samples_per_prompt), judgement, ks=ks)
 
 
@@ -109,8 +109,8 @@ def test_rewards_without_accuracy_are_not_reported_as_accuracy(evaluation_of):
     evaluation = evaluation_of(["a", "b"])
     rows = evaluation.play()
     assert [row.reward for row in rows] == [1.25, 0.25, 1.25, 0.25, 1.25]
-    assert judge(rows, evaluation.collector.environments).right == [True, False, True, False, True]
-    assert judge(rows, evaluation.collector.environments, reward_above=0.2).right == [True] * 5
+    assert correct_rollouts(rows, evaluation.collector.environments).correct == [True, False, True, False, True]
+    assert correct_rollouts(rows, evaluation.collector.environments, reward_above=0.2).correct == [True] * 5
 
 
 def test_validation_with_several_samples_reports_pass_and_consensus(evaluation_of):
@@ -152,7 +152,7 @@ def test_accuracy_that_needs_more_than_rewards_is_computed_per_row(evaluation_of
 
     environments["judge"] = Strict()
     evaluation = evaluation_of(["a", "b", "b"])
-    assert judge(evaluation.play(), environments).right == [True, False, False, True, False]
+    assert correct_rollouts(evaluation.play(), environments).correct == [True, False, False, True, False]
 
 
 def test_fractional_accuracy_is_not_counted_as_correct_or_wrong(evaluation_of, environments):

@@ -12,7 +12,7 @@ from rl_train.algorithms.grpo_config import AdvantageConfig
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.reward_weights import RewardWeightCheck
 from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.summary import ask_environments, summarize
+from rl_train.rollouts.summary import environment_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 
@@ -71,7 +71,7 @@ def test_rows_that_were_not_scored_count_neither_in_statistics_nor_in_the_loss(t
     assert metrics["reward/mean"] == (2 + 1 + 4 + 1) / 2
     assert metrics["reward/length"] == 3.0
     assert metrics["rollout/unscored_frac"] == pytest.approx(1 / 3)
-    assert ask_environments(rows, {"letters": Letters()}) == {"env/letters/rows": 2.0}
+    assert environment_metrics(rows, {"letters": Letters()}) == {"env/letters/rows": 2.0}
     batch = to_batch(rows)
     assert batch["sample_mask"].tolist() == [1.0, 0.0, 1.0]
     advantages = make_estimator(AdvantageConfig())(batch)

@@ -38,7 +38,7 @@ def test_a_run_reports_its_start_time_and_at_the_end_its_duration(tmp_path):
         building = read(tmp_path)
         assert building.keys() == {"state", "started", "host", "pid"}
         assert (building["state"], building["pid"]) == ("building", os.getpid())
-        status.attend({"policy": None}, phase=lambda: None, steps=7)
+        status.set_workers({"policy": None}, phase=lambda: None, steps=7)
         status.running()
         running = read(tmp_path)
         assert (running["state"], running["pid"], running["workers"]) == ("running", os.getpid(), {})
@@ -68,7 +68,7 @@ def test_a_run_reports_its_start_time_and_at_the_end_its_duration(tmp_path):
 )
 def test_the_status_of_an_ended_run_has_its_phase_and_error_message(tmp_path, error, reported):
     with suppress(BaseException), Status(tmp_path, since=time.perf_counter()) as status:
-        status.attend({}, phase=lambda: "train", steps=7)
+        status.set_workers({}, phase=lambda: "train", steps=7)
         raise error
     assert read(tmp_path).items() >= reported.items()
     assert "steps" not in read(tmp_path)
@@ -164,7 +164,7 @@ def test_after_a_worker_was_replaced_the_processes_are_those_that_live(tmp_path,
         engine = DistributedGeneration(worker_class=IdleWorker, config=config, cluster=cluster)
         try:
             engine.wait_ready()
-            status.attend({"policy": None, "generation": engine}, phase=lambda: None, steps=1)
+            status.set_workers({"policy": None, "generation": engine}, phase=lambda: None, steps=1)
             status.running()
             [victim] = read(tmp_path)["workers"]["generation"]
             written = (tmp_path / "status.json").stat().st_mtime_ns

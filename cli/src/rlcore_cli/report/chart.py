@@ -55,12 +55,12 @@ class Axes:
     values: tuple[float, float]
 
     def x(self, step: float) -> float:
-        """Pixels from the left."""
+        """Horizontal position of a step in the chart, in pixels from the left."""
         first, last = self.steps
         return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Vertical position of a value in the chart, in pixels from the top."""
         low, high = self.values
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 

@@ -19,8 +19,8 @@ class Node:
     free_cpus: float
     free_gpus: float
 
-    def room(self, request: Request, *, free: bool) -> int:
-        """Number of the request's bundles that fit, counting all resources or only free ones."""
+    def num_that_fit(self, request: Request, *, free: bool) -> int:
+        """Number of bundles of the request that fit on this node, counting all of its resources or only the free ones."""
         cpus, gpus = (self.free_cpus, self.free_gpus) if free else (self.cpus, self.gpus)
         fits = [int(have / need + 1e-6) for have, need in self._pairs(cpus, gpus, request) if need > 0]
         return min(fits)
@@ -68,7 +68,7 @@ def plan(request: Request, nodes: Sequence[Node], *, free: bool) -> list[Node] |
     The largest entry gets the node with the most capacity, which is optimal because all bundles are equal, so that a node's
     capacity is one number. Earlier nodes are preferred at equal capacity. `free` counts only resources that are free now.
     """
-    room = {node.node_id: node.room(request, free=free) for node in nodes}
+    room = {node.node_id: node.num_that_fit(request, free=free) for node in nodes}
     left = sorted(nodes, key=lambda node: -room[node.node_id])
     chosen: dict[int, Node] = {}
     for index in sorted(range(len(request.entries)), key=lambda at: -request.entries[at]):
@@ -94,7 +94,7 @@ def insufficient(request: Request, nodes: Sequence[Node], *, free: bool) -> Reso
 
 
 def _advice(request: Request, nodes: Sequence[Node]) -> str:
-    rooms = sorted((room for node in nodes if (room := node.room(request, free=False))), reverse=True)
+    rooms = sorted((room for node in nodes if (room := node.num_that_fit(request, free=False))), reverse=True)
     kind = "GPUs" if request.gpus_per_bundle else "CPUs"
     advice = []
     if rooms:

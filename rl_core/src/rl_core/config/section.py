@@ -35,7 +35,7 @@ class RunSections(Protocol):
 
     @property
     def algorithm(self) -> Any:
-        """The algorithm's section; `needs_generation` says whether it trains on rollouts."""
+        """The algorithm's section of the config; its `needs_generation` is true if it trains on rollouts."""
 
     @property
     def policy(self) -> PolicyConfig: ...

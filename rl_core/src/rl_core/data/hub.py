@@ -25,7 +25,7 @@ def refuse_unreachable(name: str, *, file: str) -> None:
     if not _is_name(name) or constants.HF_HUB_OFFLINE:
         return
     try:
-        ask_hub(name)
+        query_hub(name)
     except DataError as error:
         if isinstance(try_to_load_from_cache(name, file), str):
             _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
@@ -37,8 +37,8 @@ def refuse_unreachable(name: str, *, file: str) -> None:
         ) from error
 
 
-def ask_hub(name: str) -> None:
-    """Ask the hub for a model, once.
+def query_hub(name: str) -> None:
+    """Check that the hub has a model, with a single request.
 
     Raises:
         DataError: The hub does not respond, or has no such model; the text is a clause that a caller's message contains.

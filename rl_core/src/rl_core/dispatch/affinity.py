@@ -53,8 +53,8 @@ class ReplicaAffinity:
         """Number of rows in progress on each replica."""
         return [prompts.total() for prompts in self._prompts]
 
-    def place(self, name: str, row: BatchedDataDict[Any]) -> int:
-        """The replica for a row (a batch of one), which is in progress there until `release`."""
+    def assign(self, name: str, row: BatchedDataDict[Any]) -> int:
+        """Choose the replica for a row (a batch of one), which counts as in progress there until `release`."""
         [prompt] = prompt_keys(row)
         session = row["session_ids"][0] if "session_ids" in row else None
         rank = self._sessions.pop(session, None) if session is not None else None

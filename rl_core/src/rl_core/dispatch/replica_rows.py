@@ -56,7 +56,7 @@ def sample_rows(
     deadline_s: float,
     ranks: Sequence[int] | None = None,
 ) -> tuple[list[Answer], list[WorkerDiedError]]:
-    """The outputs of the `wanted` rows, spread over `ranks` (all by default), and the deaths of ranks without output."""
+    """The outputs of the `wanted` rows, spread over `ranks` (all by default), and an error for each rank that died."""
     ranks = range(group.world_size) if ranks is None else ranks
     prompts = prompt_keys(rows.select_indices(wanted))
     parts = [[wanted[row] for row in part] for part in split_by_prompt(prompts, len(ranks))]

@@ -114,7 +114,7 @@ class RowStream:
         try:
             for row in range(data.size):
                 name, request_row = f"stream-{next(_names)}", data.slice(row, row + 1)
-                rank = self._affinity.place(name, request_row)
+                rank = self._affinity.assign(name, request_row)
                 places[name] = (row, rank)
                 self._begin(rank, GenerationRequest(name=name, row=request_row, greedy=greedy), ended)
             while places:

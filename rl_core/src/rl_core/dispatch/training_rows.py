@@ -35,12 +35,12 @@ class TrainingRows:
 
     @classmethod
     def all_of(cls, rows: BatchedDataDict[Any], rows_per_step: int) -> TrainingRows:
-        """All `rows`."""
+        """Train on all `rows`, with the counts of each optimizer step."""
         counts = global_counts(rows, rows_per_step)
         return cls(rows=rows, rows_per_step=rows_per_step, counts=counts, computed_toks=[count.valid_toks for count in counts])
 
     def with_gradient(self, loss_fn: LossFunction, *, multiple_of: int) -> TrainingRows:
-        """Without the rows that `loss_fn` does not need.
+        """The rows that must be computed: those with a gradient under `loss_fn`, which may declare others as unneeded.
 
         Every optimizer step keeps as many rows as the one that needs the most; the others are filled with padding rows. A step
         in which no row has a gradient still computes one unit, for the loss's metrics: its gradient is zero, and the optimizer

@@ -104,5 +104,5 @@ MESSAGE_KEYS = tuple(Message.__annotations__)
 
 
 def messages_of(observation: Observation) -> list[Message]:
-    """An observation's messages; a single one becomes a list. Their content must be text, as `step_checked` returns it."""
+    """The messages of an environment's observation as a list, also if it is a single message."""
     return cast("list[Message]", [observation] if isinstance(observation, Mapping) else list(observation))

@@ -141,7 +141,7 @@ class WeightReceiver(ABC):
         Raises:
             WeightSyncError: tensors of the current refit are missing; names them.
         """
-        self.refuse_torn_weights()
+        self.require_complete_weights()
         return self.digests_of_weights()
 
     def weight_fingerprint(self) -> str:
@@ -149,12 +149,12 @@ class WeightReceiver(ABC):
         return combine(self.weight_digests(), kind=natural_kind(self._device()))
 
     @property
-    def has_torn_weights(self) -> bool:
+    def has_incomplete_weights(self) -> bool:
         """Whether a refit has begun but not completed."""
         return self._ledger is not None and self._ledger.complete_version is None
 
-    def refuse_torn_weights(self) -> None:
-        """Raise WeightSyncError, naming the missing tensors, if a refit has begun but not completed."""
+    def require_complete_weights(self) -> None:
+        """Raise WeightSyncError with the names of the missing tensors if a refit has begun but not completed."""
         if self._ledger is not None:
             self._ledger.refuse_if_incomplete()
 

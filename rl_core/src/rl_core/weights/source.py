@@ -72,7 +72,7 @@ class WeightSource(ABC):
         """Number of optimizer steps behind the weights."""
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        """The manifest."""
+        """Name to (shape, dtype) of every weight that a refit sends."""
         return dict(self.weight_manifest())
 
     def prepare_weights_for_ipc(

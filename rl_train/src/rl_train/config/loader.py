@@ -31,7 +31,7 @@ from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
 from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
-from rl_train.config.section_resolver import ConfigLayout, choose_parts
+from rl_train.config.section_resolver import ConfigLayout, resolve_sections
 from rl_train.config.sources import ConfigFiles, as_paths, read_sources
 from rl_train.config.usage_checks import unused_sections
 
@@ -111,7 +111,7 @@ def load_config(
         problems.raise_if_any()
     written, applied = apply_overrides(written, overrides, problems=problems)
     values, written, through = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
-    layout = choose_parts(values, written=written, registry=registry, problems=problems)
+    layout = resolve_sections(values, written=written, registry=registry, problems=problems)
     locate_paths(values, layout, written=written, problems=problems)
     _reject_new_keys(applied, layout, problems=problems)
     sections = _validated_sections(values, layout, written=written, problems=problems)
@@ -141,7 +141,7 @@ def _plain_values(
 ) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
     # Interpolations may refer to defaults, which depend on the components. Component names are known before `${...}` is
     # resolved, unless they are interpolated themselves.
-    expected = choose_parts(written.plain(), written=written, registry=registry, problems=Problems())
+    expected = resolve_sections(written.plain(), written=written, registry=registry, problems=Problems())
     known = [field.path for field in expected.fields()]
     values, through = resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
     return expand_aliases(values, written=written, through=through)

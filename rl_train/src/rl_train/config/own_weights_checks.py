@@ -52,7 +52,7 @@ def own_weights_refused(algorithm: str, engine: str) -> str:
 
 
 def check_own_weights(run: RunConfig, registry: Registry) -> None:
-    """Check a run before its workers start.
+    """Refuse a run that trains on samples of an engine with its own weights, before its workers start.
 
     Raises:
         ConfigError: the run samples from the policy, but the engine has its own weights.

@@ -22,7 +22,7 @@ This page is generated from the models: `rlcore schema --markdown --plugins {plu
 
 
 def reference(schema_index: SchemaIndex, *, plugins: str) -> str:
-    """The page as Markdown.
+    """The config reference as Markdown.
 
     Args:
         schema_index: The sections.

@@ -37,7 +37,7 @@ class RolloutNeeds:
 
     @property
     def rows_per_draw(self) -> int:
-        """B = P x G."""
+        """B = P x G, number of rows of one draw."""
         return self.prompts_per_draw * self.samples_per_prompt
 
 

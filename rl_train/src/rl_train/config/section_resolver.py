@@ -105,10 +105,10 @@ class ConfigLayout:
 
     def find(self, path: KeyPath) -> Field | None:
         """The field at a key, or None if no section has such a key."""
-        part = self.part_of(path)
+        part = self.enclosing_section(path)
         return None if part is None else find_field(part.model, path[len(part.path) :], prefix=part.path)
 
-    def part_of(self, path: KeyPath) -> SectionSchema | None:
+    def enclosing_section(self, path: KeyPath) -> SectionSchema | None:
         """The innermost section that contains a key."""
         return next((self.parts[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in self.parts), None)
 
@@ -116,7 +116,7 @@ class ConfigLayout:
         """Whether a section accepts this key without defining it."""
         if path[:-1] in (("env",), ("data", "mix"), ("logger", "loggers")):
             return True
-        found, part = self.find(path), self.part_of(path)
+        found, part = self.find(path), self.enclosing_section(path)
         if found is None:
             return part is not None and part.is_open and part.component is not None
         return found.is_free and found.default is NOTHING
@@ -144,7 +144,7 @@ class ConfigLayout:
         return list(dict.fromkeys(found))
 
 
-def choose_parts(values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> ConfigLayout:
+def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> ConfigLayout:
     """The model of each section that the values contain or need.
 
     Args:

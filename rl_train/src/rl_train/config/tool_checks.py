@@ -15,7 +15,7 @@ PARSER_NAMES = (OWN_PARSER, "hermes", "mistral", "llama3")
 
 
 def tool_parser_conflicts(run: RunConfig) -> Iterator[Finding]:
-    """Parsers of tool calls that do not exist."""
+    """Report each configured `tool_parser` that does not exist."""
     for task, section in run.env.items():
         name = section.tool_parser
         if name is None or name in PARSER_NAMES:

@@ -23,14 +23,14 @@ def turn_conflicts(run: RunConfig) -> Iterator[Finding]:
 
 
 def imported_turn_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
-    """The same with the imported classes of the environments, whose `min_turns` may be inherited or computed."""
+    """As `turn_conflicts`, but imports the classes of the environments, whose `min_turns` may be inherited or computed."""
     for task, section in run.env.items():
         environment_class = registry.find("environment", section.env_cls or section.name or task).load()
         yield from _too_few_turns(run, task, max(section.min_turns, getattr(environment_class, "min_turns", 1)))
 
 
 def check_turns(run: RunConfig, registry: Registry) -> None:
-    """Check a run before its workers start.
+    """Refuse a run whose environments need more turns than the config allows, before its workers start.
 
     Raises:
         ConfigError: the config allows fewer turns than an environment needs.

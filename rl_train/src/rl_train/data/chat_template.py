@@ -68,8 +68,8 @@ class ToolUsage:
 FORMS = tuple(ToolFormat(arguments_as_text=text, empty_content=empty) for text in (False, True) for empty in ("", None))
 
 
-def with_calls_read(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with their calls normalised by `tool_calls.read_calls`.
+def with_normalized_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with their tool calls in the form of `tool_calls.read_calls`.
 
     Raises:
         DataError: A call is invalid.
@@ -86,7 +86,7 @@ def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any
     """The form in which the tokenizer's template renders all tool features of a conversation.
 
     Args:
-        messages: The whole conversation, from `with_calls_read`.
+        messages: The whole conversation, from `with_normalized_calls`.
         tokenizer: A Transformers tokenizer with a chat template.
         tools: The offered functions.
 
@@ -152,7 +152,7 @@ def conversation_tokens(
     if not getattr(tokenizer, "chat_template", None):
         refuse_tools(messages, tools)
         return list(chain.from_iterable(plain_pieces(messages, tokenizer)))
-    read = with_calls_read(messages)
+    read = with_normalized_calls(messages)
     form = form_for(read, tokenizer, tools=tools)
     text = render(read, tokenizer, form=form, add_generation_prompt=add_generation_prompt, tools=tools)
     check_names(read, text, {}, tools=tools)

@@ -18,7 +18,7 @@ from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
 from rl_train.data.answer_spans import LocatedText, Render, locate_trained
-from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, with_calls_read
+from rl_train.data.chat_template import check_names, form_for, refuse_tools, render, with_normalized_calls
 from rl_train.data.split_encoding import encode_pieces
 
 Message = dict[str, Any]
@@ -209,7 +209,7 @@ def _rendered_log(
     tools: list[dict[str, Any]] | None,
     trained: Collection[int] | None,
 ) -> MessageLog:
-    messages = with_calls_read(message_log)
+    messages = with_normalized_calls(message_log)
     form = form_for(messages, tokenizer, tools=tools)
 
     def rendered(some: Sequence[Mapping[str, Any]], *, header: bool) -> str:

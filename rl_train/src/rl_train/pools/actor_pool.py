@@ -26,7 +26,7 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_train.pools.pool import ActorKey, Pool, class_path
-from rl_train.pools.slots import Slot, SubmittedCall, gave_up
+from rl_train.pools.slots import Slot, SubmittedCall, too_many_retries
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -266,8 +266,8 @@ class ActorPool(Pool):
         if call.on is not None and call.on not in self.actors:
             call.settle(error=WorkerDiedError(f"pool '{self._name}': the actor that {call.label} must run on has died"))
             return True
-        free = [slot for slot in self._slots if slot.has_room(self._max_concurrency) and call.on in (None, slot.key)]
-        if free and call.starts():
+        free = [slot for slot in self._slots if slot.has_capacity(self._max_concurrency) and call.on in (None, slot.key)]
+        if free and call.mark_running():
             slot = min(free, key=lambda slot: len(slot.running))
             self._start(call, slot)
         return bool(free)
@@ -345,7 +345,7 @@ class ActorPool(Pool):
         if tries <= self._max_restarts:
             self._replace(index, error, tries=tries + 1)
             return
-        self._give_up_actor(index, gave_up(self._name, "building the actor", tries, self._max_restarts, error))
+        self._give_up_actor(index, too_many_retries(self._name, "building the actor", tries, self._max_restarts, error))
 
     def _check_deadlines(self, index: int) -> None:
         """Handle calls or an actor's start that exceeded the deadline."""
@@ -383,7 +383,7 @@ class ActorPool(Pool):
             if call.tries <= call.max_restarts:
                 self._waiting.appendleft(call)
             else:
-                call.settle(error=gave_up(self._name, call.label, call.tries, call.max_restarts, error))
+                call.settle(error=too_many_retries(self._name, call.label, call.tries, call.max_restarts, error))
 
     def _give_up_actor(self, index: int, error: WorkerError | DeadlineExceededError) -> None:
         """Continue without an actor that cannot be started; without any, waiting calls fail and later ones start all again."""

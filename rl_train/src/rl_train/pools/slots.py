@@ -26,13 +26,13 @@ class SubmittedCall:
     future: Future[Any] = field(default_factory=Future)
     tries: int = 0
 
-    def starts(self) -> bool:
+    def mark_running(self) -> bool:
         """Mark it as running; False if it was cancelled before."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
         """End the call with a value or an error, unless it was cancelled."""
-        if not self.starts():
+        if not self.mark_running():
             return
         if error is None:
             self.future.set_result(value)
@@ -57,12 +57,12 @@ class Slot:
     running: dict[Any, tuple[SubmittedCall, ActorCall, float]] = field(default_factory=dict)
     """By reference: the submitted call, its attempt on this actor, its deadline."""
 
-    def has_room(self, max_concurrency: int) -> bool:
+    def has_capacity(self, max_concurrency: int) -> bool:
         """Whether the actor can take another call."""
         return self.building is None and not self.failed and len(self.running) < max_concurrency
 
 
-def gave_up(
+def too_many_retries(
     pool: str, what: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
 ) -> WorkerDiedError | DeadlineExceededError:
     """The error of a call, or of starting an actor, that failed too often; contains the last error."""

@@ -56,7 +56,7 @@ class Collector:
     drivers: Mapping[str, RolloutDriver] = field(default_factory=dict)
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
-        """Play `trajectories` to their end, in place.
+        """Run `trajectories` to their end, in place.
 
         Rollouts of several turns are sampled row by row. Rollouts of one turn, and those of an engine without `generate_async`,
         are sampled in complete batches. A rollout whose environment fails, also when the step is repeated, ends without a score

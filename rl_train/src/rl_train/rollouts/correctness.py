@@ -1,4 +1,4 @@
-"""Decides which finished rollouts are right, according to their environments."""
+"""Decides which finished rollouts are correct, according to their environments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_train.rollouts.summary import ask_environments
+from rl_train.rollouts.summary import environment_metrics
 from rl_train.rollouts.trajectory import Trajectory
 
 
@@ -15,16 +15,16 @@ from rl_train.rollouts.trajectory import Trajectory
 class Accuracy:
     """Correctness of B rollouts."""
 
-    right: Sequence[bool | None]
+    correct: Sequence[bool | None]
     """One entry per rollout; None if unknown."""
     unknown: Mapping[str, str]
     """Reason why correctness is unknown, by task."""
 
 
-def judge(
+def correct_rollouts(
     rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface], *, reward_above: float | None = None
 ) -> Accuracy:
-    """Whether each rollout is right: its environment reports an `accuracy` of 1 for it.
+    """Whether each rollout is correct: its environment reports an `accuracy` of 1 for it.
 
     The environment is called because a reward alone does not show correctness (it may reward the format of a wrong answer). It
     is called for all rows with equal rewards at once, and row by row only if the accuracy of those is neither 0 nor 1.
@@ -32,10 +32,10 @@ def judge(
     Args:
         rows: B finished rollouts.
         environments: by task name.
-        reward_above: rollouts with a higher reward are right; the environment is not called.
+        reward_above: rollouts with a higher reward count as correct; the environment is not called.
     """
     if reward_above is not None:
-        return Accuracy(right=[row.reward > reward_above for row in rows], unknown={})
+        return Accuracy(correct=[row.reward > reward_above for row in rows], unknown={})
     right: list[bool | None] = [None] * len(rows)
     unknown: dict[str, str] = {}
     for task_name in dict.fromkeys(row.task_name for row in rows):
@@ -51,11 +51,11 @@ def judge(
             continue
         for index, grade in zip(indices, grades, strict=True):
             right[index] = grade
-    return Accuracy(right=right, unknown=unknown)
+    return Accuracy(correct=right, unknown=unknown)
 
 
 class NoAccuracyError(Exception):
-    """The environment does not report whether rows are right."""
+    """The environment does not report whether rows are correct."""
 
 
 def _grades(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> list[bool]:
@@ -74,7 +74,7 @@ def _grades(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentIn
 
 
 def _accuracy(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> float:
-    found = ask_environments(rows, environments)
+    found = environment_metrics(rows, environments)
     if "rollout/accuracy" not in found:
         raise NoAccuracyError("the environment reports no accuracy")
     return found["rollout/accuracy"]

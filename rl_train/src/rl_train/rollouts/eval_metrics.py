@@ -62,7 +62,7 @@ def grouped(rows: Sequence[Trajectory], correctness: Accuracy, *, samples_per_pr
     """Rollouts as groups; those of one prompt must be consecutive."""
     groups = []
     for start in range(0, len(rows), samples_per_prompt):
-        right = [is_right for is_right in correctness.right[start : start + samples_per_prompt] if is_right is not None]
+        right = [is_right for is_right in correctness.correct[start : start + samples_per_prompt] if is_right is not None]
         group = rows[start : start + samples_per_prompt]
         groups.append(Group(rows=group, right=right if len(right) == len(group) else None))
     return groups

@@ -9,12 +9,12 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.correctness import judge
+from rl_train.rollouts.correctness import correct_rollouts
 from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
 from rl_train.rollouts.failures import refuse_total_failure
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
-from rl_train.rollouts.summary import ask_environments, failure_metrics, summarize
+from rl_train.rollouts.summary import environment_metrics, failure_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory
 
 
@@ -71,7 +71,7 @@ class Evaluation:
         see `rl_train.rollouts.eval_metrics.score`.
         """
         trajectories = self.play()
-        found = summarize(trajectories) | ask_environments(trajectories, self.collector.environments)
+        found = summarize(trajectories) | environment_metrics(trajectories, self.collector.environments)
         metrics = {
             "validation/length": found["length/mean"],
             "validation/truncated_frac": found["length/truncated_frac"],
@@ -85,7 +85,7 @@ class Evaluation:
         return metrics, trajectories
 
     def _multi_sample_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        correctness = judge(trajectories, self.collector.environments)
+        correctness = correct_rollouts(trajectories, self.collector.environments)
         groups = grouped(trajectories, correctness, samples_per_prompt=self.samples_per_prompt)
         scores = score(groups, correctness, ks=usual_ks(self.samples_per_prompt))
         selected = {name: found for name, found in scores.metrics.items() if name.startswith(("pass@", "cons@"))}

@@ -135,7 +135,7 @@ def refuse_total_failure(trajectories: Sequence[Trajectory]) -> None:
 
 
 def refuse_any_failure(trajectories: Sequence[Trajectory]) -> None:
-    """For an evaluation, whose scores must be of all prompts.
+    """Refuse failed rollouts in an evaluation, because its scores must cover all prompts.
 
     Raises:
         RLCoreError: a rollout failed; includes the most frequent error.

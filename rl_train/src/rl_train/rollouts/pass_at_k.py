@@ -36,7 +36,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The probability that k of the n samples, drawn without replacement, contain a right one: 1 - C(n-c, k) / C(n, k).
+    """The probability that k of the n samples, drawn without replacement, contain a correct one: 1 - C(n-c, k) / C(n, k).
 
     Unbiased for k new samples; computed with integers.
 
@@ -58,7 +58,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def consensus_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """The probability that the majority answer of k of the n samples, drawn without replacement, is right.
+    """The probability that the majority answer of k of the n samples, drawn without replacement, is correct.
 
     The mean over all C(n, k) subsets, not the vote of the first k, which would leave n - k samples unused and depend on their
     order. Ties are broken uniformly, which equals choosing the first answer on average over the order of the samples. None is

@@ -67,7 +67,7 @@ def rollout_records(
 
 
 def expected_answer(metadata: Any) -> str | int | float | None:
-    """The right answer in a row's metadata, as text unless it is a number; None if there is none."""
+    """The correct answer in a row's metadata, as text unless it is a number; None if there is none."""
     if not isinstance(metadata, Mapping):
         return None
     found = next((metadata[key] for key in EXPECTED_KEYS if metadata.get(key) is not None), None)

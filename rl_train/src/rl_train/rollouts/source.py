@@ -16,7 +16,7 @@ from rl_train.rollouts.equal_rewards import EqualRewardWatch
 from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
 from rl_train.rollouts.reward_weights import RewardWeightCheck
 from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.summary import ask_environments, environment_times, failure_metrics, summarize
+from rl_train.rollouts.summary import environment_metrics, environment_times, failure_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
 
@@ -131,7 +131,7 @@ class OnDemandSource(RolloutSource):
         self._weights.check(trajectories)
         self._watch.observe(step, trajectories)
         metrics = summarize(trajectories) | environment_times(everything)
-        metrics |= ask_environments(trajectories, self._collector.environments)
+        metrics |= environment_metrics(trajectories, self._collector.environments)
         metrics |= failure_metrics(everything, replaced_groups=len(everything) // self._group_size - groups)
         return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
 

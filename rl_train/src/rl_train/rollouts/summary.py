@@ -63,7 +63,9 @@ def environment_times(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def ask_environments(trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> dict[str, float]:
+def environment_metrics(
+    trajectories: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]
+) -> dict[str, float]:
     """The environments' own metrics, as `env/<task>/<name>`; `rollout/accuracy` is over all that report an `accuracy`.
 
     Rows that were not scored are left out. Without any environment there are no metrics.

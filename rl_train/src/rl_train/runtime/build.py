@@ -49,7 +49,7 @@ from rl_train.runtime.data import (
     read_validation_sets,
 )
 from rl_train.runtime.late_errors import with_key
-from rl_train.runtime.reward_checks import settle_reward_functions
+from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.run_folder import checkpoint_store
 from rl_train.runtime.workers import Builder, Workers, make_cluster
 from rl_train.tools.task_tools import TaskTools, tools_of_run
@@ -83,7 +83,7 @@ def build_run(
     tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None
     train, validation = read_sources(config, registry)
     loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
-    config = settle_reward_functions(loaders.settled(config), train, *validation.values())
+    config = resolve_completion_formats(loaders.resolve_steps(config), train, *validation.values())
     check_turns(config, registry)
     check_own_weights(config, registry)
     before_models(config)
@@ -280,7 +280,7 @@ class DataLoaders:
             )
         return found
 
-    def settled(self, config: RunConfig) -> RunConfig:
+    def resolve_steps(self, config: RunConfig) -> RunConfig:
         """The config with epochs converted to steps, after checking that learning-rate schedules fit the run.
 
         Raises:

@@ -13,7 +13,7 @@ from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
 from rl_train.runtime.late_errors import problem_in_section, with_key
-from rl_train.runtime.reward_checks import settle_reward_functions
+from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.tools.task_tools import tools_of_run
 
 
@@ -54,7 +54,7 @@ def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
     with with_key("data"):
         train, validation = read_sources(config, registry)
         loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
-    settle_reward_functions(loaders.settled(config), train, *validation.values())
+    resolve_completion_formats(loaders.resolve_steps(config), train, *validation.values())
 
 
 def _problem_of(step: Callable[[], object], *, key: str = "") -> Finding | None:

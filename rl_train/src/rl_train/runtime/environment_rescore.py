@@ -24,7 +24,7 @@ from rl_train.runtime.build import read_sources
 from rl_train.runtime.data import Source
 from rl_train.runtime.environment_sessions import LocalSession
 from rl_train.runtime.environment_trial import constructor
-from rl_train.runtime.reward_checks import settle_reward_functions
+from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.run_provenance import CONFIG
 
 ROUNDING = 1e-5
@@ -88,7 +88,7 @@ def rescore(
     registry = Registry(discover())
     run = load_config(config or folder / CONFIG, list(overrides), registry=registry).run
     train, validation = read_sources(run, registry)
-    run = settle_reward_functions(run, train, *validation.values())
+    run = resolve_completion_formats(run, train, *validation.values())
     with ExitStack() as exits:
         environments = {task: constructor(section, task, registry)() for task, section in run.env.items()}
         for environment in environments.values():

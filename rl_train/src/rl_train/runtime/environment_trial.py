@@ -25,7 +25,7 @@ from rl_train.config.section_resolver import FUNCTIONS, section_of
 from rl_train.data.conversations import read_messages, without_answer
 from rl_train.data.json_lines import JsonLines
 from rl_train.runtime.build import read_sources
-from rl_train.runtime.reward_checks import first_source, settle_reward_functions
+from rl_train.runtime.reward_checks import first_source, resolve_completion_formats
 from rl_train.runtime.workers import first_argument
 
 _PROMPTS = ("messages", "prompt", "question", "problem")
@@ -175,7 +175,7 @@ def _from_config(
         raise ConfigError(f"{path} has no section env.{task}; its tasks are {', '.join(run.env) or 'none'}.")
     train, validation = read_sources(run, registry)
     sources = (train, *validation.values())
-    run = settle_reward_functions(run, *sources)
+    run = resolve_completion_formats(run, *sources)
     source = first_source(task, sources, tasks=list(run.env))
     return run.env[task], [] if source is None else _rows_of(source.records, limit)
 

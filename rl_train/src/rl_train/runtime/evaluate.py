@@ -22,15 +22,15 @@ from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.correctness import judge
+from rl_train.rollouts.correctness import correct_rollouts
 from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_ks
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.failures import refuse_any_failure
-from rl_train.rollouts.summary import ask_environments
+from rl_train.rollouts.summary import environment_metrics
 from rl_train.runtime.checkpoint_paths import CheckpointPaths, find_weights
 from rl_train.runtime.collector import make_collector
 from rl_train.runtime.data import Source, prompt_loader, read_data
-from rl_train.runtime.reward_checks import settle_reward_functions
+from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.workers import Builder, make_cluster
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
@@ -184,9 +184,9 @@ class EvaluationPlan:
         progress(mode.name, 0, evaluation.num_prompts)
         rows = evaluation.play(lambda done: progress(mode.name, done, evaluation.num_prompts))
         refuse_any_failure(rows)
-        correctness = judge(rows, collector.environments, reward_above=self.reward_above)
+        correctness = correct_rollouts(rows, collector.environments, reward_above=self.reward_above)
         groups = grouped(rows, correctness, samples_per_prompt=mode.samples_per_prompt)
-        own = ask_environments(rows, collector.environments)
+        own = environment_metrics(rows, collector.environments)
         whole = score(groups, correctness, ks=mode.ks)
         tasks = dict.fromkeys(group.task_name for group in groups)
         of_task = {task: [group for group in groups if group.task_name == task] for task in tasks}
@@ -251,7 +251,7 @@ def plan_evaluation(
             f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
             "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
-    config = settle_reward_functions(config, source)
+    config = resolve_completion_formats(config, source)
     loaded = replace(loaded, run=config)
     tools = tools_of_run(config, registry, tokenizer)
     prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False, tools=tools)

@@ -129,7 +129,7 @@ def train(
         _attach_loggers(run, loaded, console, exits, show_samples=show_samples)
         _report_start(run, manager, status, since=started)
         loop_started = time.perf_counter()
-        stop.attend(run)
+        stop.end_after_step(run)
         with _report_end(run, manager):
             loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
         ended = time.perf_counter()
@@ -206,7 +206,7 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
     if run.time_limit is not None:
         run.time_limit.started = since
     parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
-    status.attend(parts, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
+    status.set_workers(parts, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         status.running()

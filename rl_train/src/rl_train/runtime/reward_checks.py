@@ -19,7 +19,7 @@ from rl_train.runtime.data import Source
 from rl_train.runtime.late_errors import with_key
 
 
-def settle_reward_functions(config: RunConfig, *sources: Source | None) -> RunConfig:
+def resolve_completion_formats(config: RunConfig, *sources: Source | None) -> RunConfig:
     """The config with `completion_format: auto` replaced, after a trial of every reward function.
 
     Each function is tried with the first row of the data of its task and two completions: the expected answer, if the row has
@@ -53,7 +53,7 @@ def try_functions(functions: Sequence[RewardFunction], source: Source, *, as_mes
     """Call each function with the first row of the data; returns the names of the rewards.
 
     Raises:
-        ConfigError: see `settle_reward_functions`.
+        ConfigError: see `resolve_completion_formats`.
     """
     return {name for function in functions for name in _try(function, source, as_messages=as_messages)}
 

@@ -69,8 +69,8 @@ class Status:
         """Report that the run is being built; call it for a resume once it is accepted."""
         self._write(BUILDING, pid=os.getpid())
 
-    def attend(self, parts: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
-        """Report these workers from now on: the run is built.
+    def set_workers(self, parts: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
+        """Set the workers whose processes are reported, once the run is built.
 
         Args:
             parts: policy, engine and companion models by name; their process ids are reported.

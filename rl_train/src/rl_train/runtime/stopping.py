@@ -57,8 +57,8 @@ class StopSignals:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def attend(self, run: Run) -> None:
-        """From now on, let the first signal end this run after its step."""
+    def end_after_step(self, run: Run) -> None:
+        """Let the first signal end this run after its current step; before this call, a signal interrupts at once."""
         self._run = run
 
     def _install(self) -> dict[signal.Signals, Any]:

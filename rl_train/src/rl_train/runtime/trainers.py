@@ -168,7 +168,7 @@ class Trainer:
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
             claim(start_in(folder), config.checkpointing, exits)
-            builder = Builder(run=loaders.settled(config), registry=self._registry, exits=exits, cluster=self.cluster)
+            builder = Builder(run=loaders.resolve_steps(config), registry=self._registry, exits=exits, cluster=self.cluster)
             run = connect(
                 builder,
                 Workers(

@@ -92,7 +92,7 @@ class CanaryCalibration:
             return None
         return max(MARGIN * self.error, LEAST_TOLERANCE)
 
-    def measured(self, sides: str, error: float) -> None:
+    def record(self, sides: str, error: float) -> None:
         """Store the error of the first sync."""
         self.sides, self.error = sides, error
 
@@ -159,11 +159,11 @@ class Canary:
     sides: str = ""
     retempering: Retempering | None = None
 
-    def prove(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> float:
-        """Compute the mean |difference|, in nats per token, over all sampled tokens.
+    def check(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> float:
+        """Sample with the engine and score with the policy; returns the mean |difference| in nats per sampled token.
 
         Raises:
-            WeightSyncError: it exceeds the tolerance, or is not a number; names the token with the largest difference.
+            WeightSyncError: the difference exceeds the tolerance or is not a number; names the token where it is largest.
         """
         generation.prepare_for_generation()
         if self.tolerance is not None:
@@ -171,7 +171,7 @@ class Canary:
         allowed = self.calibration.tolerance(self.sides)
         if allowed is None:
             first = self._judge(self._compare(policy, generation, self.more_rows), FIRST_TOLERANCE, " at the first sync")
-            self.calibration.measured(self.sides, first.mean)
+            self.calibration.record(self.sides, first.mean)
             return first.mean
         found = self._compare(policy, generation, self.rows)
         if not found.mean <= allowed:

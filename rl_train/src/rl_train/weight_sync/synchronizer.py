@@ -242,7 +242,7 @@ class WeightSynchronizer(WeightOwner):
         if self._make_canary is None or (self._digests_cover and self._canary_restarts == self._generation.restarts):
             return {}
         self._canary = self._canary or self._make_canary()
-        error = self._canary.prove(self._policy, engine)
+        error = self._canary.check(self._policy, engine)
         self._canary_restarts = self._generation.restarts
         return {"refit/canary_error": error}
 
