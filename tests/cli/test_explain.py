@@ -53,7 +53,7 @@ def test_the_section_of_many_components_lists_them_with_the_keys_that_all_have()
     lines = explain("loss_fn").stdout.splitlines()
     assert len(lines) < 40
     assert re.match(r"loss_fn: section of one of \d+ components", lines[0])
-    assert any(re.match(r"  name +null +Loss component", line) for line in lines)
+    assert any(re.match(r"  name +null +Name of a registered loss", line) for line in lines)
     assert any(re.match(r"  dpo +\d+ +DPO preference loss", line) for line in lines)
     assert lines[-1].startswith("To see the keys of one: rlcore explain loss_fn --component ")
 

@@ -27,7 +27,7 @@ def check_logprobs(
 ) -> None:
     """Check that policy and generation backend agree on log-probabilities.
 
-    Starts both backends of the config and synchronizes and verifies the weights once. d is the log-probability under the policy
+    Starts both backends of the config, and transfers and verifies the weights once. d is the log-probability under the policy
     minus that under the engine, for every token that the engine samples. See docs/validation.md for the meaning of the numbers
     and typical values.
 

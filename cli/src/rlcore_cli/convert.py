@@ -32,7 +32,7 @@ def convert(
         ),
     ] = False,
 ) -> None:
-    """Convert a checkpoint of a run.
+    """Convert a checkpoint of a run, by default to Hugging Face format.
 
     `--to hf` writes a folder that Transformers, vLLM and other libraries load by its path. If the run trained LoRA adapters, it
     writes the adapter in peft's format, or a full model with `--merge`.

@@ -38,7 +38,8 @@ def play_env(
 ) -> None:
     """Play one rollout against an environment and print each turn, message and reward.
 
-    A person types one line per turn and ends with Ctrl-D. A random player answers with a word or number of the conversation.
+    By default, you type one line per turn; Ctrl-D ends the rollout. The random player answers with a word or number of the
+    conversation.
 
     Example:
         rlcore env play guess

@@ -32,7 +32,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Explain a config key: meaning, type, allowed values, default, reader, and with --config its value and origin.
+    """Explain a config key: meaning, type, allowed values, default and users, and with --config its value and origin.
 
     Example:
         rlcore explain policy.generation.temperature

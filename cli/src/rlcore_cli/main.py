@@ -28,7 +28,7 @@ COMMANDS = {
     "check": ("rlcore_cli.check:app", "Check model, tokenizer, backends or an environment by running them."),
     "env": ("rlcore_cli.env:app", "Play against an environment without a model, or score stored rollouts again."),
     "doctor": ("rlcore_cli.doctor:doctor", "Check the installation: plugins, requirements, open ports."),
-    "prompt": ("rlcore_cli.prompt:app", "List prompt configs, and show the messages of a filled one."),
+    "prompt": ("rlcore_cli.prompt:app", "List prompt configs, and print the messages of one for a row."),
     "explain": ("rlcore_cli.explain:explain", "Explain a config key: meaning, allowed values, default."),
     "schema": ("rlcore_cli.schema:schema", "Write the JSON schema of config files, for editors."),
     "convert": ("rlcore_cli.convert:convert", "Convert a checkpoint to Hugging Face format."),

@@ -16,7 +16,7 @@ def schema(
         bool, typer.Option("--markdown", help="Write the config reference as Markdown instead of the JSON schema.")
     ] = False,
     plugins: Annotated[
-        str | None, typer.Option(help="Include only the sections of these plugins, for example core,hf; all by default.")
+        str | None, typer.Option(help="Include only the sections of these plugins, for example train,hf; all by default.")
     ] = None,
 ) -> None:
     """Write the JSON schema of config files, including the sections of all installed plugins.
@@ -26,7 +26,7 @@ def schema(
 
     Example:
         rlcore schema --output config.schema.json
-        rlcore schema --markdown --plugins core,train,hf
+        rlcore schema --markdown --plugins train,hf
     """
     from rl_core.errors import PluginError, UserError
     from rl_core.plugins.component import did_you_mean

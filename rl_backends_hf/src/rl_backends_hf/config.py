@@ -129,6 +129,7 @@ class HFPolicyConfig(PolicyConfig):
     """`policy` with `backend: hf`."""
 
     backend: str = "hf"
+    """Name of a registered policy backend, or the dotted path of its class."""
     hf_cfg: HFConfig = Field(default_factory=HFConfig)
     """Settings specific to this backend."""
 
@@ -188,6 +189,7 @@ class HFGenerationConfig(GenerationConfig):
     """`policy.generation` with `backend: hf`."""
 
     backend: str = "hf"
+    """Name of a registered generation backend, or the dotted path of its class."""
     hf_cfg: HFSamplerConfig = Field(default_factory=HFSamplerConfig)
     """Settings specific to this backend."""
 

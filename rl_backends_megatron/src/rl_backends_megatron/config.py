@@ -141,6 +141,7 @@ class MegatronPolicyConfig(PolicyConfig):
     """`policy` with `backend: megatron`."""
 
     backend: str = "megatron"
+    """Name of a registered policy backend, or the dotted path of its class."""
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """Settings specific to this backend."""
 

@@ -87,6 +87,7 @@ class OpenAIConfig(GenerationConfig):
     """`policy.generation` with `backend: openai`."""
 
     backend: str = "openai"
+    """Name of a registered generation backend, or the dotted path of its class."""
     openai_cfg: OpenAIServerConfig
     """Settings of the server."""
 

@@ -94,6 +94,7 @@ class VllmConfig(GenerationConfig):
     """`policy.generation` with `backend: vllm`."""
 
     backend: str = "vllm"
+    """Name of a registered generation backend, or the dotted path of its class."""
     vllm_cfg: VllmEngineConfig = Field(default_factory=VllmEngineConfig)
     """Settings specific to this backend."""
     vllm_kwargs: dict[Annotated[str, AfterValidator(_engine_argument)], Any] = Field(default_factory=dict)

@@ -53,6 +53,7 @@ class ArithmeticDatasetConfig(DatasetConfig):
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "arithmetic"
+    """Name of a registered dataset, or the dotted path of its class."""
     num_samples: int = Field(default=4096, ge=1)
     """Number of records."""
     split: Literal["train", "validation"] = "train"
@@ -141,6 +142,7 @@ class GuessNumberDatasetConfig(DatasetConfig):
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "guess"
+    """Name of a registered dataset, or the dotted path of its class."""
     num_samples: int = Field(default=1024, ge=1)
     """Number of records."""
     lowest: int = 1

@@ -33,7 +33,7 @@ def serve(
     backend: Annotated[
         str | None, typer.Option(help="Generation plugin for a model; required if several are installed.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. Other than loopback requires API keys.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Any address but loopback requires API keys.")] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Port to listen on, 7000 by default; 0 chooses a free one.", show_default=False),

@@ -109,7 +109,7 @@ class GenerationConfig(ComponentSection):
     """Keys of a Transformers generation config that are accepted if they agree with what every engine does."""
 
     backend: str
-    """Generation component or dotted path."""
+    """Name of a registered generation backend, or the dotted path of its class."""
     model_name: Annotated[str | None, NAME_OR_PATH] = None
     """Name or folder of the model, or a GGUF file; defaults to the policy's model."""
     max_new_tokens: int = Field(default=256, ge=1)
@@ -213,7 +213,7 @@ class PolicyConfig(ComponentSection):
     """Base section of every policy backend (`policy`)."""
 
     backend: str
-    """Policy component or dotted path."""
+    """Name of a registered policy backend, or the dotted path of its class."""
     model_name: Annotated[str, NAME_OR_PATH]
     """Name or folder of the model, or a GGUF file."""
     head: Literal["tokens", "scalar"] = "tokens"

@@ -31,7 +31,7 @@ class DatasetConfig(ComponentSection):
     the data."""
 
     dataset_name: str
-    """Dataset component or dotted path."""
+    """Name of a registered dataset, or the dotted path of its class."""
     task_name: str | None = None
     """Name of the environment (task) that scores the records. Used for records whose dataset does not set a task."""
     processor: str | None = None

@@ -27,6 +27,7 @@ class ReasoningGymDatasetConfig(DatasetConfig):
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "reasoning_gym"
+    """Name of a registered dataset, or the dotted path of its class."""
     task: str = "leg_counting"
     """Name of the Reasoning Gym task, such as `countdown` or `spell_backward`."""
     params: dict[str, Any] = Field(default_factory=dict)

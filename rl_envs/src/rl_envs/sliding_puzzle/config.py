@@ -28,6 +28,7 @@ class SlidingPuzzleDatasetConfig(DatasetConfig):
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "sliding_puzzle"
+    """Name of a registered dataset, or the dotted path of its class."""
     num_samples: int = Field(default=1024, ge=1)
     """Number of records."""
     size: int = Field(default=3, ge=2, le=6)

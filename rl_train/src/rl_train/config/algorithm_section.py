@@ -20,7 +20,7 @@ class AlgorithmConfig(Section):
     """Base section of every algorithm."""
 
     default_loss: ClassVar[str | None] = None
-    """Loss component used if `loss_fn` names none. If this is None, `loss_fn.name` is required."""
+    """Name of the loss used if `loss_fn` names none. If this is None, `loss_fn.name` is required."""
     head: ClassVar[Literal["tokens", "scalar"]] = "tokens"
     """Head type of the model that the algorithm trains; the default of `policy.head`."""
     allows_filtered_sampling: ClassVar[bool] = False

@@ -29,7 +29,7 @@ class LossConfig(ComponentSection):
     """Head type of the model this loss applies to."""
 
     name: str | None = None
-    """Loss component or dotted path; defaults to the loss of the algorithm."""
+    """Name of a registered loss, or the dotted path of its class; defaults to the loss of the algorithm."""
 
     @property
     def num_candidates(self) -> int:

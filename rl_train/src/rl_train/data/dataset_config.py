@@ -174,37 +174,43 @@ class PreferenceForm(RowsConfig):
 class JsonlDatasetConfig(RecordForm, JsonLinesSource):
     """Prompts or conversations in a JSON Lines file."""
 
-    dataset_name: str = Field("jsonl", description="Dataset component or dotted path.")
+    dataset_name: str = "jsonl"
+    """Name of a registered dataset, or the dotted path of its class."""
 
 
 class ParquetDatasetConfig(RecordForm, ParquetSource):
     """Prompts or conversations in Parquet files."""
 
-    dataset_name: str = Field("parquet", description="Dataset component or dotted path.")
+    dataset_name: str = "parquet"
+    """Name of a registered dataset, or the dotted path of its class."""
 
 
 class HuggingFaceDatasetConfig(RecordForm, HuggingFaceSource):
     """Prompts or conversations in a Hugging Face dataset."""
 
-    dataset_name: str = Field("huggingface", description="Dataset component or dotted path.")
+    dataset_name: str = "huggingface"
+    """Name of a registered dataset, or the dotted path of its class."""
 
 
 class PreferenceDatasetConfig(PreferenceForm, JsonLinesSource):
     """Preferences in a JSON Lines file."""
 
-    dataset_name: str = Field("preference", description="Dataset component or dotted path.")
+    dataset_name: str = "preference"
+    """Name of a registered dataset, or the dotted path of its class."""
 
 
 class ParquetPreferenceDatasetConfig(PreferenceForm, ParquetSource):
     """Preferences in Parquet files."""
 
-    dataset_name: str = Field("preference_parquet", description="Dataset component or dotted path.")
+    dataset_name: str = "preference_parquet"
+    """Name of a registered dataset, or the dotted path of its class."""
 
 
 class HuggingFacePreferenceDatasetConfig(PreferenceForm, HuggingFaceSource):
     """Preferences in a Hugging Face dataset."""
 
-    dataset_name: str = Field("preference_huggingface", description="Dataset component or dotted path.")
+    dataset_name: str = "preference_huggingface"
+    """Name of a registered dataset, or the dotted path of its class."""
 
 
 ConfigT = TypeVar("ConfigT", bound=RowsConfig)
