@@ -163,7 +163,7 @@ class Canary:
         """Sample with the engine and score with the policy; returns the mean |difference| in nats per sampled token.
 
         Raises:
-            WeightSyncError: the difference exceeds the tolerance or is not a number; names the token where it is largest.
+            WeightSyncError: the difference exceeds the tolerance or is not a number; names the token with the largest one.
         """
         generation.prepare_for_generation()
         if self.tolerance is not None:
