@@ -73,14 +73,14 @@ def cpu_sdpa(
         NotSupportedError: with `shared_prefix`, for attention with a window, a soft cap, a bias, sinks or dropout.
     """
     if shared_prefix is None:
-        if attention_mask is None and _has_short_rows(query, key, value) and _is_plain(module, kwargs):
+        if attention_mask is None and _has_short_rows(query, key, value) and is_plain(module, kwargs):
             short: torch.Tensor = _Float32Backward.apply(  # type: ignore[no-untyped-call]
                 query, key, value, kwargs.get("scaling")
             )
             return short.transpose(1, 2).contiguous(), None
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
-    if not _is_plain(module, kwargs):
+    if not is_plain(module, kwargs):
         passed = ", ".join(sorted(name for name, value in kwargs.items() if value is not None))
         raise NotSupportedError(f"{type(module).__name__} is not plain causal attention (it passes {passed})")
     merged: torch.Tensor = _SharedPrefixAttention.apply(  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def use_cpu_sdpa(model: PreTrainedModel) -> bool:
     return bool(model.config._attn_implementation == CPU_SDPA)
 
 
-def _is_plain(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
+def is_plain(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Whether the attention is causal, without a window, soft cap, bias, sinks or dropout."""
     other = [name for name, value in kwargs.items() if name not in _PLAIN and value is not None]
     causal = kwargs.get("is_causal")

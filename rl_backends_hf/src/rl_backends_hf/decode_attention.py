@@ -20,7 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rl_backends_hf.kv_cache import SlotCache
+from rl_backends_hf.cpu_attention import is_plain
+from rl_backends_hf.kv_cache import SlotCache, SlotLayer
+from rl_backends_hf.shared_prompts import attend_own
 from rl_core.errors import NotSupportedError
 
 GROUPED = "rlcore_grouped_sdpa"
@@ -33,6 +35,7 @@ def grouped_sdpa(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    slot_cache: SlotCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """SDPA with the signature that Transformers expects, without repeating keys and values when decoding one token per row.
@@ -42,10 +45,16 @@ def grouped_sdpa(
         query: [N, query heads, 1, D].
         key: [N, key heads, K, D].
         value: [N, key heads, K, D'].
-        attention_mask: [N, 1, 1, K] bool.
+        attention_mask: [N, 1, 1, K] bool; floating point with `slot_cache`.
+        slot_cache: the rows' cache if they share prompts.
         **kwargs: as Transformers passes them; `scaling` is the factor of the scores.
     """
     rows, heads, length, width = query.shape
+    if slot_cache is not None and attention_mask is not None and is_plain(module, kwargs):
+        index: int = module.layer_idx  # type: ignore[assignment]
+        grouped = query.reshape(rows, key.shape[1], -1, width)
+        output = with_shared_prompts(slot_cache, index, grouped, key, value, attention_mask, kwargs.get("scaling"))
+        return output.reshape(rows, 1, heads, width), None
     plain = length > 1 or heads == key.shape[1] or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None
     if plain:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -53,6 +62,24 @@ def grouped_sdpa(
     grouped = query.reshape(rows, key.shape[1], -1, width)
     output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
     return output.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def with_shared_prompts(
+    cache: SlotCache,
+    index: int,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention [N, key heads, G, D] of `query` [N, key heads, G, D] in layer `index` to shared prompts and own tokens."""
+    own, lse = attend_own(query, keys, values, mask, scale=scale)
+    layer, prompts = cache.layers[index], cache.prompts
+    assert isinstance(layer, SlotLayer)
+    assert layer.prompts is not None
+    assert prompts is not None
+    return prompts.merge(query, *layer.prompts, own, lse, scale=scale)
 
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_sdpa)
@@ -105,22 +132,23 @@ class AttentionLayout:
             )
         return cls(num_layers=len(kinds), kinds=frozenset(kinds), window=next(iter(windows), None))
 
-    def mask(self, cache: SlotCache, *, eager_dtype: torch.dtype | None) -> torch.Tensor | dict[str, torch.Tensor]:
+    def mask(self, cache: SlotCache, *, score_dtype: torch.dtype | None) -> torch.Tensor | dict[str, torch.Tensor]:
         """Mask [N, 1, 1, K] for the model's forward pass, or one mask per layer type.
 
         Args:
             cache: the rows.
-            eager_dtype: dtype of scores in eager attention, to which the mask is added; None for SDPA, which takes a bool mask.
+            score_dtype: dtype of the scores to which the mask is added, in eager attention and with shared prompts; None for
+                SDPA, which takes a bool mask.
         """
         masks = {
-            kind: _shaped(cache.attendable(window=self.window if kind == _SLIDING else None), eager_dtype)
+            kind: _shaped(cache.attendable(window=self.window if kind == _SLIDING else None), score_dtype)
             for kind in self.kinds
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _shaped(seen: torch.Tensor, eager_dtype: torch.dtype | None) -> torch.Tensor:
+def _shaped(seen: torch.Tensor, score_dtype: torch.dtype | None) -> torch.Tensor:
     seen = seen[:, None, None, :]
-    if eager_dtype is None:
+    if score_dtype is None:
         return seen
-    return torch.zeros_like(seen, dtype=eager_dtype).masked_fill_(~seen, torch.finfo(eager_dtype).min)
+    return torch.zeros_like(seen, dtype=score_dtype).masked_fill_(~seen, torch.finfo(score_dtype).min)

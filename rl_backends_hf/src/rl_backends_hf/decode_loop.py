@@ -16,10 +16,11 @@ from rl_backends_hf.prefill import PrefillPlan, prefill
 from rl_backends_hf.rows import PromptGroup, Row, group_by_prompt
 from rl_backends_hf.sampling import next_tokens
 from rl_backends_hf.session_cache import CachedPrefix, SessionCache
+from rl_backends_hf.shared_prompts import PromptSharing
 from rl_core.errors import NonFiniteError
 
 _FIRST_NEW_COLUMNS: Final = 64
-"""Initial number of cache columns beyond the longest prompt; the cache doubles when they are used up."""
+"""Initial number of cache columns beyond the longest prompt that is not shared; the cache doubles when they are used up."""
 _REFILL_SHARE: Final = 8
 """Rows join once one in this many slots is free, because a prefill of few rows costs nearly as much as one of many."""
 
@@ -33,6 +34,7 @@ class DecodeLoop:
         end_ids: tokens that end a row.
         capacity: maximum number of rows decoded together.
         prefill_tokens: maximum number of padded tokens of one prefill.
+        sharing: whether rows share their prompt; updated if the model does not allow it. They do not by default.
         sessions: keys and values of earlier turns; none by default.
 
     Attributes:
@@ -47,11 +49,13 @@ class DecodeLoop:
         *,
         capacity: int,
         prefill_tokens: int,
+        sharing: PromptSharing | None = None,
         sessions: SessionCache | None = None,
     ) -> None:
         self.weight_version = -1
         self._model, self._layout, self._end_ids = model, layout, end_ids
         self._capacity, self._prefill_tokens = capacity, prefill_tokens
+        self._sharing = PromptSharing(is_supported=False) if sharing is None else sharing
         self._sessions = SessionCache(0) if sessions is None else sessions
         self._device = model.get_input_embeddings().weight.device
         self._eager_dtype = model.dtype if model.config._attn_implementation == "eager" else None
@@ -152,7 +156,10 @@ class DecodeLoop:
         logits, prefilled = prefill(self._model, plan)
         sources = [source for source, group in enumerate(plan.groups) for _ in group.rows]
         rows = [row for group in plan.groups for row in group.rows]
-        self._slots_for(rows).add(prefilled, sources=sources, lengths=[row.num_tokens for row in rows], past=plan.past)
+        shared = [] if plan.prefixes else [number for number, group in enumerate(plan.groups) if self._shared_tokens(group)]
+        self._slots_for(plan.groups).add(
+            prefilled, sources=sources, lengths=[row.num_tokens for row in rows], past=plan.past, shared=shared
+        )
         for row in rows:
             if not row.tokens:
                 row.weight_version = self.weight_version
@@ -162,12 +169,18 @@ class DecodeLoop:
         self._tokens = torch.cat([self._tokens, torch.zeros_like(seeds)])
         return self._draw(logits[self._tensor(sources)], first=first)
 
-    def _slots_for(self, rows: Sequence[Row]) -> SlotCache:
-        """The cache, with free slots for `rows`."""
+    def _shared_tokens(self, group: PromptGroup) -> int:
+        return self._sharing.shared_tokens(group.prompt, len(group.rows))
+
+    def _slots_for(self, groups: Sequence[PromptGroup]) -> SlotCache:
+        """The cache, with free slots for the rows of `groups`."""
+        rows = [row for group in groups for row in group.rows]
         known = [*self._active, *rows, *(row for group in self._waiting for row in group.rows)]
         max_columns = max(row.longest for row in known)
         if self._cache is None:
-            first_columns = max(row.num_tokens for row in known) + _FIRST_NEW_COLUMNS
+            first_columns = _FIRST_NEW_COLUMNS + max(
+                len(group.prompt) - self._shared_tokens(group) for group in [*groups, *self._waiting]
+            )
             self._cache = SlotCache(
                 num_layers=self._layout.num_layers,
                 capacity=min(self._capacity, len(known)),
@@ -183,13 +196,21 @@ class DecodeLoop:
         cache = self._cache
         assert cache is not None
         cache.advance()
+        prompts = cache.prompts
+        score_dtype = self._eager_dtype if prompts is None else self._model.dtype
         logits = self._model(
             input_ids=self._tokens.unsqueeze(1),
-            attention_mask=self._layout.mask(cache, eager_dtype=self._eager_dtype),
+            attention_mask=self._layout.mask(cache, score_dtype=score_dtype),
             position_ids=cache.slots.positions.unsqueeze(1),
             past_key_values=cache,
             use_cache=True,
+            **({} if prompts is None else {"slot_cache": cache}),
         ).logits[:, -1]
+        if prompts is not None and prompts.calls_of_pass() != self._layout.num_layers:
+            # A layer with other attention, such as a soft cap, did not read the prompts: start again without sharing.
+            self._sharing.is_supported = False
+            self.recompute()
+            return self.step()
         return self._draw(logits, first=0)
 
     def _draw(self, logits: torch.Tensor, *, first: int) -> list[Row]:
@@ -246,7 +267,7 @@ class DecodeLoop:
         order = _compacted(remaining)
         self._active = [self._active[slot] for slot in order]
         if self._active and self._cache is not None:
-            self._cache.keep(order, width=max(row.num_tokens - 1 for row in self._active))
+            self._cache.keep(order, tokens=[row.num_tokens - 1 for row in self._active])
         else:
             self._cache = None
         index = self._tensor(order)

@@ -1,28 +1,35 @@
 """A KV cache of rows being decoded, updated in place and without gaps.
 
-Each row has a slot; column t of a slot holds the token at position t. Rows of different lengths therefore need no left padding,
-and new rows can join at any time. Slots 0..N-1 are in use: a row from the end moves into the slot of a finished row.
+Each row has a slot; column t of a slot holds the token at position t, or at position P + t if the row shares a prompt of P
+tokens with other rows. Rows of different lengths therefore need no left padding, and new rows can join at any time. Slots
+0..N-1 are in use: a row from the end moves into the slot of a finished row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from rl_backends_hf.shared_prompts import PromptTable
 from rl_core.errors import NotSupportedError
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [slots, heads, columns, head_dim] of one layer; returns views of the slots and columns in use."""
+    """Keys and values [slots, heads, columns, head_dim] of one layer; returns views of the slots and columns in use.
+
+    Attributes:
+        prompts: keys and values [prompts, heads, P, head_dim] of shared prompts, padded on the right.
+    """
 
     is_sliding = False
 
     def __init__(self, slots: SlotTable) -> None:
         super().__init__()
         self._slots = slots
+        self.prompts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -52,6 +59,16 @@ class SlotLayer(CacheLayerMixin):
                 own[rows, :, : run.past] = prefilled[run.sources, :, past_width - run.past : past_width]
                 new = prefilled.shape[2] - (run.length - run.past)
                 own[rows, :, run.past : run.length] = prefilled[run.sources, :, new:]
+
+    def load_prompts(self, other: CacheLayerMixin, *, sources: Sequence[int], lengths: Sequence[int]) -> None:
+        """Copy prompts that rows share from left-padded rows of a prefill."""
+        pairs = zip(self.prompts or (None, None), (other.keys, other.values), strict=True)
+        self.prompts = _pair(_with_prompts(held, new, sources, lengths) for held, new in pairs)
+
+    def keep_prompts(self, kept: Sequence[int]) -> None:
+        """Drop all shared prompts except these."""
+        if self.prompts is not None and len(kept) < len(self.prompts[0]):
+            self.prompts = _pair(held[list(kept)] for held in self.prompts) if kept else None
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, *, width: int) -> None:
         """Copy whole slots, up to column `width`."""
@@ -99,14 +116,17 @@ class SlotTable:
         capacity: number of slots.
         used: number of slots in use, the first ones.
         columns: number of columns.
-        width: number of columns in use: tokens of the longest row.
-        positions: [used] int64, column of each row's latest token.
+        width: number of columns in use: the largest number of tokens of a row, without its shared prompt.
+        positions: [used] int64, position of each row's latest token.
+        prompts: the shared prompts.
     """
 
     def __init__(self, *, capacity: int, columns: int, device: torch.device) -> None:
         self.capacity, self.columns = capacity, columns
         self.used = self.width = 0
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
+        self.prompts = PromptTable()
+        self._starts = self.positions
         self._flat_indices: dict[int, torch.Tensor] = {}
 
     def flat_index(self, heads: int) -> torch.Tensor:
@@ -117,8 +137,17 @@ class SlotTable:
         if heads not in self._flat_indices:
             device = self.positions.device
             lanes = torch.arange(self.used * heads, device=device) * self.columns
-            self._flat_indices[heads] = lanes + self.positions.repeat_interleave(heads)
+            self._flat_indices[heads] = lanes + self.own_columns().repeat_interleave(heads)
         return self._flat_indices[heads]
+
+    def own_columns(self) -> torch.Tensor:
+        """[used] int64, column of each row's latest token; -1 if that is the last one of a shared prompt."""
+        return self.positions - self._starts if self.prompts.lengths else self.positions
+
+    def rows_changed(self) -> None:
+        """Read again where each row's own columns begin."""
+        self._starts = torch.tensor(self.prompts.starts(), dtype=torch.int64, device=self.positions.device)
+        self.clear_indices()
 
     def clear_indices(self) -> None:
         """Discard indices after rows or columns changed."""
@@ -143,7 +172,20 @@ class SlotCache(Cache):
         self.max_columns = first_columns
         super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
 
-    def add(self, prefill: Cache, *, sources: Sequence[int], lengths: Sequence[int], past: Sequence[int]) -> None:
+    @property
+    def prompts(self) -> PromptTable | None:
+        """The shared prompts of the rows, if there are any."""
+        return self.slots.prompts if self.slots.prompts.lengths else None
+
+    def add(
+        self,
+        prefill: Cache,
+        *,
+        sources: Sequence[int],
+        lengths: Sequence[int],
+        past: Sequence[int],
+        shared: Collection[int] = (),
+    ) -> None:
         """Assign a slot to every row of `sources`, after the slots in use.
 
         Args:
@@ -151,6 +193,7 @@ class SlotCache(Cache):
             sources: row of the prefill for each new slot; a prompt's row occurs once per sample.
             lengths: prompt length of each new slot.
             past: number of earlier tokens of each row of the prefill.
+            shared: rows of the prefill without earlier tokens, which are stored once for all their slots.
 
         Raises:
             NotSupportedError: the model has a different number of layers.
@@ -160,14 +203,21 @@ class SlotCache(Cache):
                 f"The model has keys and values in {len(prefill.layers)} layers, but its config describes {len(self.layers)}: "
                 "this sampler does not support its attention. Use another generation backend."
             )
-        self._ensure_columns(max(lengths))
-        runs = _runs(sources, lengths, [past[source] for source in sources], first_slot=self.slots.used)
+        prompts = sorted(shared)
+        own_lengths = [0 if source in shared else length for source, length in zip(sources, lengths, strict=True)]
+        self._ensure_columns(max(own_lengths))
+        runs = _runs(sources, own_lengths, [past[source] for source in sources], first_slot=self.slots.used)
+        prompt_lengths = [lengths[sources.index(source)] for source in prompts]
         for own, prefilled in zip(self.layers, prefill.layers, strict=True):
             own.load(prefilled, runs=runs, past_width=max(past))
+            if prompts:
+                own.load_prompts(prefilled, sources=prompts, lengths=prompt_lengths)
+        self.slots.prompts.add([prompts.index(source) if source in shared else -1 for source in sources], prompt_lengths)
         new = torch.tensor(lengths, dtype=torch.int64, device=self.slots.positions.device) - 1
         self.slots.positions = torch.cat([self.slots.positions, new])
         self.slots.used += len(sources)
-        self.slots.width = max(self.slots.width, max(lengths))
+        self.slots.width = max(self.slots.width, max(own_lengths))
+        self.slots.rows_changed()
 
     def advance(self) -> None:
         """Move each row to its next position, where the next forward pass writes."""
@@ -176,17 +226,22 @@ class SlotCache(Cache):
         self.slots.width += 1
         self.slots.clear_indices()
 
-    def keep(self, slots: Sequence[int], *, width: int) -> None:
+    def keep(self, slots: Sequence[int], *, tokens: Sequence[int]) -> None:
         """Drop all rows except those in `slots`; row `slots[i]` moves to slot i.
 
         Args:
             slots: rows that keep their slot are not copied.
-            width: tokens of the longest kept row.
+            tokens: number of tokens of each kept row in the cache.
         """
         moves = [(source, target) for target, source in enumerate(slots) if source != target]
+        kept = self.slots.prompts.keep(slots)
+        width = max(count - start for count, start in zip(tokens, self.slots.prompts.starts(), strict=True))
         self.slots.used, self.slots.width = len(slots), width
         device = self.slots.positions.device
         self.slots.positions = self.slots.positions[torch.tensor(slots, dtype=torch.int64, device=device)]
+        self.slots.rows_changed()
+        for layer in self.layers:
+            layer.keep_prompts(kept)
         if moves:
             sources, targets = torch.tensor(moves, device=device).unbind(dim=1)
             for layer in self.layers:
@@ -194,15 +249,24 @@ class SlotCache(Cache):
 
     def copy_of(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values [heads, length, head_dim] of each layer, for the first tokens of a slot."""
-        return [(layer.keys[slot, :, :length].clone(), layer.values[slot, :, :length].clone()) for layer in self.layers]
+        start, prompt = self.slots.prompts.start(slot), self.slots.prompts.of_slot[slot]
+        found = []
+        for layer in self.layers:
+            pair = (layer.keys[slot, :, : max(0, length - start)], layer.values[slot, :, : max(0, length - start)])
+            if start:
+                assert layer.prompts is not None
+                before = (held[prompt, :, : min(start, length)] for held in layer.prompts)
+                pair = _pair(torch.cat([first, rest], dim=1) for first, rest in zip(before, pair, strict=True))
+            found.append(_pair(held.clone() for held in pair))
+        return found
 
     def attendable(self, *, window: int | None = None) -> torch.Tensor:
-        """[N, K] bool, columns that each row's token may attend to.
+        """[N, K] bool, columns that each row's token may attend to, besides its shared prompt.
 
         Args:
             window: size of the sliding window, including the token itself; unlimited by default.
         """
-        positions = self.slots.positions.unsqueeze(1)
+        positions = self.slots.own_columns().unsqueeze(1)
         columns = torch.arange(self.slots.width, device=positions.device)
         seen = columns <= positions
         return seen if window is None else seen & (columns > positions - window)
@@ -232,3 +296,22 @@ def _runs(sources: Sequence[int], lengths: Sequence[int], past: Sequence[int], *
         else:
             runs.append(PrefillRun(first_slot=slot, sources=[source], length=length, past=earlier))
     return runs
+
+
+def _with_prompts(
+    held: torch.Tensor | None, prefilled: torch.Tensor, sources: Sequence[int], lengths: Sequence[int]
+) -> torch.Tensor:
+    """`held` [prompts, heads, P, D] and the last `lengths` columns of rows `sources` of `prefilled`, padded on the right."""
+    heads, width, depth = prefilled.shape[1:]
+    count, columns = (0, 0) if held is None else (held.shape[0], held.shape[2])
+    joined = prefilled.new_zeros((count + len(sources), heads, max(columns, *lengths), depth))
+    if held is not None:
+        joined[:count, :, :columns] = held
+    for number, (source, length) in enumerate(zip(sources, lengths, strict=True), start=count):
+        joined[number, :, :length] = prefilled[source, :, width - length :]
+    return joined
+
+
+def _pair(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = tensors
+    return keys, values

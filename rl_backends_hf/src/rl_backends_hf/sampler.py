@@ -18,6 +18,7 @@ from rl_backends_hf.packed_linears import packed_linears
 from rl_backends_hf.rows import Row, to_rows
 from rl_backends_hf.sampling import SamplingParameters
 from rl_backends_hf.session_cache import SessionCache
+from rl_backends_hf.shared_prompts import PromptSharing
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader, end_token_ids, to_output
 from rl_core.errors import NotSupportedError
@@ -95,6 +96,7 @@ class Sampler:
     ) -> None:
         self.model, self.settings, self.tokenizer = model, settings or SamplerSettings(), tokenizer
         self._layout = AttentionLayout.of(model)
+        self._sharing = PromptSharing.of(model, window=self._layout.window)
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             raise NotSupportedError(
                 f"{type(model).__name__} is not supported by this sampler: its forward has no `logits_to_keep`, so it would "
@@ -158,6 +160,7 @@ class Sampler:
             self._end_ids,
             capacity=capacity,
             prefill_tokens=self.settings.prefill_tokens,
+            sharing=self._sharing,
             sessions=sessions,
         )
 

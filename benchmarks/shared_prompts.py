@@ -1,0 +1,60 @@
+"""CPU time of a decoding step in rl-backends-hf with and without storing a shared prompt once.
+
+    python benchmarks/shared_prompts.py --prompt-tokens 512 --threads 1
+
+Two loops sample the same rows, one step each in turn, so both see the same machine. The lower quartile over the steps is
+reported, which other processes affect least. Without `--model`, the model is a Llama with the shape of SmolLM2-135M and random
+weights: the speed does not depend on the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from generation_vs_transformers import load
+
+from rl_backends_hf.sampler import Sampler, SamplerSettings
+from rl_core.data.batched_data_dict import BatchedDataDict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--group", type=int, default=8, help="rows per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.set_defaults(device="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    sampler = Sampler(load(arguments), settings=SamplerSettings(max_new_tokens=arguments.new_tokens))
+    rows = arguments.prompts * arguments.group
+    ids = torch.randint(3, 1000, (arguments.prompts, arguments.prompt_tokens)).repeat_interleave(arguments.group, dim=0)
+    data = BatchedDataDict(input_ids=ids, input_lengths=torch.full((rows,), arguments.prompt_tokens))
+    spent: dict[str, list[float]] = {"shared": [], "copied": []}
+    with sampler.prepared(rows=rows, steps=arguments.new_tokens), sampler.without_gradients():
+        loops = {}
+        for side in spent:
+            sampler._sharing.is_supported = side == "shared"
+            loops[side] = sampler.decode_loop(capacity=rows)
+            loops[side].add(sampler.read(data, greedy=False))
+            loops[side].step()
+        sampler._sharing.is_supported = True
+        for number in range(arguments.new_tokens - 2):
+            for side in list(spent)[:: 1 if number % 2 else -1]:
+                start = time.process_time()
+                loops[side].step()
+                spent[side].append(1000 * (time.process_time() - start))
+    print(f"CPU-ms per token step of {rows} rows, lower quartile of {arguments.new_tokens - 2} steps:")
+    for side, values in spent.items():
+        print(f"{side}: {statistics.quantiles(values)[0]:.1f} (median {statistics.median(values):.1f})")
+
+
+if __name__ == "__main__":
+    main()
