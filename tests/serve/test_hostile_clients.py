@@ -5,12 +5,15 @@ import json
 import socket
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
+from uvicorn.server import ServerState
 
 from rl_serve import gate
 from rl_serve.agent_endpoint import AgentEndpoint
@@ -47,39 +50,95 @@ def read_to_end(connection):
     return found
 
 
-class Hasty(TimedHttp):
-    headers_timeout_s = 0.1
+class Timers:
+    """An event loop whose timers end when the test says so."""
+
+    def __init__(self):
+        self._loop = asyncio.get_running_loop()
+        self.pending = []
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+    def call_later(self, seconds, function):
+        entry = (seconds, function)
+        self.pending.append(entry)
+        return Mock(cancel=lambda: self.pending.remove(entry))
+
+    def end_first(self):
+        self.pending.pop(0)[1]()
 
 
-def test_a_connection_whose_headers_do_not_arrive_is_closed(model, engine, serve_http):
-    port = serve_http(create_app(model, engine, limits=Limits()), http=Hasty)
-    with connected(port) as connection:
-        assert read_to_end(connection) == b""
-    with connected(port) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: ")
-        assert b"HTTP" not in read_to_end(connection)
+def test_a_connection_whose_headers_do_not_arrive_is_closed():
+    async def scenario():
+        app, answered = FastAPI(), asyncio.Event()
+        app.get("/")(lambda: "found")
+        timers = Timers()
+
+        def connect():
+            transport = Mock(spec=asyncio.Transport)
+            transport.get_extra_info.return_value = None
+            transport.is_closing.return_value = False
+            transport.write.side_effect = lambda data: answered.set() if b"found" in data else None
+            config = uvicorn.Config(app, http=TimedHttp, timeout_keep_alive=65, lifespan="off")
+            protocol = TimedHttp(config, ServerState(), {}, timers)
+            protocol.connection_made(transport)
+            return protocol, transport
+
+        def limits():
+            return [seconds for seconds, _ in timers.pending]
+
+        _, silent = connect()
+        assert limits() == [30]
+        timers.end_first()
+        silent.close.assert_called_once()
+
+        protocol, transport = connect()
+        protocol.data_received(b"GET / HTTP/1.1\r\nHost: ")
+        protocol.data_received(b"local")
+        assert limits() == [30]
+        protocol.data_received(b"host\r\n\r\n")
+        assert limits() == []  # only the time of headers is limited, not that of the response
+        await answered.wait()
+        await asyncio.gather(*protocol.tasks)
+        assert limits() == [65]
+        protocol.data_received(b"GET ")
+        assert limits() == [30]
+        transport.close.assert_not_called()
+        timers.end_first()
+        transport.close.assert_called_once()
+        protocol.connection_lost(None)
+
+    asyncio.run(scenario())
 
 
-def test_only_the_time_of_headers_is_limited(serve_http):
-    async def slow():
-        await asyncio.sleep(3 * Hasty.headers_timeout_s)
+def test_a_body_that_does_not_arrive_gets_status_408_and_frees_its_place():
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body", False):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
-    app = FastAPI()
-    app.get("/")(slow)
-    assert httpx.get(f"http://127.0.0.1:{serve_http(app, http=Hasty)}/").status_code == 200
+    async def scenario():
+        limited = gate.Gate(app, limits=Limits(max_concurrent_requests=1, body_timeout_s=0.01))
+        sent = []
 
+        async def keep(message):
+            sent.append(message)
 
-def test_a_body_that_does_not_arrive_gets_status_408_and_frees_its_place(model, engine, serve_http):
-    limits = Limits(max_concurrent_requests=1, body_timeout_s=0.2)
-    port = serve_http(create_app(model, engine, limits=limits), http=TimedHttp)
-    with connected(port) as connection:
-        connection.sendall(request(COMPLETION, **{"Content-Length": 1000}))
-        answer = read_to_end(connection)
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b'"code":"request_timeout"' in answer
-    assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=COMPLETION).status_code == 200
+        parts = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+        async def receive():
+            return parts.pop() if parts else await asyncio.Event().wait()
+
+        await limited({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, keep)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=limited), base_url="http://test") as client:
+            return sent, await client.post("/v1/completions")
+
+    [start, body], after = asyncio.run(scenario())
+    assert (start["status"], dict(start["headers"])[b"connection"]) == (408, b"close")
+    assert json.loads(body["body"])["error"]["code"] == "request_timeout"
+    assert after.status_code == 200
 
 
 def test_a_client_that_does_not_read_its_response_is_left(serve_http):

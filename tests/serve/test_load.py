@@ -95,6 +95,7 @@ def requests_of_all_kinds(count):
 @pytest.mark.full("10,000 requests take several minutes")
 def test_memory_after_10000_requests_is_within_5_percent_of_that_after_1000():
     server, port = start_backend(0)
+    assert httpx.get(f"http://127.0.0.1:{port}/health", headers={"Host": "evil.example"}).status_code == 403
     process = psutil.Process(server.pid)
     requests = list(requests_of_all_kinds(10_000))
 

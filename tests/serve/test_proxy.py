@@ -269,6 +269,8 @@ def test_the_documented_commands_serve_and_ask_a_proxy(scripted_app, serve_http)
             return yaml.safe_load(done.stdout)
 
         assert curl(HEALTH) == {"status": "ok", "model": "nemo-skills"}
+        foreign = httpx.get(f"http://localhost:{port}/v1/models", headers={"Host": "evil.example"})
+        assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "host_not_allowed")
         native = curl(NATIVE)
         assert (native["predicted_answer"], native["is_correct"]) == ("4", True)
         chat = curl(CHAT)
