@@ -49,6 +49,7 @@ class Task:
         spelled: What the tokenizer never merges.
         whole: Texts that are one token each.
         warm_up: Number of SFT steps.
+        decay: Number of SFT steps after which the learning rate would be 0; `warm_up` by default.
         conversations: Conversations per SFT step.
         learning_rate: Learning rate of SFT.
         hidden: Width of the model.
@@ -65,6 +66,7 @@ class Task:
     spelled: str = r"\d"
     whole: Sequence[str] = ()
     warm_up: int = 300
+    decay: int | None = None
     conversations: int = 32
     learning_rate: float = 1e-3
     hidden: int = 128
@@ -321,7 +323,8 @@ TASKS: Mapping[str, Task] = {
         demonstrate=_guess,
         succeeded=_guessed,
         problems=_ranges,
-        warm_up=1200,
+        warm_up=705,
+        decay=1200,
         learning_rate=2e-3,
         hidden=96,
         whole=(
