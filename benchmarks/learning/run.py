@@ -76,10 +76,9 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
         return ROOT / task.model
     draw = random.Random(0)
     tools = {"tools": list(task.tools)} if task.tools else {}
-    decay = task.decay or task.warm_up
     rows = [
         {"messages": task.demonstrate(records[index % len(records)], draw), **tools}
-        for index in range(task.conversations * decay)
+        for index in range(task.conversations * task.warm_up)
     ]
     write_jsonl(conversations, rows)
     texts = [json.dumps(row) for row in rows[:200] if task.tools]
@@ -92,7 +91,6 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
         str(HERE / "warm_up.yaml"),
         f"sft.max_num_steps={task.warm_up}",
         f"sft.global_batch_size={task.conversations}",
-        f"policy.scheduler.kwargs.num_training_steps={decay}",
         f"policy.optimizer.kwargs.lr={task.learning_rate}",
         f"policy.model_name={untrained}",
         f"data.train.path={conversations}",
@@ -220,7 +218,7 @@ def main() -> None:
     chosen = parser.parse_intermixed_args()
     name, task, work = chosen.task, TASKS[chosen.task], chosen.work.resolve() / chosen.task
     if chosen.warm_up is not None:
-        task = replace(task, warm_up=chosen.warm_up, decay=None)
+        task = replace(task, warm_up=chosen.warm_up)
     work.mkdir(parents=True, exist_ok=True)
     config = HERE / f"{name}.yaml"
     data = write_data(task, work)

@@ -49,7 +49,6 @@ class Task:
         spelled: What the tokenizer never merges.
         whole: Texts that are one token each.
         warm_up: Number of SFT steps.
-        decay: Number of SFT steps after which the learning rate would be 0; `warm_up` by default.
         conversations: Conversations per SFT step.
         learning_rate: Learning rate of SFT.
         hidden: Width of the model.
@@ -66,7 +65,6 @@ class Task:
     spelled: str = r"\d"
     whole: Sequence[str] = ()
     warm_up: int = 300
-    decay: int | None = None
     conversations: int = 32
     learning_rate: float = 1e-3
     hidden: int = 128
@@ -151,10 +149,12 @@ def _secrets() -> dict[str, int]:
 def _guess(record: Record, draw: random.Random) -> Messages:
     """Two players in five guess the middle of what is left, and then stop doing so with probability 0.2 in each turn.
 
-    The others, and those who stopped, guess the next number in the direction of the hint, and first the lowest one.
+    The others, and those who stopped, guess the next number in the direction of the hint, and first the lowest one. The secret
+    number is another one in each game, so that no model learns those of training by heart.
     """
-    log, secret = list(record["messages"]), record["extra_env_info"]["secret"]
+    log = list(record["messages"])
     low, high = [int(number) for number in re.findall(r"\d+", str(log[-1]["content"]))]
+    secret = draw.randint(low, high)
     following, halves = low, draw.random() < 0.4
     for _ in range(GUESSES):
         guess = (low + high) // 2 if halves else following
@@ -323,8 +323,7 @@ TASKS: Mapping[str, Task] = {
         demonstrate=_guess,
         succeeded=_guessed,
         problems=_ranges,
-        warm_up=705,
-        decay=1200,
+        warm_up=600,
         learning_rate=2e-3,
         hidden=96,
         whole=(

@@ -14,7 +14,7 @@ from rl_train.config.loader import load_config
 from rl_train.runtime.build import read_sources
 
 LEARNING = Path(__file__).parents[2] / "benchmarks" / "learning"
-TASKS = ("code", "guess", "reasoning_gym", "sliding_puzzle", "tools")
+TASKS = ("code", "reasoning_gym", "sliding_puzzle", "tools")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,6 +80,20 @@ def test_the_success_of_guesses_is_their_reward_also_after_unreadable_ones():
         rewards.append(reward)
         assert tasks["guess"].succeeded(record["messages"][-1]["content"], "".join(texts)) == (reward == 1.0)
     assert 20 < sum(rewards) < 100
+
+
+def test_demonstrated_guesses_partly_succeed_and_do_not_reveal_the_secret_of_their_range():
+    from tasks import GUESSES
+    from tasks import TASKS as tasks
+
+    task, draw, short, revealed = tasks["guess"], random.Random(0), 0, 0
+    problems = random.Random(0).sample(list(task.problems()), 100)
+    for record in problems:
+        said = [m["content"] for m in task.demonstrate(record, draw) if m["role"] == "assistant"]
+        short += len(said) < GUESSES
+        revealed += said[-1].strip() == str(record["extra_env_info"]["secret"])
+    assert 10 <= short <= 60
+    assert revealed <= 15
 
 
 def test_each_range_of_the_guessing_game_is_one_problem_and_enough_are_held_out():
