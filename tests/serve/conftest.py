@@ -19,6 +19,7 @@ from rl_sandbox.interface import SandboxUnavailableError
 from rl_sandbox.local import LocalSandbox
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
+from rl_serve.listening import server_config
 from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel, started_model
 
@@ -100,12 +101,10 @@ def unfinished(prompt, tokens):
 
 
 @contextmanager
-def http_server(app, **options):
+def http_server(app):
     """The application on a free port of loopback, in a thread; yields the port and the server."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(
-            app, log_level="error", ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=65, **options
-        )
+        config = server_config(app, drain_s=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -120,7 +119,7 @@ def http_server(app, **options):
 def serve_http():
     """Starts applications on free ports of loopback; returns the port of each."""
     with ExitStack() as exits:
-        yield lambda app, **options: exits.enter_context(http_server(app, **options))[0]
+        yield lambda app: exits.enter_context(http_server(app))[0]
 
 
 @pytest.fixture

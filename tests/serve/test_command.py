@@ -26,13 +26,14 @@ def environment(**more):
 
 
 @pytest.fixture
-def start():
-    """Starts `rlcore serve` and returns the process and the base URL."""
+def start(tmp_path):
+    """Starts `rlcore serve`, which logs to `log.txt`, and returns the process and the base URL."""
     running = []
+    log = (tmp_path / "log.txt").open("w")
 
     def run(*arguments, **variables):
         command = [*SERVE, *map(str, arguments), "--port", "0"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(**variables))
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(**variables))
         running.append(server)
         line = server.stdout.readline()
         found = re.fullmatch(r"serving (\S+) on (http://127\.0\.0\.1:\d+/v1)\n", line)
@@ -44,11 +45,12 @@ def start():
         server.kill()
         server.wait()
         server.stdout.close()
+    log.close()
 
 
-def test_the_official_client_gets_chats_completions_streams_models_and_errors(start):
-    server, url = start(MODEL, "--backend", "hf", "policy.generation.max_new_tokens=16", RLCORE_SERVE_API_KEYS="secret")
-    client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+def test_the_official_client_gets_chats_completions_streams_models_and_errors(start, tmp_path):
+    server, url = start(MODEL, "--backend", "hf", "policy.generation.max_new_tokens=16", RLCORE_SERVE_API_KEYS="sk-secret")
+    client = openai.OpenAI(base_url=url, api_key="sk-secret", max_retries=0)
     assert [model.id for model in client.models.list()] == ["model"]
     question = [{"role": "user", "content": "12+34="}]
     answer = client.chat.completions.create(model="model", messages=question, temperature=0, logprobs=True)
@@ -65,8 +67,15 @@ def test_the_official_client_gets_chats_completions_streams_models_and_errors(st
         )
     with pytest.raises(openai.NotFoundError, match="There is no model 'other'"):
         client.completions.create(model="other", prompt="1")
-    with pytest.raises(openai.AuthenticationError, match="A valid API key is required"):
-        client.with_options(api_key="guess").models.list()
+    with pytest.raises(openai.AuthenticationError, match="A valid API key is required") as refused:
+        client.with_options(api_key="sk-guess").models.list()
+    with socket.create_connection(("127.0.0.1", int(re.search(r":(\d+)/", url)[1])), timeout=60) as broken:
+        broken.sendall(b"no HTTP\r\nAuthorization: Bearer sk-secret\r\n\r\n")
+        answer = broken.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 400")
+    log = (tmp_path / "log.txt").read_text()
+    assert "Invalid HTTP request received." in log
+    assert "sk-" not in f"{refused.value.response.text} {answer} {log}"
 
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) in (0, -signal.SIGTERM)

@@ -131,7 +131,9 @@ def test_a_body_that_does_not_arrive_gets_status_408_and_frees_its_place():
         async def receive():
             return parts.pop() if parts else await asyncio.Event().wait()
 
-        await limited({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, keep)
+        await limited(
+            {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}, receive, keep
+        )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=limited), base_url="http://test") as client:
             return sent, await client.post("/v1/completions")
 
@@ -154,14 +156,24 @@ def test_a_client_that_does_not_read_its_response_is_left(serve_http):
     app = FastAPI()
     app.post("/v1/completions")(lambda: EventStream(endless()))
     app.add_middleware(gate.Gate, limits=Limits(read_timeout_s=0.2))
-    with connected(serve_http(app, http=TimedHttp)) as connection:
+    with connected(serve_http(app)) as connection:
         connection.sendall(request({}))
         assert ended.wait(60)
 
 
+def test_headers_are_limited_whether_they_arrive_together_or_not(client, serve_http):
+    assert client.get("/health", headers={"X-Long": "a" * 15_000}).status_code == 200
+    for path, headers in (("/health", {"X-Long": "a" * 17_000}), (f"/health?{'a' * 17_000}", {})):
+        refused = client.get(path, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (431, "headers_too_large")
+    with connected(serve_http(FastAPI())) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 17_000)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
 def test_without_a_key_no_body_is_awaited(model, engine, serve_http, monkeypatch):
     monkeypatch.setattr(gate, "_READ_S", 0.1)
-    port = serve_http(create_app(model, engine, limits=Limits(), api_keys=["secret"]), http=TimedHttp)
+    port = serve_http(create_app(model, engine, limits=Limits(), api_keys=["secret"]))
     with connected(port) as connection:
         connection.sendall(request({}, **{"Content-Length": 1000}))
         answer = read_to_end(connection)
@@ -170,7 +182,7 @@ def test_without_a_key_no_body_is_awaited(model, engine, serve_http, monkeypatch
 
 
 def test_pipelined_requests_are_answered_in_order(model, engine, serve_http):
-    port = serve_http(create_app(model, engine, limits=Limits()), http=TimedHttp)
+    port = serve_http(create_app(model, engine, limits=Limits()))
     prompts = ["12+34=", "20+21=", "70+10="]
     *first, last = [request({**COMPLETION, "prompt": prompt}) for prompt in prompts]
     with connected(port) as connection:

@@ -24,7 +24,7 @@ from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError, add_error_handlers
 from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
 from rl_serve.gate import Gate, bearer_key
-from rl_serve.listening import KEEP_ALIVE_S, TimedHttp
+from rl_serve.listening import server_config
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
@@ -52,17 +52,7 @@ class AgentEndpoint(ModelServer):
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self._port = listener.getsockname()[1]
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=1,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                http=TimedHttp,
-                ws="none",
-            )
-        )
+        self._server = uvicorn.Server(server_config(app, drain_s=1))
         # Connections wait in the queue of the socket until the server accepts them.
         listener.listen(2048)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="agent-endpoint", daemon=True)

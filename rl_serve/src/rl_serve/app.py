@@ -25,6 +25,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"description": "There is no such model."},
     408: {"description": "The client took too long to send the body."},
     413: {"description": "The body is too large."},
+    431: {"description": "Headers and path are too large."},
     429: {"description": "Too many requests run at the same time."},
     502: {"description": "The backend failed (proxy only)."},
     503: {"description": "The engine failed, or the backend does not answer."},

@@ -44,6 +44,7 @@ class Gate:
         try:
             for check in self._checks:
                 check(scope)
+            self._check_headers(scope)
             self._check_length(header_of(scope, b"content-length"))
             if is_sampling and self._running >= self._limits.max_concurrent_requests:
                 raise ApiError(
@@ -103,6 +104,13 @@ class Gate:
             await self._app(scope, limited, watched)
         if refusal is not None and not has_started:
             await refusal.close_connection().response()(scope, receive, send)
+
+    def _check_headers(self, scope: Scope) -> None:
+        # The parser only limits headers that arrive in several pieces.
+        address = len(scope["path"]) + len(scope["query_string"])
+        if address + sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.max_header_bytes:
+            most = self._limits.max_header_bytes
+            raise ApiError(431, f"The headers and the path are larger than {most} bytes.", code="headers_too_large")
 
     def _check_length(self, length: bytes) -> None:
         # Longer numbers are not converted, which Python refuses for thousands of digits.

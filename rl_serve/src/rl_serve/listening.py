@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_core.errors import ConfigError
+from rl_serve.sampling import MAX_HEADER_BYTES
 
 API_KEYS = "RLCORE_SERVE_API_KEYS"
 """Environment variable with the accepted keys, separated by commas."""
@@ -22,7 +24,6 @@ _DRAIN_S = 30
 """Seconds that running requests may take after SIGTERM."""
 KEEP_ALIVE_S = 65
 """Seconds that idle connections stay open. Longer than clients keep them, so that no client uses one that is being closed."""
-_MAX_HEADER_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,23 +82,31 @@ def run_server(app: Any, listener: socket.socket, address: Address, *, name: str
         address: its address, for the message.
         name: what is served, for the message.
     """
-    import uvicorn
-
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=_DRAIN_S,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-        http=TimedHttp,
-        ws="none",
-    )
+    config = server_config(app)
     found = Address(host=address.host, port=listener.getsockname()[1], api_keys=())
     listener.listen(config.backlog)  # a client may connect as soon as it reads the message
     print(f"serving {name} on {found.url}/v1", flush=True)
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def server_config(app: Any, *, drain_s: int = _DRAIN_S) -> uvicorn.Config:
+    """The settings of an HTTP server with limits on headers and idle connections.
+
+    Args:
+        app: the ASGI application.
+        drain_s: seconds that running requests may take after the end.
+    """
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=drain_s,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        http=TimedHttp,
+        ws="none",
+    )
 
 
 class TimedHttp(H11Protocol):

@@ -12,6 +12,8 @@ from rl_serve.served_model import ServedModel
 from rl_train.rollouts.seeds import sample_seed
 
 _MIN_TEMPERATURE = 1e-6
+MAX_HEADER_BYTES = 16 * 1024
+"""Default of `Limits.max_header_bytes`, which also limits headers that arrive in several pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,8 @@ class Limits:
 
     max_body_bytes: int = 4 * 2**20
     """Size of a request's body."""
+    max_header_bytes: int = MAX_HEADER_BYTES
+    """Size of a request's headers and path."""
     max_concurrent_requests: int = 256
     """Number of sampling requests that run at the same time; more are answered with 429."""
     body_timeout_s: float = 60.0
