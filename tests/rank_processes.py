@@ -45,7 +45,7 @@ def fork_ranks(world: int, work: Callable[[int], None]) -> None:
     This process must have no threads: a fork has only the thread that called it, and locks of the others stay locked.
     """
     assert len(os.listdir("/proc/self/task")) == 1, "this process has threads"
-    gc.freeze()  # what has been imported is no rank's garbage
+    gc.freeze()  # imported objects are not searched for garbage in the ranks
     sys.stdout.flush()
     ranks = {_fork(rank, work): rank for rank in range(world)}
     while ranks:
