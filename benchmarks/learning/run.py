@@ -116,18 +116,18 @@ def problem(record: Mapping[str, Any]) -> str:
     return str(record["messages"][-1]["content"])
 
 
-def evaluate(config: Path, output: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Answers to up to 512 held-out problems, each sampled once and greedy once."""
+def evaluate(task: Task, config: Path, output: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Answers to up to 512 held-out problems, sampled and greedy."""
     if not output.exists():
-        modes = ("--samples", "1", "--greedy", "--json", str(output))
+        modes = ("--samples", str(task.samples), "--greedy", "--json", str(output))
         rlcore("eval", str(config), *arguments, "grpo.max_val_samples=512", *modes)
     return read_jsonl(output.with_name(f"{output.stem}.prompts.jsonl"))
 
 
 def successes(rows: Sequence[Mapping[str, Any]], mode: str, task: Task) -> tuple[list[str], list[bool]]:
-    """The problems of an evaluation, and whether each answer succeeded."""
-    chosen = [row for row in rows if row["asked"] == mode]
-    return [row["prompt"] for row in chosen], [task.succeeded(row["prompt"], row["completions"][0]) for row in chosen]
+    """The problem of each answer of an evaluation, and whether it succeeded."""
+    answers = [(row["prompt"], text) for row in rows if row["asked"] == mode for text in row["completions"]]
+    return [prompt for prompt, _ in answers], [task.succeeded(prompt, text) for prompt, text in answers]
 
 
 def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, An
         problems, old = successes(before, mode, task)
         same, new = successes(after, mode, task)
         assert problems == same
-        rewarded = [row["rewards"][0] for row in after if row["asked"] == mode]
+        rewarded = [reward for row in after if row["asked"] == mode for reward in row["rewards"]]
         found[mode] = {
             "before": rate(old),
             "after": rate(new),
@@ -224,7 +224,7 @@ def main() -> None:
     data = write_data(task, work)
     model = warm_up(name, task, work, data)
     start = [f"policy.model_name={model}", *data, *chosen.overrides]
-    before = evaluate(config, work / "before.json", *start)
+    before = evaluate(task, config, work / "before.json", *start)
     label = f"-{chosen.label}" if chosen.label else ""
     results: dict[str, Any] = {"task": name, "config": config.name, "overrides": chosen.overrides, **machine(), "seeds": {}}
     for seed in chosen.seeds:
@@ -232,7 +232,7 @@ def main() -> None:
         after = work / f"after_{seed}{label}.json"
         if not after.exists():
             rlcore("train", str(config), *start, f"grpo.seed={seed}", f"logger.log_dir={work}", f"logger.run_name={run.name}")
-        results["seeds"][seed] = compare(before, evaluate(config, after, *start, "--checkpoint", str(run)), task)
+        results["seeds"][seed] = compare(before, evaluate(task, config, after, *start, "--checkpoint", str(run)), task)
         results["seeds"][seed]["training"] = disagreements(run, task)
         print(json.dumps({seed: results["seeds"][seed]}, indent=1), flush=True)
     results.update(machine())

@@ -48,6 +48,7 @@ class Task:
         vocabulary: Number of tokens.
         spelled: What the tokenizer never merges.
         whole: Texts that are one token each.
+        samples: Sampled answers to each held-out problem.
         warm_up: Number of SFT steps.
         conversations: Conversations per SFT step.
         learning_rate: Learning rate of SFT.
@@ -64,6 +65,7 @@ class Task:
     vocabulary: int = 400
     spelled: str = r"\d"
     whole: Sequence[str] = ()
+    samples: int = 1
     warm_up: int = 300
     conversations: int = 32
     learning_rate: float = 1e-3
@@ -323,6 +325,7 @@ TASKS: Mapping[str, Task] = {
         demonstrate=_guess,
         succeeded=_guessed,
         problems=_ranges,
+        samples=8,
         warm_up=600,
         learning_rate=2e-3,
         hidden=96,
