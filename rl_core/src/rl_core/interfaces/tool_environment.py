@@ -54,6 +54,7 @@ class ToolEnvironment(EnvironmentInterface):
             timeout_s=self.config.call_timeout_s,
             max_concurrent=self.config.max_concurrent_calls,
             max_chars=self.config.max_result_chars,
+            total_s=self.config.step_timeout_s / 2,
         )
 
     @classmethod

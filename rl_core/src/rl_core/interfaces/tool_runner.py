@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -78,12 +79,15 @@ class CallRunner:
         timeout_s: Timeout of a call in seconds, from its start.
         max_concurrent: Number of calls that run at the same time.
         max_chars: Longest content; a longer result is cut, and its length is appended.
+        total_s: Limit of all calls of a `run` together in seconds. Calls that have not ended then time out, so that many calls
+            in one message are the model's mistake and not a timeout of the environment.
     """
 
     tools: Mapping[str, Tool]
     timeout_s: float
     max_concurrent: int
     max_chars: int
+    total_s: float = math.inf
 
     def run(self, calls: Sequence[ToolCall], sessions: Sequence[str | None] | None = None) -> list[CallResult]:
         """Run the calls and return their results in the same order; no call raises.
@@ -98,16 +102,16 @@ class CallRunner:
             return own.submit(asyncio.run, self._run(calls, sessions or [None] * len(calls))).result()
 
     async def _run(self, calls: Sequence[ToolCall], sessions: Sequence[str | None]) -> list[CallResult]:
-        free = asyncio.Semaphore(self.max_concurrent)
+        free, end = asyncio.Semaphore(self.max_concurrent), asyncio.get_running_loop().time() + self.total_s
 
         async def one(call: ToolCall, session: str | None) -> CallResult:
             async with free:
                 _SESSION.set(session)  # of this task only: each has its own context
-                return await self._result(call)
+                return await self._result(call, left_s=end - asyncio.get_running_loop().time())
 
         return list(await asyncio.gather(*map(one, calls, sessions)))
 
-    async def _result(self, call: ToolCall) -> CallResult:
+    async def _result(self, call: ToolCall, *, left_s: float) -> CallResult:
         name = call["function"]["name"]
         if "error" in call:
             return CallResult(content=f"Error: {call['error']}", problem=CallProblem.MALFORMED)
@@ -121,9 +125,11 @@ class CallRunner:
             text = f"Error: wrong arguments of {name}: {error}"
             return CallResult(content=self._cut(text), problem=CallProblem.WRONG_ARGUMENTS)
         try:
-            value, raised = await asyncio.wait_for(_outcome(tool, arguments), self.timeout_s)
+            value, raised = await asyncio.wait_for(_outcome(tool, arguments), min(self.timeout_s, left_s))
         except TimeoutError:
             text = f"Error: {name} did not finish within {self.timeout_s:g} seconds"
+            if left_s < self.timeout_s:
+                text = f"Error: {name} did not finish, because the calls together took more than {self.total_s:g} seconds"
             return CallResult(content=text, problem=CallProblem.TIMEOUT)
         if isinstance(raised, ToolUnavailableError):
             return CallResult(content=self._cut(_readable(f"Error: {raised}")), is_unavailable=True)
