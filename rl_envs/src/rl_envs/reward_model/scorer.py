@@ -7,6 +7,7 @@ skips an end-of-turn token that is also used for padding.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -145,15 +146,37 @@ def reward_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list
     """The tokens of the whole conversation, as in preference training: with the chat template, or concatenated without one.
 
     The conversation is rendered in one call, so that any model output can be scored: tokens that merge across messages, or
-    that a template rewrites, do not matter because nothing is trained on them.
+    that a template rewrites, do not matter because nothing is trained on them. Texts of special tokens in the model's messages
+    are removed: with `<|im_end|>` and `<|im_start|>`, an answer could add turns of a satisfied user.
 
     Raises:
         ConfigError: The chat template cannot render the conversation.
     """
     from rl_core.data.conversation_tokens import conversation_tokens
 
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    special = _special_texts(tokenizer)
+    plain = [
+        {
+            "role": message["role"],
+            "content": _without(special, message["content"]) if message["role"] == "assistant" else message["content"],
+        }
+        for message in messages
+    ]
     try:
         return conversation_tokens(plain, tokenizer)
     except DataError as error:
         raise ConfigError(f"The reward model cannot score the conversation: {error}.") from error
+
+
+def _special_texts(tokenizer: Any) -> re.Pattern[str] | None:
+    """Matches the texts of the tokenizer's special tokens; None if it has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = sorted({str(token) for token in added if token.special and str(token)}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+
+def _without(special: re.Pattern[str] | None, text: str) -> str:
+    """The text without special tokens, also without those that only the removal of others brings together."""
+    while special is not None and special.search(text):
+        text = special.sub("", text)
+    return text
