@@ -158,7 +158,7 @@ def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):
         convert(whole, taken, to="hf")
     with pytest.raises(NotSupportedError, match=r"'hf' does not convert to 'hff'\. Did you mean 'hf'"):
         convert(whole, tmp_path / "out", to="hff")
-    with pytest.raises(CheckpointError, match="the folder does not exist"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         convert(tmp_path / "absent", tmp_path / "out", to="hf")
     with pytest.raises(NotSupportedError, match=r"no format 'nobody'.*can be converted to: hf, megatron"):
         convert(MODEL, tmp_path / "out", to="nobody")

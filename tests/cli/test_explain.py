@@ -89,13 +89,15 @@ def test_sections_with_user_chosen_names_can_be_explained(key, heading):
         ("policy.temperature", "policy.generation.temperature"),
         ("policy.generation.temprature", "policy.generation.temperature"),
         ("clster", "cluster"),
+        ("grpo.temprature", "policy.generation.temperature"),
+        ("grpo.num_prompt_per_step", "grpo.num_prompts_per_step"),
     ],
 )
 @pytest.mark.parametrize("config", [(), ("--config", GRPO)])
 def test_an_unknown_key_suggests_the_one_that_was_meant(key, meant, config):
     result = explain(key, *config)
     assert result.returncode == 2
-    assert result.stderr.endswith(f"unknown key {key}. Did you mean {meant}?\n")
+    assert result.stderr.endswith(f"key {key}. Did you mean {meant}?\n")
 
 
 def test_overrides_without_a_config_are_refused():

@@ -62,7 +62,7 @@ def _explain_in(loaded: LoadedConfig, key: str) -> None:
     path = tuple(key.split("."))
     for part in path:
         if not (isinstance(value, dict) and part in value):
-            raise _no_key(key, [*loaded.resolved, *loaded.source], where=str(loaded.path))
+            raise _no_key(key, [*loaded.resolved, *loaded.source], where=f"{loaded.path}:")
         value = value[part]
     section = loaded.layout.enclosing_section(path)
     field = None if section is None else find_field(section.model, path[len(section.path) :], prefix=section.path)
@@ -105,7 +105,7 @@ def _explain_anywhere(all_sections: SchemaIndex, key: str, component: str | None
         return
     if not found:
         known = {dotted(field.path) for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)}
-        raise _no_key(key, [*known, *(dotted(part.path) for part in all_sections.parts)], where="the installed plugins")
+        raise _no_key(key, [*known, *(dotted(part.path) for part in all_sections.parts)], where="")
     by_declaration: dict[tuple[object, ...], list[tuple[SectionSchema, Field]]] = {}
     for part, field in found:
         by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((part, field))
@@ -218,12 +218,17 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     from rl_core.config.diagnostics import nearest
     from rl_core.errors import ConfigError
 
-    same_end = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    section, _, last = key.rpartition(".")
+    ends = [name.rpartition(".")[2] for name in known]
+    in_section = [end for name, end in zip(known, ends, strict=True) if name.rpartition(".")[0] == section]
+    end = last if last in ends else nearest(last, in_section) or nearest(last, ends)
+    same_end = [name for name in known if name.rpartition(".")[2] == end]
     # Those in the same section first.
-    same_end.sort(key=lambda name: (name.partition(".")[0] != key.partition(".")[0], name))
+    top = key.partition(".")[0]
+    same_end.sort(key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top, "<" in name, name))
     meant = same_end[0] if same_end else nearest(key, known)
     hint = f" Did you mean {meant}?" if meant else ""
-    return ConfigError(f"{where}: unknown key {key}.{hint}")
+    return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
 
 
 def _leaves(value: object, key: str) -> list[tuple[str, object]]:

@@ -175,3 +175,8 @@ def test_a_model_of_a_hub_that_does_not_answer_is_one_quick_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
     with pytest.raises(DataError, match=r"nobody/none-such.*127\.0\.0\.1:9 failed with.*HF_HUB_OFFLINE=1"):
         load_tokenizer("nobody/none-such")
+
+
+def test_a_folder_without_tokenizer_files_is_reported_as_such(tmp_path):
+    with pytest.raises(DataError, match=r"it has no tokenizer files\. Use a model's name, a folder"):
+        load_tokenizer(tmp_path)

@@ -197,5 +197,5 @@ def test_a_folder_that_is_not_a_checkpoint_is_an_error_that_lists_its_contents(t
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no manifest.json \(it contains: config.json\)"):
         read_manifest(tmp_path)
-    with pytest.raises(CheckpointError, match="the folder does not exist"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         read_manifest(tmp_path / "absent")

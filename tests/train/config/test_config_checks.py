@@ -35,7 +35,8 @@ WRONG_IN_GOOD = {
     ],
     ("tokens: 64", "tokens: 1024"): [
         "config.yaml:8:21: policy.generation.max_new_tokens: 1024 leaves no tokens for a prompt: "
-        "policy.max_total_sequence_length, for prompt and completion together, is 1024."
+        "policy.max_total_sequence_length, for prompt and completion together, is 1024. Lower max_new_tokens or increase that "
+        "length."
     ],
     ("  generation:", "  dynamic_batching: {enabled: true, train_mb_tokens: 512}\n  generation:"): [
         "config.yaml:6:54: policy.dynamic_batching.train_mb_tokens: 512 tokens are too few for one row of "

@@ -134,9 +134,9 @@ WRONG_IN_GOOD = {
         "config.yaml:5:3: policy.temperature: policy has no key 'temperature'. Did you mean policy.generation.temperature?"
     ],
     ("model_name:", "vllm_cfg: {}\n  model_name:"): [
-        "config.yaml:5:3: policy.vllm_cfg: vllm_cfg is the section of the backend 'vllm', but the backend is 'hf', whose own "
-        "section is hf_cfg: remove it or change the backend. (If it is inherited, `_override_: true` in its parent section "
-        "replaces what is inherited.)"
+        "config.yaml:5:3: policy.vllm_cfg: vllm_cfg is not a section of the backend 'hf' (its own section is hf_cfg); NAME_cfg "
+        "is the section of the backend NAME: remove it or change the backend. (If it is inherited, `_override_: true` in its "
+        "parent section replaces what is inherited.)"
     ],
     ("model_name:", "hf_cgf: {}\n  model_name:"): [
         "config.yaml:5:3: policy.hf_cgf: policy has no key 'hf_cgf'. Did you mean 'hf_cfg'?"

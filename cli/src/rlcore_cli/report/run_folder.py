@@ -161,7 +161,7 @@ def _reject_other_folders(path: Path) -> None:
     if _is_run(path):
         return
     runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
-    below = f" Run folders inside it: {', '.join(map(str, runs[:8]))}." if runs else ""
+    below = f" Run folders inside it: {', '.join(map(str, runs[:8]))}." if runs else " Give a run folder, such as runs/NAME."
     raise UserError(f"{path} is not a run folder: it has neither {METRICS} nor {STATUS}.{below}")
 
 

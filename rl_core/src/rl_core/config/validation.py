@@ -169,11 +169,11 @@ class Validator:
         own = [key for key in keys if key.endswith("_cfg")]
         if not (isinstance(chosen, str) and name.endswith("_cfg")) or nearest(name, own) is not None:
             return None
-        backend = name.removesuffix("_cfg")
-        its = f", whose own section is {listed(own)}" if own else ", which has no such section"
+        its = f"its own section is {listed(own)}" if own else "it has no own section"
         return (
-            f"{name} is the section of the backend {backend!r}, but the backend is {chosen!r}{its}: remove it or change the "
-            "backend. (If it is inherited, `_override_: true` in its parent section replaces what is inherited.)"
+            f"{name} is not a section of the backend {chosen!r} ({its}); NAME_cfg is the section of the backend NAME: "
+            "remove it or change the backend. (If it is inherited, `_override_: true` in its parent section replaces what is "
+            "inherited.)"
         )
 
 

@@ -52,8 +52,10 @@ def load_tokenizer(
     except ImportError as error:
         raise DataError(f"reading {str(name_or_path)!r} requires a package that is not installed: {error}") from error
     except (OSError, ValueError) as error:
+        # Transformers' own text for such a folder suggests packages to install.
+        reason = "it has no tokenizer files" if _lacks_tokenizer(path) else str(error).rstrip(".")
         raise DataError(
-            f"cannot load a tokenizer from {str(name_or_path)!r}: {str(error).rstrip('.')}. Use a model's name, a "
+            f"cannot load a tokenizer from {str(name_or_path)!r}: {reason}. Use a model's name, a "
             "folder with its tokenizer files, or a .gguf file"
         ) from error
     if chat_template is not None:
@@ -83,9 +85,8 @@ def load_tokenizer_if_there(
     Raises:
         DataError: The tokenizer exists or is named, but cannot be loaded.
     """
-    folder = Path(model_name).expanduser()
     # If there is no tokenizer, Transformers may return an empty one.
-    if tokenizer_name is None and folder.is_dir() and not any(path for pattern in _FILES for path in folder.glob(pattern)):
+    if tokenizer_name is None and _lacks_tokenizer(Path(model_name).expanduser()):
         return None
     return load_tokenizer(
         tokenizer_name or model_name,
@@ -132,6 +133,11 @@ def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
     # Transformers removes only one line break after a block.
     defaults = "".join(f"{{% if {n} is not defined %}}{{% set {n} = {v!a} %}}{{% endif %}}" for n, v in kwargs.items()) + "\n"
     return {n: defaults + text for n, text in template.items()} if isinstance(template, Mapping) else defaults + template
+
+
+def _lacks_tokenizer(path: Path) -> bool:
+    """Whether it is a folder without tokenizer files."""
+    return path.is_dir() and not any(any(path.glob(pattern)) for pattern in _FILES)
 
 
 def _template_text(chat_template: str | Path) -> str:

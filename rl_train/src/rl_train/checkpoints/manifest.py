@@ -137,9 +137,9 @@ def _wrong_format(checkpoint: Path, found: Any) -> CheckpointError:
 
 def _no_manifest(checkpoint: Path) -> str:
     steps = sorted(checkpoint.glob("checkpoints/step_*"))
-    there = sorted(entry.name for entry in checkpoint.iterdir())[:8] if checkpoint.is_dir() else None
-    return (
-        f"{checkpoint} is not a checkpoint: it has no {MANIFEST}"
-        + (f" (it contains: {', '.join(there) or 'nothing'})." if there is not None else " (the folder does not exist).")
-        + (f" It is a run folder: use {steps[-1]}." if steps else " Give a folder such as runs/NAME/checkpoints/step_000010.")
+    if not checkpoint.is_dir():
+        return f"The checkpoint {checkpoint} does not exist. Give a folder such as runs/NAME/checkpoints/step_000010."
+    there = sorted(entry.name for entry in checkpoint.iterdir())[:8]
+    return f"{checkpoint} is not a checkpoint: it has no {MANIFEST} (it contains: {', '.join(there) or 'nothing'})." + (
+        f" It is a run folder: use {steps[-1]}." if steps else " Give a folder such as runs/NAME/checkpoints/step_000010."
     )

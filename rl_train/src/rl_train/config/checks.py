@@ -164,7 +164,7 @@ def _lengths(run: RunConfig) -> Iterator[Finding]:
         yield (
             ("policy", "generation", "max_new_tokens"),
             f"{generation.max_new_tokens} leaves no tokens for a prompt: policy.max_total_sequence_length, for prompt "
-            f"and completion together, is {policy.max_total_sequence_length}.",
+            f"and completion together, is {policy.max_total_sequence_length}. Lower max_new_tokens or increase that length.",
         )
     for name, model in models_of(run).items():
         if model.max_total_sequence_length < policy.max_total_sequence_length:

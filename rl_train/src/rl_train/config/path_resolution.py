@@ -35,7 +35,9 @@ def locate_paths(values: dict[str, Any], layout: ConfigLayout, *, written: Node,
             section[str(key)] = found
         elif rule.must_exist or looks_like_path(text):
             searched = " or in ".join(folders(place))
-            problems.mark_invalid(f"{show(text)} does not exist in {searched}.", place=place, path=field.path)
+            other = "" if rule.must_exist else ", or a name such as that of a model on the hub"
+            message = f"{show(text)} does not exist in {searched}. Give an existing path{other}."
+            problems.mark_invalid(message, place=place, path=field.path)
 
 
 def _section(values: Any, path: KeyPath) -> dict[str, Any]:
