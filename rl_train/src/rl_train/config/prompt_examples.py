@@ -37,7 +37,7 @@ def find_file(path_or_name: str | Path, *, packaged: Path, kind: str) -> Path:
     names = packaged_names(packaged)
     raise DataError(
         f"there is neither a file nor a packaged {kind} {str(path_or_name)!r}.{did_you_mean(str(path_or_name), names)} "
-        f"Packaged: {listed(names)}"
+        f"Packaged {kind.partition(' ')[0]}s: {listed(names)}"
     )
 
 
