@@ -38,7 +38,7 @@ def test_a_resumed_run_takes_the_canarys_baseline_from_its_checkpoint(tmp_path, 
     assert "bfloat16" in kept["sides"]
 
     measured = []
-    monkeypatch.setattr(CanaryCalibration, "measured", lambda calibration, *found: measured.append(found))
+    monkeypatch.setattr(CanaryCalibration, "record", lambda calibration, *found: measured.append(found))
     train(path, console=False)
     assert measured == []
 
