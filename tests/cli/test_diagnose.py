@@ -77,7 +77,7 @@ def test_the_output_shows_what_was_found_why_it_matters_and_what_to_do(diagnose,
     lines = result.output.splitlines()
     at = lines.index("failed  untrained_embeddings")
     assert lines[at + 1].startswith("        this run uses 1 token (13 '+'). all zero: 1 token (13 '+')")
-    assert lines[at + 2].startswith("        The model has never seen these tokens")
+    assert lines[at + 2].startswith("        The model was probably never trained on these tokens")
     assert lines[-1].endswith("1 failed")
 
 
