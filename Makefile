@@ -21,7 +21,7 @@ FOLDER := tests
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# What CI runs: about 22 minutes on two cores.
+# What CI runs: about 14 minutes on two cores.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
 
