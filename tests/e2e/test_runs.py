@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e_runs import MODEL, ROOT, metrics_of
+import torch
+from e2e_runs import MODEL, ROOT, merged, metrics_of
 from ray import cloudpickle
 
 from rl_backends_hf import HuggingFaceGeneration
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_envs import ArithmeticEnvironment
 
 pytestmark = pytest.mark.slow
@@ -148,6 +150,66 @@ def test_two_data_parallel_ranks_take_the_same_steps_as_one(train_here, tmp_path
         # The same samples (tokens depend only on the row's seed) and the same gradient up to summation order.
         assert two[step]["reward/mean"] == one[step]["reward/mean"]
         assert two[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-3, abs=1e-6)
+
+
+SHORTENING = (
+    "{% for m in messages %}{{ m['content'][1:] if m['role'] == 'assistant' else m['content'] }}"
+    "{{ eos_token if m['role'] == 'assistant' else '' }}{% endfor %}"
+)
+"""Drops the first character of earlier answers, as templates drop reasoning."""
+
+
+class Sums(EnvironmentInterface):
+    """Asks for one to three sums; each 1 of an answer is a point."""
+
+    min_turns = 3
+
+    def __init__(self, cfg=None):
+        pass
+
+    def step(self, message_log_batch, metadata):
+        left = [state.get("left", int(state["expected_answer"]) % 3) for state in metadata]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"1{n}+2="} for n in left],
+            metadata=[{**state, "left": n - 1} for state, n in zip(metadata, left, strict=True)],
+            next_stop_strings=[None] * len(left),
+            rewards=torch.tensor([float(log[-1]["content"].count("1")) for log in message_log_batch]),
+            terminateds=torch.tensor([n == 0 for n in left]),
+        )
+
+
+@pytest.mark.full("test_segments.py has the rows of segments for any number of ranks; the test above trains over two ranks")
+@pytest.mark.usefixtures("importable")
+def test_rollouts_with_rewritten_history_take_the_same_steps_over_two_ranks_of_ray_as_in_process(
+    train_here, tmp_path, local_ray
+):
+    changes = {
+        "grpo": {"max_num_steps": 2},
+        "rollout": {"history": "template"},
+        "policy": {"max_total_sequence_length": 48, "tokenizer": {"chat_template": SHORTENING}},
+        "data": {"train": {"task_name": "sums"}},
+        "env": {"arithmetic": None, "sums": {"env_cls": "components.Sums", "num_workers": 1, "max_rollout_turns": 3}},
+        "checkpointing": {"enabled": False},
+    }
+    code, output = train_here(merged(changes, IN_PROCESS), folder=tmp_path / "one")
+    assert code == 0, output
+    over_ray = {"env": {"sums": {"num_workers": 2}}, "policy": {"generation": {"num_workers": 1}}}
+    over_ray["cluster"] = {"workers_per_node": 2}
+    code, output = train_here(merged(changes, over_ray), folder=tmp_path / "two")
+    assert code == 0, output
+    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    assert one[1]["rollout/segments"] > 1.2
+    for step in one:
+        same = {name for name in one[step] if name.startswith(("rollout/", "reward/", "length/", "advantage/"))}
+        assert {name: two[step][name] for name in same} == {name: one[step][name] for name in same}
+        for name in ("loss", "grad_norm", "entropy/sampled", "mismatch/kl"):
+            assert two[step][name] == pytest.approx(one[step][name], rel=1e-3, abs=1e-6), name
+    for number in (1, 2):
+        rows = [
+            [json.loads(line) for line in (folder / "runs/run/rollouts" / f"step_{number:06}.jsonl").read_text().splitlines()]
+            for folder in (tmp_path / "one", tmp_path / "two")
+        ]
+        assert [row["tokens"] for row in rows[0]] == [row["tokens"] for row in rows[1]]
 
 
 def test_workers_of_ray_find_a_loss_by_its_path(rlcore, monkeypatch, tmp_path, local_ray):
