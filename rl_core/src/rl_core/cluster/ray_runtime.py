@@ -25,8 +25,8 @@ from rl_core.cluster import daemons, orphan_reaper
 from rl_core.rendezvous import loopback
 
 MARKER = "RLCORE_RAY"
-_UNUSED = dict.fromkeys(("start_monitor", "start_api_server"), lambda _node, **_options: None)
-"""Ray starts its autoscaler and its dashboard even if nothing uses them: two CPU seconds, and 100 MB until its end."""
+_UNUSED = ("start_monitor", "start_api_server")
+"""Ray starts its autoscaler and its dashboard even if nothing uses them: two CPU-seconds, and 100 MB until its end."""
 _GIB = 2**30
 _leases: _Runtime | None = None
 
@@ -103,7 +103,7 @@ class _Runtime:
         self._guard = orphan_reaper.start_reaper(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's daemons and their workers inherit the marker; later children of the driver must not.
-        with _variables(**{MARKER: str(self._temp_dir)}), _on_loopback(), _daemons_in_own_session(), _replaced(Node, **_UNUSED):
+        with _variables(**{MARKER: str(self._temp_dir)}), _on_loopback(), _daemons_in_own_session(), _without_unused_daemons():
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -163,6 +163,14 @@ def _daemons_in_own_session() -> Iterator[None]:
     On systems other than Linux, Ray needs the daemons in our group, to end them with us.
     """
     with _replaced(services, ConsolePopen=partial(services.ConsolePopen, start_new_session=sys.platform == "linux")):
+        yield
+
+
+@contextmanager
+def _without_unused_daemons() -> Iterator[None]:
+    """Start neither autoscaler nor dashboard; a release of Ray in which these methods have other names starts both."""
+    unused = [name for name in _UNUSED if hasattr(Node, name)]
+    with _replaced(Node, **dict.fromkeys(unused, lambda *_, **__: None)):
         yield
 
 
