@@ -108,7 +108,7 @@ def test_a_prompt_is_stored_once(model_folder):
         assert loop._cache.slots.width == 1  # of the row's own columns: the first token that was sampled
 
 
-def test_layers_with_other_attention_are_noticed_and_their_rows_begin_again(model_folder, merged):
+def test_layers_with_other_attention_are_noticed_and_their_rows_begin_again(model_folder):
     """Gemma 2 caps its scores, so it cannot attend to a prompt separately in this way."""
     model = load(model_folder("gemma2"), attn_implementation="sdpa")
     sharing, copying = samplers(model)

@@ -1,11 +1,9 @@
 """Replicas of a served engine that exit and may not be restarted."""
 
-import os
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
+from killed_processes import kill
 from starlette.testclient import TestClient
 
 from rl_backends_hf.generation import HuggingFaceGeneration
@@ -42,12 +40,6 @@ def replicas(local_ray):
         finally:
             thread.close()
             engine.shutdown()
-
-
-def kill(pid):
-    process = psutil.Process(pid)
-    os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def test_remaining_replicas_answer_and_health_reports_the_dead_ones(replicas):

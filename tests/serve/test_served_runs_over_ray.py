@@ -1,13 +1,11 @@
 """A run served over Ray with the Transformers engine: streams, and a replica that exits, with and without a policy."""
 
-import os
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import yaml
+from killed_processes import kill
 from readable_model import make_readable_model
 from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
@@ -66,12 +64,6 @@ def served(run):
                 yield client, model.generation
         finally:
             thread.close()
-
-
-def kill(pid):
-    process = psutil.Process(pid)
-    os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def answered(client):
