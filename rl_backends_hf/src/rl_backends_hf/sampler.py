@@ -72,7 +72,7 @@ class SamplerSettings:
 
 
 class Sampler:
-    """Samples from a model with weights that may change between calls; no state is kept between calls.
+    """Samples from a model with weights that may change between calls; nothing that depends on them is kept between calls.
 
     Args:
         model: a causal LM; called in eval mode, and restored afterwards.
