@@ -14,7 +14,7 @@ DIST := dist
 # Three processes, because tests often wait; each takes whole files (see tests/conftest.py), in the order of the folders.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # Two, because these tests compute more than they wait.
-PARALLEL_FULL := -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL_BUSY := -n 2 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 
@@ -31,13 +31,13 @@ test: $(VENV)/.installed-dev
 parallel-tests: $(VENV)/.installed-dev
 	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not full"
 
-# No Ray, vLLM or Megatron: about 5 minutes on two cores.
+# No Ray, vLLM or Megatron, and no file of slow tests: less than 4 minutes on two cores.
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/pytest $(PARALLEL) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
+	$(BIN)/pytest $(PARALLEL_BUSY) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
 
 # Everything: about an hour on two cores. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
 test-full: $(VENV)/.installed-dev
-	$(BIN)/pytest $(PARALLEL_FULL) --closing-line $(FOLDER)
+	$(BIN)/pytest $(PARALLEL_BUSY) --closing-line $(FOLDER)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -13,6 +13,8 @@ from rl_train.config.loader import load_config
 from rl_train.runtime.launch import train
 from rlcore_cli.main import app
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LOSS = ROOT / "examples" / "custom_loss"
 ALGORITHM = ROOT / "examples" / "custom_algorithm"

@@ -13,6 +13,8 @@ from rlcore_cli.report.page import render
 from rlcore_cli.report.rollouts import sample_rollouts
 from rlcore_cli.report.run_folder import leaves, read_run_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 CORE, TRAIN = ROOT / "rl_core" / "src" / "rl_core", ROOT / "rl_train" / "src" / "rl_train"

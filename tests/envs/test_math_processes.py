@@ -17,6 +17,8 @@ from rl_envs.grading_process import Ending, GradingProcess
 from rl_envs.math.answers import unboxed_answer
 from rl_envs.math.environment import MathEnvironment
 
+pytestmark = pytest.mark.slow
+
 PARENS = "(" * 200 + "1" + ")" * 200
 HOSTILE = [
     r"$9^{9^{9^9}}$",

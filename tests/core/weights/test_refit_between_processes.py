@@ -29,6 +29,8 @@ from rl_train.weight_sync.synchronizer import WeightSynchronizer, free_loopback_
 from rl_train.weight_sync.transports.collective import CollectiveTransport
 from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 120.0
 """Far below the deadlines of these refits, of which none may be waited for."""
 

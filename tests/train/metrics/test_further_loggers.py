@@ -27,6 +27,8 @@ from rl_train.metrics.tensorboard import TensorBoardLogger
 from rl_train.metrics.wandb import WandbLogger
 from rl_train.runtime.workers import Builder
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_addition.yaml"
 
 

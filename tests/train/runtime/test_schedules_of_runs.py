@@ -12,6 +12,8 @@ from rl_train.config.optimizer_steps import optimizer_steps
 from rl_train.runtime.launch import train
 from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "addition" / "model"
 PREFERENCES = ROOT / "examples" / "addition" / "preferences" / "train.jsonl"
