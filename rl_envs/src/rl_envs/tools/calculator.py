@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 _LONGEST = 400
 """Longest expression in characters."""
 _MOST_BITS = 20_000
-"""Size of the largest whole number, about 5,000 digits, so that no expression takes long."""
+"""Size of the largest whole number, about 6,000 digits, so that no expression takes long."""
 Number = int | float
 
 
