@@ -382,6 +382,8 @@ def test_keys_of_ended_rollouts_and_unknown_keys_are_refused(played, endpoint):
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": 0.7}, "temperature"),
         ({"top_p": 0.9}, "top_p"),
+        ({"extra_body": {"top_k": 5}}, "top_k"),
+        ({"extra_body": {"expected_answer": "3"}}, "expected_answer"),
         ({"n": 2}, "n"),
         ({"seed": 3}, "seed"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),

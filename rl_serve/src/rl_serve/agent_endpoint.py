@@ -169,8 +169,6 @@ class AgentRoutes:
 
     def _refuse_unsupported(self, body: ChatRequest) -> None:
         body.refuse_unsupported()
-        if body.n != 1:
-            raise ApiError(400, "n must be 1: a rollout has one next turn.", param="n", code="unsupported_value")
         temperature = self._settings.temperature
         fixed = {
             "n": (body.n == 1, "1: a rollout has one next turn"),
@@ -179,7 +177,9 @@ class AgentRoutes:
                 f"{temperature:g} or absent: the policy is trained on samples at policy.generation.temperature",
             ),
             "top_p": (body.top_p in (None, 1), "1 or absent: the policy is trained on unfiltered samples"),
+            "top_k": (body.top_k is None, "absent: the policy is trained on unfiltered samples"),
             "seed": (body.seed is None, "absent: turns have the seeds of the run"),
+            "expected_answer": (body.expected_answer is None, "absent: the agent or its environment gives the reward"),
         }
         for name, (fits, value) in fixed.items():
             if not fits:
