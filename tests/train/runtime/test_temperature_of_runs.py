@@ -12,6 +12,8 @@ from rl_train.config.loader import load_config
 from rl_train.runtime.launch import train
 from rl_train.runtime.workers import Builder
 
+pytestmark = pytest.mark.slow
+
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
 POLICY = {"backend": "hf", "model_name": MODEL, "max_total_sequence_length": 16}
 COMMON = {"cluster": {"backend": "in_process"}, "checkpointing": {"enabled": False}}

@@ -8,6 +8,8 @@ from rl_train.diagnostics import DiagnosisStatus, test_generation_consistency, t
 from rl_train.diagnostics.decode_prefill import check_decode_against_prefill, check_engine_against_policy
 from rl_train.diagnostics.length_limit import check_length_limit
 
+pytestmark = pytest.mark.slow
+
 PROMISED = (test_max_model_len_respected, test_generation_consistency)
 END = 1
 

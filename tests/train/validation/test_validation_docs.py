@@ -3,12 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from rl_train.validation import JUDGED_TOKENS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "validation.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_calls_that_are_shown_work(monkeypatch):
     monkeypatch.chdir(ROOT)
     [block] = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
