@@ -20,9 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
-# Ray gives its workers a low priority, so that next to any other work they would get hardly any CPU time.
-os.environ.setdefault("RAY_worker_niceness", "0")
-
 # A shell that starts the suite in the background has it ignore Ctrl-C, and every process that a test starts would too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

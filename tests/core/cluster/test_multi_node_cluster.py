@@ -23,8 +23,10 @@ from rl_train.pools.actor_pool import ActorPool
 def nodes(no_ray):
     """A Ray with two nodes on this machine, one with four simulated GPUs and one with one."""
     unused = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 4, **unused})
-    made.add_node(num_cpus=3, num_gpus=1, include_log_monitor=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # otherwise workers get hardly any CPU time next to other tests
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 4, **unused})
+        made.add_node(num_cpus=3, num_gpus=1, include_log_monitor=False)
     made.wait_for_nodes()
     ray.init(address=made.address, logging_level="ERROR")
     yield made

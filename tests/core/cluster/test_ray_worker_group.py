@@ -81,6 +81,10 @@ def test_the_environment_of_a_process_agrees_with_its_context(square):
         assert environ.get("GOMP_SPINCOUNT") == os.environ.get("GOMP_SPINCOUNT")
 
 
+def test_workers_have_the_priority_of_the_driver(square):
+    assert {psutil.Process(pid).nice() for pid in square.pids()} == {psutil.Process().nice()}
+
+
 def test_each_kind_of_call_returns_one_result_per_input_in_order(square):
     assert square.run_all("add", 1, y=2) == [13, 13, 13, 13]
     assert square.run_one("add", 5, rank=3) == 15

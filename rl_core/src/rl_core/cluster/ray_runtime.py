@@ -102,8 +102,11 @@ class _Runtime:
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
         self._guard = orphan_reaper.start_reaper(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray's daemons and their workers inherit the marker; later children of the driver must not.
-        with _variables(**{MARKER: str(self._temp_dir)}), _on_loopback(), _daemons_in_own_session(), _without_unused_daemons():
+        # Ray's daemons and their workers inherit these; later children of the driver must not. Ray's own niceness of 15 lets
+        # Linux run the threads of a worker on one core while another is idle.
+        niceness = ray_constants.RAY_WORKER_NICENESS
+        inherited = {MARKER: str(self._temp_dir), niceness: os.environ.get(niceness, "0")}
+        with _variables(**inherited), _on_loopback(), _daemons_in_own_session(), _without_unused_daemons():
             ray.init(
                 address="local",
                 include_dashboard=False,
