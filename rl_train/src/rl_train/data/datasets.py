@@ -20,6 +20,7 @@ from rl_train.data.record_functions import load_record_function
 from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
 from rl_train.data.tool_calls import check_tool_use, read_tools, tools_of
+from rl_train.user_code import reporting_errors
 
 
 class RecordDataset(Records[Record]):
@@ -62,7 +63,9 @@ class ReadsRecords:
     def records(self, row: dict[str, Any]) -> list[Record]:
         """The row's record."""
         if self._function is not None:
-            return [self._checked(self._function(row))]
+            with reporting_errors(f"record_fn {self._config.record_fn}", self._function):
+                made = self._function(row)
+            return [self._checked(made)]
         return [self._from_keys(row)]
 
     def kind(self, record: Record) -> frozenset[str]:

@@ -15,6 +15,7 @@ from rl_train.data.record_functions import load_record_function
 from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
 from rl_train.data.tool_calls import check_tool_use, tools_of
+from rl_train.user_code import reporting_errors
 
 
 class PreferenceRecord(TypedDict):
@@ -76,7 +77,8 @@ class ReadsPairs:
         """The row's pairs."""
         if self._function is None:
             return pairs_from_row(row, self._config)
-        made = self._function(row)
+        with reporting_errors(f"record_fn {self._config.record_fn}", self._function):
+            made = self._function(row)
         if not isinstance(made, Mapping):
             raise DataError(f"{self._config.record_fn} returned {format_value(made)}: expected the fields of a pair")
         return pairs_from_row(dict(made), self._config)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_train.data.dataset_config import OnBadRow
 
 RecordT = TypeVar("RecordT")
@@ -97,6 +97,8 @@ class Records(Sequence[RecordT]):
                     raise DataError(reason) from error
                 self.skipped += 1
                 self.reasons = [*self.reasons, reason][:_MAX_REASONS]
+            except ConfigError as error:  # a bug in a user's function
+                raise ConfigError(f"{rows.place(number)}: {error}") from error
             else:
                 for part, record in enumerate(records):
                     kinds.setdefault(form.kind(record), len(self._index))

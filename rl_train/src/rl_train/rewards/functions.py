@@ -10,12 +10,12 @@ import asyncio
 import inspect
 import math
 import numbers
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import ConfigError, RLCoreError
+from rl_train.user_code import describe_raised
 
 Rewards = dict[str, float]
 """The rewards of one row by name."""
@@ -130,8 +130,7 @@ class RewardFunction:
         return {name: value for name, value in values.items() if self.accepted is None or name in self.accepted}
 
     def _failure(self, error: Exception) -> RewardFunctionError:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return RewardFunctionError(f"{self.label} raised {type(error).__name__} at {frame.filename}:{frame.lineno}: {error}")
+        return RewardFunctionError(f"{self.label} raised {describe_raised(error, self.call)}")
 
     def _results(self, found: Sequence[Any], rows: int) -> list[Rewards | None]:
         return self._rows_of(found[0], rows) if self.is_batched else [self.rewards_of(value) for value in found]

@@ -49,6 +49,7 @@ from rl_train.runtime.data import (
     read_validation_sets,
 )
 from rl_train.runtime.late_errors import with_key
+from rl_train.runtime.losses import make_loss
 from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.run_folder import checkpoint_store
 from rl_train.runtime.workers import Builder, Workers, make_cluster
@@ -86,11 +87,11 @@ def build_run(
     config = resolve_completion_formats(loaders.resolve_steps(config), train, *validation.values())
     check_turns(config, registry)
     check_own_weights(config, registry)
+    loss_fn = loss_of(config, registry)
     before_models(config)
     with with_key("cluster"):
         cluster = _cluster(config, exits)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
-    loss_fn = _loss_of(config, registry)
     parts = builder.start(samples=loaders.samples)
     parts.wait_ready()
     return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
@@ -348,12 +349,18 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
             )
 
 
-def _loss_of(config: RunConfig, registry: Registry) -> LossFunction:
+def loss_of(config: RunConfig, registry: Registry) -> LossFunction:
+    """The loss of a run.
+
+    Raises:
+        ConfigError: the config names none and the algorithm has no default, or its constructor raised.
+        WrongKindError: its class is no loss.
+    """
     name = config.loss_fn.name or config.algorithm.default_loss
     if name is None:
         raise ConfigError(f"loss_fn.name is required: {config.algorithm_name} has no default loss.")
-    loss_fn: LossFunction = registry.find("loss", name).load()(config.loss_fn)
-    return loss_fn
+    with with_key("loss_fn"):
+        return make_loss(registry.find("loss", name), config.loss_fn)
 
 
 def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:

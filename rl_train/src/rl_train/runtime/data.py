@@ -17,6 +17,7 @@ from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.concat import ConcatDataset
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.dataset_classes import make_dataset, record_of
 from rl_train.data.dataset_config import OnBadRow, OnTooLong
 from rl_train.data.holdout import Subset, held_out, place_of
 from rl_train.data.messages import DatumSpec
@@ -33,6 +34,7 @@ from rl_train.data.record_functions import load_function
 from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.row_checks import check_rows
 from rl_train.tools.task_tools import TaskTools
+from rl_train.user_code import reporting_errors
 
 _log = logging.getLogger("rlcore")
 
@@ -109,7 +111,7 @@ class TokenizedRows(Sequence[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        record = dict(self._dataset[index])
+        record = dict(record_of(self._dataset, index, name=self._name))
         if self._task_name is not None:
             record["task_name"] = self._task_name
         try:
@@ -136,7 +138,7 @@ def read_source(
         bad_rows: Counts skipped rows; a new counter by default.
     """
     section = section if data is None else with_prompt(section, data)
-    records = registry.find("dataset", section.dataset_name).load()(section)
+    records = make_dataset(registry.find("dataset", section.dataset_name).load(), section)
     source = Source(
         records=records,
         name=name or section.dataset_name,
@@ -289,8 +291,8 @@ def _loader(
         rows = ConcatDataset(list(parts.values()))
     if shuffle and len(rows) < batch_size:
         raise DataError(
-            f"The dataset {source.name!r} has {len(rows)} records, but a step uses {batch_size}: "
-            "use fewer per step, or add data."
+            f"The dataset {source.name!r} has {len(rows)} {'record' if len(rows) == 1 else 'records'}, but a step uses "
+            f"{batch_size}: use fewer per step, or add data."
         )
     loader = BatchedDataLoader(
         rows,
@@ -361,7 +363,8 @@ def _processor(source: Source, process: Callable[..., Any], *, is_trained: bool)
     function = load_function(name, "processor")
 
     def checked(record: Mapping[str, Any], **given: Any) -> Any:
-        datum = function(record, **given)
+        with reporting_errors(f"processor {name}", function):
+            datum = function(record, **given)
         check_processor_result(datum, name, is_trained=is_trained)
         return datum
 

@@ -11,7 +11,7 @@ from rl_train.config.loader import LoadedConfig
 from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
-from rl_train.runtime.build import DataLoaders, read_sources, refuse_other_tokenizers
+from rl_train.runtime.build import DataLoaders, loss_of, read_sources, refuse_other_tokenizers
 from rl_train.runtime.late_errors import problem_in_section, with_key
 from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.tools.task_tools import tools_of_run
@@ -24,6 +24,9 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
     if not problems:
         yield from imported_turn_conflicts(loaded.run, registry)
         yield from own_weights_conflicts(loaded.run, registry)
+        loss_problem = _problem_of(lambda: loss_of(loaded.run, registry))
+        if loss_problem is not None:
+            yield loss_problem
     for path, section in sections_of(loaded.run):
         try:
             for inner, message in section.deep_conflicts(loaded.run):

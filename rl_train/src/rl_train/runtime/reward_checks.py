@@ -111,7 +111,7 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
     except ConfigError:
         raise
     except (RLCoreError, RewardFunctionError) as error:
-        raise ConfigError(f"{error} The function was tried with {place_of(source.records, 0)} of the data.") from error
+        raise ConfigError(f"{str(error).rstrip('.')}. It was called with {place_of(source.records, 0)} of the data.") from error
     return {name for rewards in found for name in rewards or ()}
 
 

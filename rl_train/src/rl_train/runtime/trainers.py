@@ -33,6 +33,7 @@ from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.runtime.build import DataLoaders, connect, refuse_other_tokenizers
 from rl_train.runtime.data import Source
+from rl_train.runtime.losses import make_loss
 from rl_train.runtime.python_data import read_python_data, section_from
 from rl_train.runtime.reward_checks import check_weights, is_conversational, try_functions
 from rl_train.runtime.run_folder import claim, start_in
@@ -213,8 +214,7 @@ class Trainer:
         section = (
             given if isinstance(given, LossConfig) else section_from(component.load_config() or LossConfig, given, "loss_fn")
         )
-        loss_fn: LossFunction = component.load()(section)
-        return loss_fn, section
+        return make_loss(component, section), section
 
     def _run_config(self, config: Any, loss_section: LossConfig, checkpointing: Any, rollout: Any) -> RunConfig:
         model = self._registry.find("algorithm", self.algorithm).load_config()
