@@ -135,7 +135,7 @@ class GenerationConfig(ComponentSection):
     refit_buffer_mib: int = Field(default=512, ge=1)
     """Maximum amount of weights in transit at one time, in MiB."""
     refit_transport: str | None = None
-    """Name of the weight transport; defaults to the first one that policy and engine both support."""
+    """Name of the weight transport; by default the cheapest that policy and engine both support, except `disk`."""
 
     refit_folder: Annotated[str | None, NAME_OR_PATH] = None
     """Folder for weights transferred by disk (`refit_transport: disk`). Policy and engine must both have access to it."""
