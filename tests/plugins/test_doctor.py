@@ -40,6 +40,22 @@ def test_targets_are_imported_only_when_asked_deep(site):
     assert site.rlcore("doctor", "acme", "--deep").returncode == 0
 
 
+def test_a_config_model_without_the_base_class_of_its_kind_fails_the_deep_check(site):
+    hook = """
+        from rl_core.plugins import Component, hookimpl
+
+        @hookimpl
+        def rlcore_environments():
+            return [Component("riddles", target="acme_rl.riddles:Riddles", config="acme_rl.config:Settings", summary="Riddles")]
+    """
+    package = site.install("acme-rl", source=hook)
+    (package / "riddles.py").write_text("class Riddles: pass\n")
+    (package / "config.py").write_text("from rl_core.config.section import Section as Settings\n")
+    result = site.rlcore("doctor", "acme", "--deep")
+    assert result.returncode == 1
+    assert "is not a subclass of rl_core.config.schema.EnvironmentConfig" in result.stdout
+
+
 def test_a_component_name_leads_to_its_plugin(site):
     site.install("acme-rl", source=_environment("riddles"))
     result = site.rlcore("doctor", "riddles")

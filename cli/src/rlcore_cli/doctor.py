@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -121,27 +122,37 @@ def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:
     problem = unmet_needs(component.needs)
     if problem is not None:
         print(f"    unavailable: {problem}{f': {component.install}' if component.install else ''}")
-    return _examine_target(component) if deep else True
+    return _examine_target(component, kind) if deep else True
 
 
-def _examine_target(component: Component) -> bool:
+def _examine_target(component: Component, kind: str | None = None) -> bool:
     """Imports config and target, in this order, and prints the import time or the traceback of each."""
-    from rl_core.errors import ComponentImportError
+    from rl_core.errors import PluginError
 
     healthy = True
-    for reference, load in ((component.config, component.load_config), (component.target, component.load)):
+    for reference, load in ((component.config, partial(_load_config, component, kind)), (component.target, component.load)):
         if reference is None:
             continue
         started = time.perf_counter()
         try:
             load()
-        except ComponentImportError as error:
+        except PluginError as error:
             healthy = False
             print(f"    FAILED  {reference}")
             _print_traceback(error.__cause__ or error)
         else:
             print(f"    ok      {reference}  {(time.perf_counter() - started) * 1000:.0f} ms")
     return healthy
+
+
+def _load_config(component: Component, kind: str | None) -> object:
+    """The config model; a kind with a section in configs requires its base class."""
+    from rl_core.plugins.component import Kind
+    from rl_train.config.section_resolver import BASES, section_of
+
+    if kind is None or Kind(kind) not in BASES:
+        return component.load_config()
+    return section_of(component, Kind(kind))
 
 
 def _print_open_ports() -> None:
