@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,7 +131,11 @@ def _examine_target(component: Component, kind: str | None = None) -> bool:
     from rl_core.errors import PluginError
 
     healthy = True
-    for reference, load in ((component.config, partial(_load_config, component, kind)), (component.target, component.load)):
+    loads: list[tuple[str | None, Callable[[], object]]] = [
+        (component.config, partial(_load_config, component, kind)),
+        (component.target, component.load),
+    ]
+    for reference, load in loads:
         if reference is None:
             continue
         started = time.perf_counter()
