@@ -22,7 +22,7 @@ def make_dataset(dataset_class: Any, section: DatasetConfig) -> Any:
         section: the section.
 
     Raises:
-        ConfigError: the class is no dataset, it raised, or its first record has another form.
+        ConfigError: the class is not a dataset, it raised, or its first record has another form.
         DataError: the data cannot be read.
     """
     name = section.dataset_name

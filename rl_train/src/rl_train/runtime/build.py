@@ -354,7 +354,7 @@ def loss_of(config: RunConfig, registry: Registry) -> LossFunction:
 
     Raises:
         ConfigError: the config names none and the algorithm has no default, or its constructor raised.
-        WrongKindError: its class is no loss.
+        WrongKindError: its class is not a loss.
     """
     name = config.loss_fn.name or config.algorithm.default_loss
     if name is None:

@@ -12,7 +12,7 @@ def make_loss(component: Component, section: LossConfig) -> LossFunction:
     """The loss of a section.
 
     Raises:
-        WrongKindError: its class is no `LossFunction`.
+        WrongKindError: its class is not a `LossFunction`.
         ConfigError: its constructor raised.
     """
     loss_class = component.load(expect=LossFunction)
