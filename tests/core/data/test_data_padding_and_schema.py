@@ -11,6 +11,8 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import lengths_from_attention_mask, with_input_lengths
 from rl_core.data.schema import PAD_VALUES, SCHEMA, as_markdown, pad_value
 from rl_core.errors import DataError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+from rl_train.data.messages import DatumSpec
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5))
@@ -54,3 +56,9 @@ def test_the_page_of_batch_keys_is_what_the_table_prints():
     page = Path(__file__).parents[3] / "docs" / "batch_keys.md"
     assert page.read_text(encoding="utf-8") == as_markdown(), "run: python -m rl_core.data.schema > docs/batch_keys.md"
     assert all(f"`{key}`" in as_markdown() for key in SCHEMA)
+
+
+def test_every_column_of_prompts_and_of_engines_is_in_the_table():
+    columns = {key for spec in (DatumSpec, GenerationDatumSpec, GenerationOutputSpec) for key in spec.__annotations__}
+    assert "max_new_tokens" in columns
+    assert sorted(columns - set(SCHEMA)) == []
