@@ -21,6 +21,12 @@ def test_length_and_location_may_change_on_resume():
     assert changed("policy", "logprob_batch_size", 8) == {}
 
 
+def test_every_setting_of_validation_may_change_on_resume():
+    old = {"grpo": {"max_val_samples": None, "val_period": 5}, "policy": {"generation": {"val_temperature": 0.0}}}
+    new = {"grpo": {"max_val_samples": 8, "val_period": 2}, "policy": {"generation": {"val_temperature": 1.0}}}
+    assert config_changes(old, new, "grpo") == {}
+
+
 def test_another_model_or_seed_is_another_run():
     assert changed("policy", "model_name", "b") == {"policy.model_name": ("a", "b")}
     assert changed("grpo", "seed", 2) == {"grpo.seed": (1, 2)}

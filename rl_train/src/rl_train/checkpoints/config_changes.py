@@ -20,6 +20,7 @@ FREE_TO_CHANGE = (
     "value.train_micro_batch_size",
     "value.logprob_batch_size",
     "policy.generation.max_restarts",
+    "policy.generation.val_temperature",
     "rollout.retries",
     "rollout.max_failed_share",
     "policy.generation.refit_canary",
@@ -27,7 +28,7 @@ FREE_TO_CHANGE = (
 )
 """Prefixes of config keys that a resume may change without confirmation: how or how long a run continues, not what it is."""
 
-FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "val_")
+FREE_IN_ALGORITHM = ("max_num_steps", "max_num_epochs", "max_val_samples", "val_")
 """The same, within the algorithm's section."""
 
 FIXED = {

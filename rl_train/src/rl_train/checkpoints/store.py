@@ -26,7 +26,7 @@ ABANDONED = "abandoned_"
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints are keep: the newest, and the best by a metric."""
+    """Which checkpoints are kept: the newest, and the best by a metric."""
 
     keep_latest_k: int = 2
     keep_top_k: int | None = None
@@ -104,7 +104,7 @@ class CheckpointStore:
 
     @property
     def most_at_once(self) -> int:
-        """Largest number of checkpoints at the same time: those that are keep, and the one being written."""
+        """Largest number of checkpoints at the same time: those that are kept, and the one being written."""
         return self._retention.keep_latest_k + (self._retention.keep_top_k or 0) + 1
 
     def path(self, step: int) -> Path:
