@@ -38,6 +38,7 @@ from rl_train.runtime.status import Status
 from rl_train.runtime.stopping import StopSignals
 
 _log = logging.getLogger("rlcore")
+_OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +237,10 @@ def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
     (folder / "logs").mkdir(exist_ok=True)
     file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
     file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
-    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen(redact)) for name in ("rlcore", "rl_core"))]
+    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen(redact)) for name in _OWN_LOGGERS)]
     for logger, handler in handlers:
         logger.addHandler(handler)
-    levels = {name: logging.getLogger(name).level for name in ("rl_core", "rl_train")}
+    levels = {name: logging.getLogger(name).level for name in _OWN_LOGGERS}
     for name in levels:
         logging.getLogger(name).setLevel(logging.INFO)
     try:
