@@ -18,7 +18,7 @@ from rl_core.interfaces.policy import PolicyInterface
 QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 """Of |d|."""
 LARGE_DIFFERENCES: Final = (0.1, 1.0)
-"""Sizes of |d|, in nats, ; the share of tokens beyond each is reported."""
+"""Sizes of |d|, in nats; the share of tokens beyond each is reported."""
 _EDGES: Final = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 2**31)
 JUDGED_TOKENS: Final = 500
 """Tokens that a range of positions needs to be judged by itself: there are ten ranges, and with fewer tokens one of them would

@@ -12,7 +12,7 @@ from rl_train.data.conversations import without_answer
 
 
 class Subset(Sequence[Any]):
-    """Some records of a dataset in a given order; row locations are remaining.
+    """Some records of a dataset in a given order; rows keep their locations.
 
     Args:
         records: map-style dataset of records.

@@ -107,7 +107,7 @@ class EvaluationPlan:
         validation_set: name of the data in `data.validation_sets`; None for `data.validation`.
         modes: the evaluation modes, run one after the other.
         reward_above: reward threshold for a correct sample, instead of the environment's own; see
-            `rl_train.rollouts.correctness.judge`.
+            `rl_train.rollouts.correctness.correct_rollouts`.
     """
 
     loaded: LoadedConfig
