@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from rl_core.errors import WrongKindError
 from rlcore_cli.main import app
 
 
@@ -46,6 +47,7 @@ def test_wrong_options_of_env_play_are_refused():
     for words, says in (
         (["--player", "script"], "belong together"),
         (["--row", "5000"], "there are only 1024 rows"),
+        (["--script", "no_such_file.txt"], "--script no_such_file.txt cannot be read"),
     ):
         done = run("env", "play", "guess", *words)
         assert done.exit_code != 0
@@ -58,3 +60,11 @@ def test_env_play_of_an_environment_with_tools_names_the_commands_that_can_run_i
     done = run("env", "play", "tools", "--rows", str(rows))
     assert done.exit_code != 0
     assert "`rlcore check env tools`" in str(done.exception)
+
+
+def test_check_env_refuses_a_class_that_is_no_environment(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2+2?", "expected_answer": "4"}\n')
+    done = run("check", "env", "fractions.Fraction", "--rows", str(rows))
+    assert isinstance(done.exception, WrongKindError)
+    assert "fractions.Fraction is not a subclass of" in str(done.exception)

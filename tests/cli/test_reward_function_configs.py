@@ -92,11 +92,16 @@ def test_functions_that_accept_the_first_row_are_valid(check, env):
 
 
 ERRORS = {
+    "a file": (
+        {"reward_fn": "./rewards.py:f"},
+        "'./rewards.py:f' is the path of a file",
+        "rewards.my_function",
+    ),
     "no such module": ({"reward_fn": "no_rewards_here.f"}, "env.mine.reward_fn: cannot import", "no package 'no_rewards_here'"),
     "no such function": ({"reward_fn": "MODULE.shrot"}, "env.mine.reward_fn", "Did you mean 'short'?"),
     "no function": ({"reward_fns": {"a": "MODULE.FORM"}}, "env.mine.reward_fns.a", "is a class, not a function"),
     "a field that the rows lack": ({"reward_fn": "MODULE.wants_solution"}, "env.mine.reward_fn", "requires 'solution'"),
-    "a text as a reward": ({"reward_fn": "MODULE.as_text"}, "returned 'good' (str)", "tried with", "rows.jsonl:1 of the data"),
+    "a text as a reward": ({"reward_fn": "MODULE.as_text"}, "returned 'good' (str)", "called with", "rows.jsonl:1 of the data"),
     "an exception": ({"reward_fns": {"x": "MODULE.broken"}}, "env.mine.reward_fns.x", "raised ZeroDivisionError at ", ".py:"),
     "a weight without a reward": (
         {"reward_fn": "MODULE.short", "reward_weights": {"shrot": 1}},

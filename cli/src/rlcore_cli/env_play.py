@@ -62,7 +62,7 @@ def play_env(
         )
     if row >= len(trial.rows):
         raise UserError(f"--row {row}: there are only {len(trial.rows)} rows, numbered from 0.")
-    answers = script.read_text(encoding="utf-8").splitlines() if script is not None else []
+    answers = _lines_of(script) if script is not None else []
     players: dict[PlayerKind, Any] = {
         PlayerKind.PERSON: _person,
         PlayerKind.RANDOM: at_random(seed),
@@ -89,6 +89,17 @@ def play_env(
     finally:
         environment.shutdown()
     print(f"total reward {total:g} after {number} {'turn' if number == 1 else 'turns'}")
+
+
+def _lines_of(script: Path) -> list[str]:
+    from rl_core.errors import UserError
+
+    try:
+        return script.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--script {script} cannot be read: {error}. Give a UTF-8 text file with one answer per line."
+        ) from error
 
 
 def _person(log: Sequence[Mapping[str, Any]]) -> str | None:

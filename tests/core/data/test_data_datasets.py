@@ -118,6 +118,8 @@ def test_a_template_that_cannot_work_is_refused_when_it_is_read(tmp_path, text, 
 def test_a_field_that_the_record_lacks_and_an_unknown_name_are_named():
     with pytest.raises(DataError, match=r"uses \{answer\}, but the record does not have this field: it has \['question'\]"):
         PromptTemplate(user="{answer}").fill({"question": "?"})
+    with pytest.raises(DataError, match=r"uses both \{\} and \{question\}: write \{\{\}\} for literal braces"):
+        PromptTemplate(user=r"in \boxed{}: {question}").fill({"question": "?"}, input_key="question")
     with pytest.raises(DataError, match="generic/math"):
         load_prompt("generic/maths")
 

@@ -141,6 +141,10 @@ def load_prompt(path_or_name: str | Path, examples_type: str | None = None) -> P
 def _fields(text: str, source: str) -> list[str]:
     """The names in the braces, "" for `{}`."""
     try:
-        return placeholders(text)
+        fields = placeholders(text)
     except ValueError as error:
         raise DataError(f"{source}: {error} (write {{{{ and }}}} for literal braces)") from error
+    named = next((field for field in fields if field not in ("", EXAMPLES)), None)
+    if "" in fields and named is not None:
+        raise DataError(f"{source} uses both {{}} and {{{named}}}: write {{{{}}}} for literal braces, or name the field")
+    return fields

@@ -48,7 +48,16 @@ class FunctionEnvironmentConfig(EnvironmentConfig):
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Functions that do not exist, without importing them."""
         for name, path in self.functions.items():
-            if (problem := missing_target(path)) is not None:
+            if "/" in path or path.endswith(".py") or ".py:" in path:
+                module = path.partition(":")[0].rpartition("/")[2].removesuffix(".py")
+                yield (
+                    self.key_of(name),
+                    (
+                        f"{path!r} is the path of a file: write the module and the function, such as {module}.my_function. "
+                        "The module's folder must be the working directory or on PYTHONPATH."
+                    ),
+                )
+            elif (problem := missing_target(path)) is not None:
                 yield self.key_of(name), f"cannot import {path!r}: {problem}"
 
     @field_validator("reward_fn")

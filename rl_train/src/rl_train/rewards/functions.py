@@ -105,7 +105,7 @@ class RewardFunction:
         for arguments in self._calls(rows, as_messages=as_messages):
             try:
                 found.append(self.call(**arguments))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._failure(error) from error
         return self._results(found, len(rows))
 
@@ -129,7 +129,7 @@ class RewardFunction:
     def _accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if self.accepted is None or name in self.accepted}
 
-    def _failure(self, error: Exception) -> RewardFunctionError:
+    def _failure(self, error: BaseException) -> RewardFunctionError:
         return RewardFunctionError(f"{self.label} raised {describe_raised(error, self.call)}")
 
     def _results(self, found: Sequence[Any], rows: int) -> list[Rewards | None]:

@@ -14,7 +14,7 @@ import yaml
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.errors import ComponentImportError, ConfigError, DataError
+from rl_core.errors import ComponentImportError, ConfigError, DataError, WrongKindError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.manager import discover
@@ -105,7 +105,10 @@ def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> pa
     Raises:
         UserError: there is no such environment, or it lacks a requirement.
     """
-    worker_class = _component(section.env_cls or section.name or task, registry).load()
+    name = section.env_cls or section.name or task
+    worker_class = _component(name, registry).load()
+    if not issubclass(plain_class(worker_class), EnvironmentInterface):
+        raise WrongKindError(f"{name} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
     given: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
     return partial(plain_class(worker_class), **first_argument(worker_class, given))
 
