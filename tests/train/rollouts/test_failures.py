@@ -1,5 +1,6 @@
 """Rollouts whose environment fails: steps are repeated, rows are masked, groups are replaced, and a broken run stops."""
 
+import asyncio
 import os
 import signal
 
@@ -14,7 +15,9 @@ from rl_train.algorithms.advantages import group_advantages
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums
 from rl_train.pools.actor_pool import ActorPool
-from rl_train.rollouts.collect import Collector
+from rl_train.pools.pool import InProcessPool
+from rl_train.rewards.environment import FunctionEnvironment, named_functions
+from rl_train.rollouts.collect import Collector, all_of
 from rl_train.rollouts.environment_checks import checked_return, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
@@ -313,3 +316,37 @@ def test_a_row_that_kills_its_worker_is_masked_and_the_rows_next_to_it_are_score
     assert [row.scored for row in rows] == [True, False, True]
     assert rows[1].failure == "WorkerDiedError: the environment's worker died"
     assert "died in step()" in rows[1].failure_details
+
+
+async def cancelled_reward(completion):
+    """Waits for a call that something else has cancelled, as a client does whose connections are closed."""
+    call = asyncio.ensure_future(asyncio.sleep(60))
+    call.cancel()
+    await call
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_a_reward_function_whose_own_call_is_cancelled_masks_its_rows(collector, tokenizer, in_pool):
+    environment = FunctionEnvironment(functions=named_functions(cancelled_reward))
+    if in_pool:
+        pool = InProcessPool(FunctionEnvironment, {"functions": named_functions(cancelled_reward)}, name="env.t")
+        environment = EnvironmentPool(pool, task_name="t", deadline_s=60.0)
+    rows = played(collector, tokenizer, environment, 2)
+    environment.shutdown()
+    assert [(row.done, row.scored) for row in rows] == [(True, False)] * 2
+    assert all("CancelledError" in row.failure for row in rows)
+
+
+@pytest.mark.timeout(60)
+def test_a_step_that_raises_cancelled_error_masks_its_row_instead_of_leaving_the_rollouts_waiting(collector, tokenizer):
+    rows = played(collector, tokenizer, Fragile({"q1": (ALWAYS, asyncio.CancelledError())}), 3)
+    assert [(row.done, row.scored) for row in rows] == [(True, True), (True, False), (True, True)]
+
+
+def test_a_rollout_that_ends_as_cancelled_without_being_cancelled_ends_the_run():
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    with pytest.raises(RLCoreError, match="did not cancel it"):
+        asyncio.run(all_of([cancelled(), asyncio.sleep(0)]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
@@ -148,11 +148,17 @@ class Collector:
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently; the first error cancels the others and is raised."""
+    """Run coroutines concurrently; the first error cancels the others and is raised.
+
+    Raises:
+        RLCoreError: a coroutine raised CancelledError, although nothing cancelled it.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    cancelled = False
     try:
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        cancelled = any(task.cancelled() for task in tasks)
     finally:
         failed = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
         for task in tasks:
@@ -160,6 +166,11 @@ async def all_of(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in failed:
         task.result()
+    if cancelled:
+        raise RLCoreError(
+            "A rollout ended with CancelledError, but the run did not cancel it: something that its environment waited for was "
+            "cancelled. Catch CancelledError in the environment."
+        )
 
 
 def run_to_end(start: Callable[[], Coroutine[Any, Any, None]]) -> None:

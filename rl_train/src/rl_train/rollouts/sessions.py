@@ -20,6 +20,7 @@ from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_retried
 
 SESSION_KEY = "session_id"
+_CANCELLED = "CancelledError: something that the environment waited for was cancelled"
 _log = logging.getLogger("rlcore")
 
 
@@ -155,21 +156,22 @@ class StepQueue:
             step.times.wait_s += step.lap_s()
         try:
             call = self._call([step.conversation for step in steps], [step.metadata for step in steps], worker)
-        except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
+        # An exception of this callback would only be logged, and the rollouts would wait forever.
+        except (Exception, asyncio.CancelledError) as error:
             call = Future()
             call.set_exception(error)
         asyncio.wrap_future(call).add_done_callback(lambda ended: self._finish(steps, ended))
 
     def _finish(self, steps: list[_Step], ended: asyncio.Future[EnvironmentReturn]) -> None:
         self._running[steps[0].worker] -= 1
-        error = None if ended.cancelled() else ended.exception()
+        error: BaseException | None = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+        if isinstance(error, asyncio.CancelledError):  # it would end the rollouts as if they had been cancelled
+            error = RowFailedError(_CANCELLED)
         for row, step in enumerate(steps):
             step.times.step_s += step.lap_s()
             if step.future.done():
                 continue
-            if ended.cancelled():
-                step.future.cancel()
-            elif error is not None:
+            if error is not None:
                 step.future.set_exception(error)
             else:
                 found = ended.result()
