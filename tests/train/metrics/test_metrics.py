@@ -53,6 +53,31 @@ def test_a_truncated_last_line_is_ignored(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+@pytest.mark.parametrize("resume_from", [1, None])
+def test_a_line_that_a_full_disk_cut_within_a_character_does_not_corrupt_the_next_one(tmp_path, resume_from):
+    texts = tmp_path / "rollouts" / "token_texts.jsonl"
+
+    def logged(tokens, step):
+        logger = JsonlLogger(tmp_path, resume_from=resume_from, token_text=lambda token: f"{token}\N{EURO SIGN}")
+        logger.log_metrics({"a": 1.0}, step)
+        logger.log_rollouts([{"tokens": tokens}], step)
+
+    logged([7, 8], 1)
+    texts.write_bytes(texts.read_bytes()[:-4])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 2, "\N{EURO SIGN}'.encode()[:-1])
+    logged([7, 8, 9], 2)
+    logged([8], 3)
+    assert {row["id"]: row["text"] for row in read_jsonl(texts)} == {n: f"{n}\N{EURO SIGN}" for n in (7, 8, 9)}
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0] == {"step": 1, "a": 1.0}
+
+
+def test_an_unpaired_surrogate_in_the_text_of_an_error_is_logged_and_read_back(tmp_path):
+    rows = [{"failure": "ValueError: \ud83d is not a word", "completion": "\N{EURO SIGN}"}]
+    JsonlLogger(tmp_path).log_rollouts(rows, 1)
+    assert read_jsonl(tmp_path / "rollouts" / "step_000001.jsonl") == rows
+
+
 def test_nan_and_infinity_become_null(tmp_path):
     JsonlLogger(tmp_path).log_metrics({"a": math.nan, "b": math.inf, "c": 1.0}, 1)
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "a": None, "b": None, "c": 1.0}

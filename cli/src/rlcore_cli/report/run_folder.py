@@ -132,9 +132,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # an incomplete line may end within a character
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
                 row = json.loads(line, parse_constant=_not_finite)

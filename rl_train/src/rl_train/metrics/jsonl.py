@@ -33,6 +33,8 @@ class JsonlLogger(Logger):
         self._rollouts.mkdir(parents=True, exist_ok=True)
         self._token_text = token_text
         self._token_texts = self._rollouts / TOKEN_TEXTS
+        for path in (self._metrics, self._token_texts):
+            _remove_incomplete_line(path)
         self._known_tokens = {row["id"] for row in read_jsonl(self._token_texts)} if self._token_texts.exists() else set()
         if resume_from is not None:
             self._delete_after(resume_from)
@@ -67,12 +69,23 @@ class JsonlLogger(Logger):
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON Lines file; an incomplete last line is skipped."""
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def _remove_incomplete_line(path: Path) -> None:
+    """Remove the end of a line that a killed process or a full disk left behind: the next line would be appended to it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        os.truncate(path, complete)
+
+
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    # An unpaired surrogate, for example in the text of an error, is written as the escape that JSON has for it.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
