@@ -3,7 +3,9 @@
 import json
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +132,19 @@ def test_signal_while_the_run_is_being_built_ends_it_at_once():
     with pytest.raises(RunInterrupted, match="SIGTERM") as caught, StopSignals().listen():
         signal.raise_signal(signal.SIGTERM)
     assert (caught.value.exit_code, caught.value.reason, caught.value.step) == (143, StopReason.SIGTERM, None)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_only_the_second_signal_interrupts_a_run_that_has_reached_its_time_limit(signals):
+    run = SimpleNamespace(stop_reason=StopReason.MAX_TIME, checkpoints=object())
+    stop, sent = StopSignals(), []
+    with pytest.raises(RunInterrupted, match="SIGTERM") if signals == 2 else nullcontext(), stop.listen():
+        stop.end_after_step(run)
+        for number in range(signals):
+            sent.append(number)
+            signal.raise_signal(signal.SIGTERM)
+    assert len(sent) == signals
+    assert run.stop_reason is StopReason.MAX_TIME
 
 
 def test_run_that_reaches_its_time_limit_saves_and_the_same_command_continues(rlcore, tmp_path):

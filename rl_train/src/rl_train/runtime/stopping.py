@@ -72,7 +72,7 @@ class StopSignals:
         is_first, self._reason = self._reason is None, self._reason or reason
         if self._run is None:
             raise KeyboardInterrupt
-        if is_first and self._run.stop_reason is None:
+        if is_first:
             self._request_stop(self._run, reason)
             return
         why = f"checkpointing.stop_grace_s ({self._grace_s:g} s) is over" if self._is_over else f"{reason.label} again"
@@ -80,7 +80,7 @@ class StopSignals:
         raise KeyboardInterrupt
 
     def _request_stop(self, run: Run, reason: StopReason) -> None:
-        run.stop_reason = reason
+        run.stop_reason = run.stop_reason or reason  # a run that has reached its time limit may be writing its checkpoint
         how = "with a checkpoint" if run.checkpoints is not None else "without a checkpoint, because checkpointing is disabled"
         limit = "" if self._grace_s is None else f", within {self._grace_s:g} s"
         _log.warning("%s: stopping after this step%s, %s; a second signal stops at once", reason.label, limit, how)
