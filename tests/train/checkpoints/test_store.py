@@ -34,6 +34,23 @@ def test_ties_favour_the_newer_and_a_missing_metric_is_never_best(tmp_path):
     assert store.steps() == [2, 4]
 
 
+def test_a_metric_that_no_checkpoint_has_is_a_warning(tmp_path, caplog):
+    store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=2, keep_top_k=1, metric_name="validation/acuracy"))
+    store.write(1, fill, {"loss": 1.0})
+    assert not caplog.records  # a later one may have it
+    for step in (2, 3):
+        store.write(step, fill, {"validation/accuracy": 0.5})
+    [record] = caplog.records
+    assert "steps 1, 2 has the metric validation/acuracy" in record.getMessage()
+
+
+def test_a_metric_that_some_checkpoints_lack_is_no_warning(tmp_path, caplog):
+    store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=1, keep_top_k=1, metric_name="m"))
+    for step, metrics in enumerate([{}, {"m": 1.0}, {}, {}], start=1):
+        store.write(step, fill, metrics)
+    assert not caplog.records
+
+
 def test_lower_can_be_better(tmp_path):
     store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=1, keep_top_k=1, metric_name="m", higher_is_better=False))
     for step, value in enumerate([0.4, 0.1, 0.3], start=1):

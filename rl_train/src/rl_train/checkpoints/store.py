@@ -53,6 +53,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, retention: Retention | None = None) -> None:
         self.folder = folder
         self._retention = retention or Retention()
+        self._has_warned = False
 
     def sweep(self) -> None:
         """Complete or delete what a killed process left behind."""
@@ -185,6 +186,15 @@ class CheckpointStore:
         sign = 1.0 if self._retention.higher_is_better else -1.0
         scores = {step: _metric(self.find(step), name) for step in steps}
         scored = [step for step in steps if scores[step] is not None]
+        if len(steps) > 1 and not scored and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "none of the checkpoints of steps %s has the metric %s (checkpointing.metric_name), so keep_top_k has no "
+                "effect. Check its name in metrics.jsonl. Metrics of validation exist only at steps with validation: set "
+                "val_period so that it divides checkpointing.save_period.",
+                ", ".join(map(str, steps)),
+                name,
+            )
         return sorted(scored, key=lambda step: (sign * scores[step], step))[-top:]
 
 
