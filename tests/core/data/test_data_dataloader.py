@@ -53,6 +53,17 @@ def test_rows_drawn_in_any_portions_are_those_of_the_endless_batches(rows, setti
     assert drawn == [row for batch in batches for row in batch][: len(drawn)]
 
 
+@given(rows=st.integers(5, 13), settings=SETTINGS, epochs=st.integers(1, 3))
+def test_the_draws_of_some_epochs_use_every_row_of_them_and_no_draw_begins_after_them(rows, settings, epochs):
+    loader = loader_of(rows, **settings)
+    end = epochs * rows
+    drawn = [loader.draw(loader.batch_size) for _ in range(loader.draws(epochs))]
+    assert drawn[-1][0] < end
+    kept = len(loader) * loader.batch_size if settings["drop_last"] else rows
+    used = {ordinal for draw in drawn for ordinal in draw}
+    assert used >= {epoch * rows + row for epoch in range(epochs) for row in range(kept)}
+
+
 def test_a_state_at_the_end_of_an_epoch_resumes_to_a_whole_next_one():
     stopped = loader_of(4, batch_size=2)
     list(stopped)

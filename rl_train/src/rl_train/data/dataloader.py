@@ -125,6 +125,10 @@ class BatchedDataLoader:
             self._skip_rest(rows - end + 1)
         return ordinals
 
+    def draws(self, epochs: int) -> int:
+        """Number of draws of `batch_size` rows that use every row of this many epochs; only the last one may go beyond them."""
+        return epochs * len(self) if self.drop_last else -(-epochs * len(self.dataset) // self.batch_size)
+
     def rows_of(self, ordinals: Sequence[int]) -> Any:
         """The rows with these ordinals as a batch, in this order; the position of the loader does not change."""
         found = []

@@ -288,9 +288,10 @@ class DataLoaders:
             ConfigError: a schedule ends before the run.
         """
         algorithm = config.algorithm
-        drawn = self.prompts if self.prompts is not None else self.batches
-        if algorithm.max_num_epochs is not None and drawn is not None:
-            last = min(algorithm.max_num_steps, algorithm.max_num_epochs * len(drawn))
+        epochs = algorithm.max_num_epochs
+        if epochs is not None and (self.prompts is not None or self.batches is not None):
+            whole = self.prompts.draws(epochs) if self.prompts is not None else epochs * len(self.batches or ())
+            last = min(algorithm.max_num_steps, whole)
             counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
             config = config.model_copy(update={"algorithm": counted})
         if found := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
