@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -79,7 +80,9 @@ class Run:
 
     @property
     def data_ranks(self) -> int:
-        """Number of data-parallel ranks of the policy."""
+        """Number of data-parallel ranks of the policy, which has its own placement if it was created in Python."""
+        if isinstance(self.policy, DistributedPolicy):
+            return self.policy.data_ranks
         return self.config.policy.data_ranks(self.config.cluster)
 
     def keep(self, name: str, part: Stateful) -> None:
