@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +29,8 @@ from rl_train.rollouts.segments import join_segments
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+
+_log = logging.getLogger("rlcore")
 
 
 @dataclass(kw_only=True)
@@ -112,7 +115,8 @@ class Run:
                 yield step
                 self.metrics.add({"time/step_s": time.perf_counter() - started})
             self.metrics.add(self._throughput())
-            numbers = self.flush(step)
+            numbers = self._numbers()
+            self._report_or_save(numbers, step)
             self._watch_time(started)
             due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_reason is not None
             if self.checkpoints is not None and due:
@@ -153,18 +157,35 @@ class Run:
 
     def flush(self, step: int) -> dict[str, float]:
         """Log the metrics of a step."""
+        numbers = self._numbers()
+        self._report(numbers, step)
+        return numbers
+
+    def _report_or_save(self, numbers: Mapping[str, float], step: int) -> None:
+        """Log the metrics of a finished step; if a logger or a plugin raises, the step is saved before the run ends."""
+        try:
+            self._report(numbers, step)
+        except Exception:
+            if self.checkpoints is not None:
+                _log.warning("the metrics of step %d could not be logged; its checkpoint is saved before the run ends", step)
+                self.checkpoints.save(step, numbers)
+            raise
+
+    def _report(self, numbers: Mapping[str, float], step: int) -> None:
+        for logger in self.loggers:
+            logger.log_metrics(numbers, step)
+        if self.on_step is not None:
+            self.on_step(step, numbers)
+
+    def _numbers(self) -> dict[str, float]:
+        """The metrics of the step, which are then empty."""
         if self.first_step == 0:
             self.metrics.add(self.initial_metrics)
         self.initial_metrics = {}
         if self.generation is not None:
             self.metrics.add({"generation/restarts": self.generation.restarts - self._logged_restarts})
             self._logged_restarts = self.generation.restarts
-        numbers = self.metrics.flush()
-        for logger in self.loggers:
-            logger.log_metrics(numbers, step)
-        if self.on_step is not None:
-            self.on_step(step, numbers)
-        return numbers
+        return self.metrics.flush()
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Log rollouts, at most `logger.num_rollouts_logged`."""

@@ -35,3 +35,30 @@ def test_a_policy_from_python_has_the_data_ranks_of_its_own_placement(tmp_path):
     policy.group = SimpleNamespace(sharding=NamedSharding.grid(data=2, tensor=2))
     run = Run(config=None, folder=tmp_path, policy=policy, loss_fn=None, loggers=[], checkpoints=None, tokenizer=None)
     assert run.data_ranks == 2
+
+
+class Unreachable(Logger):
+    def log_metrics(self, metrics, step):
+        if step == 2:
+            raise ConnectionError("the tracking server does not respond")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_finished_step_is_saved_if_a_logger_raises(tmp_path, saves):
+    saved = []
+    store = SimpleNamespace(save=lambda step, numbers: saved.append((step, numbers["loss"])))
+    config = SimpleNamespace(
+        algorithm=SimpleNamespace(max_num_steps=3),
+        checkpointing=SimpleNamespace(save_period=10),
+        profiling=SimpleNamespace(steps=[]),
+    )
+    parts = {"policy": None, "loss_fn": None, "tokenizer": None}
+    run = Run(config=config, folder=tmp_path, loggers=[Unreachable()], checkpoints=store if saves else None, **parts)
+
+    def train():
+        for step in run.steps():
+            run.metrics.add({"loss": step / 2})
+
+    with pytest.raises(ConnectionError, match="tracking server"):
+        train()
+    assert saved == ([(2, 1.0)] if saves else [])
