@@ -20,10 +20,10 @@ MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 def config(tmp_path):
     """The config of a twenty-step run, with changes."""
 
-    def load(**checkpointing):
+    def load(*, epochs=None, **checkpointing):
         path = tmp_path / "config.yaml"
         sections = {
-            "sft": {"max_num_steps": 20, "global_batch_size": 2},
+            "sft": {"max_num_steps": 20, "max_num_epochs": epochs, "global_batch_size": 2},
             "policy": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
             "data": {"train": {"dataset_name": "arithmetic", "num_samples": 8, "with_response": True}},
             "logger": {"log_dir": str(tmp_path / "runs")},
@@ -45,7 +45,8 @@ def start(tmp_path):
             elsewhere = config.checkpointing.checkpoint_dir
             store = CheckpointStore(Path(elsewhere) if elsewhere else chosen.folder / "checkpoints")
             for step in steps:
-                state = json.dumps({"step": step, "resumable": True, "parts": {}, "config": {}})
+                written = {"sft": config.algorithm.model_dump(mode="json")}
+                state = json.dumps({"step": step, "resumable": True, "parts": {}, "config": written})
                 store.write(step, lambda folder, state=state: (folder / "state.json").write_text(state), {})
             return chosen
 
@@ -60,6 +61,17 @@ def test_auto_continues_the_newest_unfinished_run_and_never_starts_the_next(conf
     assert start(config(), resume="never", steps=[20]).folder == runs / "run-2"
     finished = start(config())
     assert (finished.folder, finished.checkpoint) == (runs / "run-3", None)
+
+
+def test_auto_continues_a_run_that_has_done_its_epochs_only_if_there_are_more(config, start, tmp_path):
+    runs = tmp_path / "runs"
+    first = start(config(epochs=1), steps=[4])
+    assert start(config(epochs=1)).checkpoint is not None  # it was interrupted
+    (first.folder / "status.json").write_text(json.dumps({"state": "finished", "steps": 4}))
+    again = start(config(epochs=1))
+    assert (again.folder, again.checkpoint) == (runs / "run-2", None)
+    longer = start(config(epochs=2))
+    assert (longer.folder, longer.checkpoint) == (runs / "run", runs / "run" / "checkpoints" / "step_000004")
 
 
 @pytest.mark.parametrize("name", ["run[1]", "a*b", "what?", "[!x]", "deep/run[1]"])

@@ -6,6 +6,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -160,7 +161,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
     for folder in reversed(runs.existing()):
         latest = _latest_of(folder, section)
         if latest is not None:
-            unfinished = step_of(latest) < config.algorithm.max_num_steps
+            unfinished = step_of(latest) < config.algorithm.max_num_steps and not _has_done_its_epochs(folder, latest, config)
             return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
     # The checkpoint folder may exist without the run folder, for example on a shared disk that another machine mounts.
     elsewhere = checkpoint_store(section, runs.parent)
@@ -171,6 +172,15 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
         return None
     folder = runs.new().folder
     return ResumePoint(folder=folder, identity=replace(owner, folder=str(folder.absolute())), checkpoint=latest)
+
+
+def _has_done_its_epochs(folder: Path, latest: Path, config: RunConfig) -> bool:
+    """Whether the run in `folder` finished after the epochs of this config; their number of steps depends on the data."""
+    status = _status_of(folder)
+    if config.algorithm.max_num_epochs is None or status.get("state") != "finished" or status.get("steps") != step_of(latest):
+        return False
+    before = read_state(latest)["config"].get(config.algorithm_name)
+    return isinstance(before, dict) and before.get("max_num_epochs") == config.algorithm.max_num_epochs
 
 
 def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None:
@@ -233,8 +243,14 @@ def _failed_before_first_step(folder: Path) -> bool:
     has_steps = checkpoints.is_dir() and any(entry.name.startswith(("step_", ABANDONED)) for entry in checkpoints.iterdir())
     if has_steps or (folder / "metrics.jsonl").exists():
         return False
+    status = _status_of(folder)
+    return status.get("state") in ("failed", "interrupted") and status.get("during") == BUILDING
+
+
+def _status_of(folder: Path) -> dict[str, Any]:
+    """status.json of a run; empty if it has none, or another process is writing to it."""
     try:
         status = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not a run of this version, or another process is writing to it
-        return False
-    return status.get("state") in ("failed", "interrupted") and status.get("during") == BUILDING
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
