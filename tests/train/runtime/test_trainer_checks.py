@@ -7,7 +7,7 @@ import pytest
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.errors import ConfigError
 from rl_envs import ArithmeticEnvironment
-from rl_train.algorithms import DPOTrainer, GRPOTrainer, SFTTrainer
+from rl_train.algorithms import DPOTrainer, GRPOTrainer, PPOTrainer, SFTTrainer
 from rl_train.runtime.trainers import DistillationTrainer
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
@@ -87,3 +87,16 @@ def test_a_trainer_refuses_batches_that_cannot_hold_one_row():
     packing = {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 8}
     with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens: 8 tokens are too few for one row"):
         SFTTrainer(policy(sequence_packing=packing))
+
+
+def test_a_trainer_refuses_epochs_that_end_while_only_the_critic_is_trained():
+    trainer = PPOTrainer(
+        policy(),
+        value=policy(head="scalar"),
+        generation=HuggingFaceGeneration(MODEL, max_new_tokens=5),
+        environments=ArithmeticEnvironment(),
+        config={"num_prompts_per_step": 2, "critic_warmup_steps": 2, "max_num_epochs": 1},
+    )
+    rows = [{"question": f"{n}+1=", "expected_answer": str(n + 1)} for n in range(4)]
+    with pytest.raises(ConfigError, match="the first 2 steps train only the critic and the run has 2"):
+        trainer.train(rows)

@@ -189,7 +189,7 @@ class Trainer:
                 run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
             run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
-            self._registry.find("algorithm", self.algorithm).load()(algorithm, run)
+            self._registry.find("algorithm", self.algorithm).load()(run.config.algorithm, run)
         return history
 
     def _try_reward_functions(self, train: Source) -> None:
