@@ -169,6 +169,17 @@ def test_an_invalid_section_is_an_error_with_its_key(given, says, registry):
         read_python_data(given, None, registry, wants_pairs=False)
 
 
+@pytest.mark.parametrize("is_model", [True, False])
+def test_validation_sets_which_a_trainer_would_ignore_are_refused(is_model, registry, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "expected_answer": "2"}\n')
+    rows = {"dataset_name": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    given = {"train": rows, "validation_sets": {"hard": rows}}
+    if is_model:
+        given = DataConfig(train=JsonlDatasetConfig(**rows), validation_sets={"hard": JsonlDatasetConfig(**rows)})
+    with pytest.raises(ConfigError, match=r"data\.validation_sets: a Python trainer validates on one dataset"):
+        read_python_data(given, None, registry, wants_pairs=False)
+
+
 def test_held_out_data_is_named_once(registry, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n}", "expected_answer": "1"}) + "\n" for n in range(40)))

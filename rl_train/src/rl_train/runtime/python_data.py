@@ -42,6 +42,10 @@ _FORMS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
     (frozenset({"question"}), {"output_key": None}),
 )
 """Fields that identify the form of a row without a section, and the section keys for it; the first match is used."""
+_NO_VALIDATION_SETS = (
+    "data.validation_sets: a Python trainer validates on one dataset, so these would have no effect. Pass one of them as "
+    "`validation=`, or use a config file."
+)
 _FILES = (".parquet", ".json", ".gz", ".zst")
 
 
@@ -123,10 +127,14 @@ def section_from(model: Any, given: Any, name: str) -> Any:
 def _data_section(given: Any, registry: Registry) -> DataConfig | None:
     """The section of all data, if that is what was passed."""
     if isinstance(given, DataConfig):
+        if given.validation_sets:
+            raise ConfigError(_NO_VALIDATION_SETS)
         return given
     if not isinstance(given, Mapping) or "dataset_name" in given or is_split(given):
         return None
     values = dict(given)
+    if values.get("validation_sets"):
+        raise ConfigError(_NO_VALIDATION_SETS)
     expand_data_paths(values)
     for key in ("train", "validation"):
         if values.get(key) is not None:
