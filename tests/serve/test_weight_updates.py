@@ -229,7 +229,7 @@ def test_the_command_of_vllm_is_printed_with_every_flag_that_training_needs(tmp_
     assert text.startswith(
         f"VLLM_SERVER_DEV_MODE=1 RLCORE_WEIGHT_UPDATES_DIR={tmp_path.resolve()} python -m vllm.entrypoints.openai.api_server "
         "--enable-scale-out --model some/model --served-model-name m --host 127.0.0.1 --port 5000 --logprobs-mode "
-        "processed_logprobs --worker-extension-cls rl_backends_vllm.server_extension.ServerWeights"
+        "processed_logprobs --generation-config vllm --worker-extension-cls rl_backends_vllm.server_extension.ServerWeights"
     )
     assert serve()[0] == 2
     for arguments, reason in (

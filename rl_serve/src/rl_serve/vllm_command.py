@@ -59,6 +59,8 @@ def vllm_command(
         "--host": host,
         "--port": str(port),
         "--logprobs-mode": "processed_logprobs",
+        # Otherwise, the model's top-p, top-k and penalties apply to requests that do not set them.
+        "--generation-config": "vllm",
         "--worker-extension-cls": EXTENSION,
     }
     words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
