@@ -193,6 +193,16 @@ def test_weights_that_do_not_fit_and_damaged_files_are_refused(client, weights):
     client.post("/resume")
 
 
+def test_requests_are_refused_after_an_update_was_prepared_until_its_weights_have_arrived(client, weights):
+    begin(client, weights)
+    refused = client.post("/resume")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "incomplete_weights")
+    assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 503
+    assert send(client, weights, refit="d", version=4).json() == {"weight_version": 4}
+    assert client.post("/resume").status_code == 200
+    assert logprobs(client)[1] == 4
+
+
 def test_the_command_requires_a_folder_and_a_key_and_serves_no_run(tmp_path, monkeypatch):
     monkeypatch.delenv(ADMIN_KEY, raising=False)
     assert read_update_options(str(MODEL), None) is None

@@ -79,6 +79,7 @@ class WeightUpdates:
     folder: Path
     admin_key: str = field(repr=False)
     pause: Pause = field(default_factory=Pause)
+    _is_prepared: bool = False
     _has_begun: bool = False
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -96,6 +97,7 @@ class WeightUpdates:
         """Begin an update: compare names and shapes with the engine's. Returns the dtype that it stores each weight in."""
         manifest = {name: (tuple(shape), dtype) for name, (shape, dtype) in body.weights.items()}
         dtypes = await self._call(self.generation.prepare_refit_info, manifest, while_paused=True)
+        self._is_prepared = True
         return {"dtypes": {} if dtypes is None else dict(dtypes)}
 
     async def update(self, body: UpdateRequest) -> dict[str, int]:
@@ -112,7 +114,10 @@ class WeightUpdates:
         }
         self._has_begun = True
         await self._call(self.generation.update_weights, handles, while_paused=True)
-        return await self.version()
+        found = await self.version()
+        if found["weight_version"] >= 0:
+            self._is_prepared = False
+        return found
 
     async def version(self) -> dict[str, int]:
         """Number of optimizer steps behind the weights; -1 before the first update and during an update."""
@@ -127,7 +132,8 @@ class WeightUpdates:
 
     async def resume(self) -> dict[str, bool]:
         """Drop cached prefixes and accept requests, unless the weights are incomplete."""
-        if self._has_begun and (await self.version())["weight_version"] < 0:
+        # A prepared engine samples only after the update, although its version does not change before the first file.
+        if self._is_prepared or (self._has_begun and (await self.version())["weight_version"] < 0):
             raise ApiError(
                 409,
                 "The weights are incomplete. Repeat the update, beginning with /weights/prepare.",
