@@ -9,6 +9,7 @@ from openai_servers import ADMIN, KEY, LEARNING, LEARNING_STEPS, MODEL, assert_l
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.http import HttpError
 from rl_train.runtime.launch import train
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.disk import DiskTransport
@@ -80,6 +81,22 @@ def test_a_server_whose_weights_someone_else_replaced_is_noticed(tmp_path, polic
         with pytest.raises(WeightSyncError, match="sampled with weight version -1, but the last sync sent version 0"):
             engine.generate(prompts([4, 5]))
         sync.close()
+
+
+def test_a_server_samples_again_after_it_refused_the_weights_of_another_model(tmp_path, policy):
+    with updatable(tmp_path) as (url, _), connect(url, tmp_path) as engine:
+        weights = dict(policy.prepare_refit_info())
+        name = next(iter(weights))
+        with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
+            engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
+        assert engine.generate(prompts([4, 5]))["generation_lengths"].tolist()[0] > 0
+
+        # An update that was prepared before is not ended.
+        engine.prepare_refit_info(weights)
+        with pytest.raises(WeightSyncError):
+            engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
+        with pytest.raises(HttpError, match="paused"):
+            engine.generate(prompts([4, 5]))
 
 
 def test_a_wrong_admin_key_and_another_folder_are_errors(tmp_path, policy):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.server import version_label
-from rl_core.errors import ConfigError, WeightSyncError
+from rl_core.errors import ConfigError, RLCoreError, WeightSyncError
 from rl_core.http import HttpClient, HttpError, RequestLimits
 from rl_core.weights.disk import file_digest
 
@@ -100,7 +101,13 @@ class RlcoreUpdates(WeightUpdates):
     async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
         await self._post("pause", {})
         body = {"weights": {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}}
-        found = await self._post("weights/prepare", body)
+        try:
+            found = await self._post("weights/prepare", body)
+        except Exception:
+            # Nothing was loaded, so other clients can use the server; it refuses to resume with incomplete weights.
+            with suppress(RLCoreError):
+                await self._post("resume", {})
+            raise
         return cast("dict[str, str]", found["dtypes"])
 
     async def update(self, handles: Mapping[str, Any]) -> None:
