@@ -5,7 +5,10 @@ import json
 import threading
 
 import pytest
+from starlette.testclient import TestClient
 
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import Completion, to_output
 from rl_core.errors import NotSupportedError, WorkerError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineClosedError, EngineThread, SamplingRow
@@ -129,6 +132,60 @@ def test_a_closed_engine_rejects_rows(model):
     thread.close()
     with pytest.raises(EngineClosedError, match="the engine was shut down"):
         asyncio.run(all_of(thread, ROWS))
+
+
+def test_rows_in_progress_fail_when_the_engine_is_closed():
+    engine = Endless()
+    thread = EngineThread(engine)
+
+    async def scenario():
+        task = asyncio.create_task(all_of(thread, ROWS))
+        await asyncio.to_thread(engine.entered.wait, 60)
+        await asyncio.to_thread(thread.close)
+        with pytest.raises(EngineClosedError, match="the engine was shut down"):
+            await task
+
+    asyncio.run(scenario())
+
+
+class Failing:
+    """An engine that reports why its second row could not be sampled, as `OpenAIGeneration` does."""
+
+    streams_tokens = False
+
+    def prepare_for_generation(self):
+        return True
+
+    async def generate_async(self, data, greedy=False):
+        for row in range(data.size):
+            prompt = data["input_ids"][row].tolist()
+            tokens = [] if row == 1 else [5]
+            completion = Completion(
+                prompt=prompt, tokens=tokens, logprobs=[-1.0] * len(tokens), truncated=False, weight_version=0
+            )
+            reason = {"failures": ["status 503: overloaded"]} if row == 1 else {}
+            yield row, BatchedDataDict({**to_output([completion]), **reason})
+
+
+class FailingBatches(BatchesOnly):
+    """The same for an engine that samples whole batches."""
+
+    def generate(self, data, greedy=False):
+        output = self._generation.generate(data, greedy)
+        output["failures"] = [None, "status 503: overloaded", None][: data.size]
+        return output
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+def test_a_row_that_could_not_be_sampled_is_an_error_instead_of_an_empty_completion(model, whole_batches):
+    thread = EngineThread(FailingBatches(model.generation) if whole_batches else Failing())
+    with pytest.raises(WorkerError, match="status 503: overloaded"):
+        asyncio.run(all_of(thread, ROWS))
+    assert asyncio.run(all_of(thread, ROWS[:1]))[0].token_ids
+    with TestClient(create_app(model, thread, limits=Limits())) as client:
+        response = client.post("/v1/completions", json={"prompt": "1+1=", "n": 3})
+    assert (response.status_code, "choices" in response.json()) == (503, False)
+    thread.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

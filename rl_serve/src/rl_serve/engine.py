@@ -93,7 +93,7 @@ class EngineThread:
 
         Raises:
             DataError: the engine rejects a row.
-            WorkerError: a worker of the engine failed.
+            WorkerError: a worker of the engine failed, or the engine could not sample a row.
             EngineClosedError: the engine was shut down.
         """
         here = asyncio.get_running_loop()
@@ -105,7 +105,9 @@ class EngineThread:
         if self._is_closed:
             raise EngineClosedError("the engine was shut down")
         future = self._loop.start(self._sample(_as_batch(rows, stream=stream and self.streams_tokens), greedy, put))
-        future.add_done_callback(lambda done: put((_END, None if done.cancelled() else done.exception())))
+        # Only `close` cancels it before this iterator is closed, after which nothing reads the queue.
+        closed = EngineClosedError("the engine was shut down")
+        future.add_done_callback(lambda done: put((_END, closed if done.cancelled() else done.exception())))
         try:
             while True:
                 index, found = await queue.get()
@@ -247,6 +249,9 @@ def _as_batch(rows: Sequence[SamplingRow], *, stream: bool) -> BatchedDataDict[A
 
 
 def _row_of(output: BatchedDataDict[Any], row: int, start: int) -> SampledRow:
+    failures = output.get("failures")
+    if failures is not None and failures[row] is not None:
+        raise WorkerError(f"The engine could not sample the row: {failures[row]}")
     end = int(output["unpadded_sequence_lengths"][row])
     return SampledRow(
         token_ids=output["output_ids"][row, start:end].tolist(),
