@@ -17,9 +17,10 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
 from rl_core.errors import WorkerDiedError, WorkerError
 from rl_serve.app import create_app
-from rl_serve.engine import EngineThread
+from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop, cut_at_stop
-from rl_serve.sampling import Limits
+from rl_serve.responses import ChoiceFormat
+from rl_serve.sampling import Limits, SamplingPlan
 from rl_serve.served_model import started_model
 
 QUESTION = [{"role": "user", "content": "ab"}]
@@ -83,6 +84,25 @@ def test_text_before_a_possible_stop_string_is_never_taken_back(text, stops):
     whole = cut_at_stop(text, stops)
     for length in range(len(text)):
         assert whole.startswith(cut_at_possible_stop(text[:length], stops))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces"),
+    [
+        ("bytes", ["a", pieces_of(" "), *pieces_of("é"), pieces_of("€")[:2], pieces_of("€")[2], pieces_of("😀")]),
+        ("byte fallback", ["b", *(f"<0x{byte:02X}>" for byte in "é€😀".encode())]),
+    ],
+)
+def test_the_bytes_of_sampled_tokens_together_are_those_of_the_text(kind, pieces):
+    tokenizer = TOKENIZERS[kind]
+    tokens = [*tokenizer.convert_tokens_to_ids(pieces), tokenizer.eos_token_id]
+    row = SampledRow(token_ids=tokens, logprobs=[-1.0] * len(tokens), truncated=False, weight_version=0)
+    choices = ChoiceFormat(
+        tokenizer=tokenizer, plan=SamplingPlan(rows=[], greedy=False, prompts=[], n=1), logprobs=True, token_ids=False
+    )
+    found = bytes(byte for entry in choices.token_logprobs(row) for byte in entry["bytes"])
+    assert found.decode() == tokenizer.decode(tokens)
+    assert "é€😀" in found.decode()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,11 @@ from rl_train.tools.decoding import special_tokens
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A token of one byte, in vocabularies that write unknown characters as bytes."""
+_PRINTABLE: Final = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTE_OF_LETTER: Final = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+"""The byte of each letter in byte-level vocabularies, as those of GPT-2 and its successors."""
 _CONTEXT_TOKENS: Final = 8
 """Number of tokens that are decoded again with each new one, so that spaces and characters between tokens are correct."""
 _WINDOW_TOKENS: Final = 64
@@ -21,6 +26,19 @@ def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """The text of a completion, without special tokens."""
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     return text
+
+
+def token_bytes(tokenizer: Any, token: int) -> list[int] | None:
+    """The bytes of a token, which may be a part of a character; None if the vocabulary does not show them."""
+    text: str = tokenizer.decode([token])
+    if _REPLACEMENT not in text:
+        return list(text.encode())
+    name = tokenizer.convert_ids_to_tokens(token)
+    if not isinstance(name, str):
+        return None
+    if _BYTE.fullmatch(name):
+        return [int(name[3:5], 16)]
+    return [_BYTE_OF_LETTER[letter] for letter in name] if all(letter in _BYTE_OF_LETTER for letter in name) else None
 
 
 def cut_at_stop(text: str, stop_strings: Sequence[str]) -> str:

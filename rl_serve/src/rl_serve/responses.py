@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_serve.chat_format import AssistantMessage
 from rl_serve.engine import SampledRow
-from rl_serve.incremental_text import cut_at_stop, decoded
+from rl_serve.incremental_text import cut_at_stop, decoded, token_bytes
 from rl_serve.sampling import SamplingPlan
 
 
@@ -102,10 +102,10 @@ class ChoiceFormat:
         """The sampled tokens with their log-probabilities."""
         return [
             {
-                "token": (text := self.tokenizer.decode([token])),
+                "token": self.tokenizer.decode([token]),
                 "token_id": token,
                 "logprob": logprob,
-                "bytes": list(text.encode()),
+                "bytes": token_bytes(self.tokenizer, token),
                 "top_logprobs": [],
             }
             for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
