@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 import yaml
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
@@ -149,6 +149,29 @@ def test_a_client_that_hangs_up_ends_the_stream_of_the_backend(serve_http, proxy
     front = serve_http(create_proxy_app(Backend(BackendSection(port=port), concurrency=1), name="p", limits=Limits()))
     with httpx.stream("POST", f"http://127.0.0.1:{front}/v1/completions", json={"stream": True}) as response:
         next(response.iter_lines())
+    assert httpx.get(f"http://127.0.0.1:{port}/ended", timeout=60).status_code == 200
+
+
+def test_a_client_that_hangs_up_before_the_backend_responds_ends_its_stream_too(serve_http):
+    entered, ended = asyncio.Event(), asyncio.Event()
+    app = failing(200, {})
+
+    @app.post("/v1/completions")
+    async def waits(request: Request):
+        await request.body()
+        entered.set()
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        ended.set()
+
+    app.get("/entered")(entered.wait)
+    app.get("/ended")(ended.wait)
+    port = serve_http(app)
+    front = serve_http(create_proxy_app(Backend(BackendSection(port=port), concurrency=1), name="p", limits=Limits()))
+    with socket.create_connection(("127.0.0.1", front)) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 16"
+        client.sendall(f'{head}\r\n\r\n{{"stream": true}}'.encode())
+        assert httpx.get(f"http://127.0.0.1:{port}/entered", timeout=60).status_code == 200
     assert httpx.get(f"http://127.0.0.1:{port}/ended", timeout=60).status_code == 200
 
 

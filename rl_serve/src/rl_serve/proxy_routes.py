@@ -107,7 +107,8 @@ class ProxyRoutes:
         if not sent.get("stream"):
             return JSONResponse(await unless_disconnected(request, self._backend.post(path, sent)))
         exits = AsyncExitStack()
-        lines = await exits.enter_async_context(self._backend.stream(path, sent))
+        # The backend may not respond before its first token.
+        lines = await unless_disconnected(request, exits.enter_async_context(self._backend.stream(path, sent)))
         return EventStream(lines, exits)
 
     def _asker(self, given: Mapping[str, Any]) -> Callable[[int], Ask]:
