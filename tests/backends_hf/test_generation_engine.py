@@ -7,7 +7,7 @@ import torch
 import transformers
 from readable_model import batch_of
 
-from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig, HFSamplerConfig
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, WorkerError
@@ -171,6 +171,21 @@ def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder, local_ray)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return freed memory by themselves")
+def test_ranks_of_a_policy_draw_different_rows_from_the_seed_of_the_engine_section(parts, model_folder):
+    from rl_backends_hf.worker import HFPolicyWorker
+
+    def sampled(rank, seed):
+        section = HFGenerationConfig(max_new_tokens=12, hf_cfg=HFSamplerConfig(seed=seed))
+        worker = HFPolicyWorker(parts.make_context(rank), parts.make_config(model_folder("llama"), generation=section))
+        worker.setup()
+        return worker.generate(batch_of([5, 6, 7], [5, 6, 7]))["output_ids"].tolist()
+
+    first = sampled(0, seed=3)
+    assert sampled(0, seed=3) == first
+    assert not any(row in first for row in sampled(1, seed=3))
+    assert not any(row in first for row in sampled(0, seed=4))
+
+
 def test_memory_that_was_freed_is_returned_when_generation_finishes(engine):
     engine.generate(batch_of([5, 6]))
     blocks = [torch.ones(2**14) for _ in range(2000)]  # 64 KiB each: small enough for the heap

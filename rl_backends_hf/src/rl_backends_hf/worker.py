@@ -195,7 +195,13 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             configured = self.config.generation
             section = configured if isinstance(configured, HFGenerationConfig) else _as_hf(configured)
             settings = SamplerSettings.from_config(section, max_model_len=self.config.max_total_sequence_length)
-            self._sampler = Sampler(self._scoring.model, settings=settings, tokenizer=self.find_tokenizer())
+            self._sampler = Sampler(
+                self._scoring.model,
+                settings=settings,
+                tokenizer=self.find_tokenizer(),
+                seed=section.hf_cfg.seed,
+                rank=self.context.rank,
+            )
         completions: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
         return completions
 
