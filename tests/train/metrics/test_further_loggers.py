@@ -10,9 +10,10 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.loader import load_config
+from rl_train.errors import RunInterrupted, StopReason
 from rl_train.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
 from rl_train.metrics.mlflow import MlflowLogger
 from rl_train.metrics.tensorboard import TensorBoardLogger
@@ -164,9 +166,37 @@ def test_mlflow_writes_to_the_run_folder_despite_environment_variables(tmp_path,
 
 def test_mlflow_metric_names_are_valid_for_its_stores(tmp_path):
     logger = MlflowLogger(config=MlflowConfig(), folder=tmp_path)
-    logger.log_metrics({"validation/pass@4": 0.5}, 1)
+    logger.log_metrics({"validation/pass@4": 0.5, "reward/right?": 1.0, "env/math: hard/accuracy (%)": 2.0}, 1)
     logger.finish()
-    assert mlflow_run(tmp_path)[2] == {"validation/pass_at_4": [(1, 0.5)]}
+    assert mlflow_run(tmp_path)[2] == {
+        "validation/pass_at_4": [(1, 0.5)],
+        "reward/right_": [(1, 1.0)],
+        "env/math: hard/accuracy ___": [(1, 2.0)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("x"), "FAILED"), (RunInterrupted(3, True, StopReason.SIGTERM), "KILLED")]
+)
+def test_mlflow_shows_how_a_run_ended(tmp_path, error, status):
+    with suppress(ValueError, RunInterrupted), ExitStack() as exits:
+        exits.callback(MlflowLogger(config=MlflowConfig(), folder=tmp_path).finish)
+        raise error
+    assert mlflow_run(tmp_path)[1].info.status == status
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (ValueError("x"), 1), (RunInterrupted(3, True, StopReason.SIGTERM), 143)]
+)
+def test_wandb_gets_the_exit_code_of_the_run(error, code):
+    codes = []
+    logger = WandbLogger.__new__(WandbLogger)
+    logger._run = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+    with suppress(ValueError, RunInterrupted), ExitStack() as exits:
+        exits.callback(logger.finish)
+        if error is not None:
+            raise error
+    assert codes == [code]
 
 
 def test_mlflow_uses_the_tracking_uri_and_names_of_the_config(tmp_path):
@@ -191,6 +221,15 @@ def test_a_resumed_run_continues_its_mlflow_run_and_keeps_its_first_parameters(t
     assert metrics == {"reward/mean": [(1, 0.25), (2, 0.5), (2, 0.625), (3, 0.75)]}
     assert run.data.params == {"grpo.max_num_steps": "3", "grpo.val_period": "None", "grpo.seed": "1"}
     assert run.info.status == "FINISHED"
+
+
+def test_a_run_resumed_with_another_tracking_uri_gets_a_new_mlflow_run(tmp_path, caplog):
+    log(MlflowLogger(config=MlflowConfig(), folder=tmp_path), [0.25], first_step=1)
+    elsewhere = MlflowConfig(tracking_uri=f"sqlite:///{tmp_path}/own.db")
+    with caplog.at_level(logging.WARNING, logger="rlcore"):
+        log(MlflowLogger(config=elsewhere, folder=tmp_path), [0.5], first_step=2)
+    assert "does not exist at this tracking_uri: a new one is created" in caplog.text
+    assert mlflow_run(tmp_path, "own.db")[2] == {"reward/mean": [(2, 0.5)]}
 
 
 def test_mlflow_accepts_nan_metrics_and_long_parameters(tmp_path):

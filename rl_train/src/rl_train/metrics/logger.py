@@ -34,5 +34,8 @@ class Logger(ABC):
         return None
 
     def finish(self) -> None:
-        """Flush and close; calling it twice is fine."""
+        """Flush and close; calling it twice is fine.
+
+        If an error or an interruption ends the run, it is called while that exception is handled: `sys.exception()` returns it.
+        """
         return None

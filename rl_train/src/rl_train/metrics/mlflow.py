@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_train.errors import RunInterrupted
 from rl_train.metrics.logger import Logger
 from rl_train.metrics.logger_config import MlflowConfig
 
 _log = logging.getLogger("rlcore")
 _RUN_ID = "mlflow_run_id"
+_INVALID = re.compile(r"[^/\w.\- :]")
 _LONGEST_PARAM = 6000
 _PARAMS_PER_CALL = 100
 """Limit of MLflow's stores."""
@@ -41,8 +45,7 @@ class MlflowLogger(Logger):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        # MLflow rejects names with an @, such as validation/pass@4.
-        named = {name.replace("@", "_at_"): value for name, value in metrics.items()}
+        named = {_valid_name(name): value for name, value in metrics.items()}
         self._client.log_batch(self._run_id, metrics=[Metric(name, value, now, step) for name, value in named.items()])
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -59,15 +62,23 @@ class MlflowLogger(Logger):
 
     def finish(self) -> None:
         if not self._finished:
-            self._client.set_terminated(self._run_id)
+            self._client.set_terminated(self._run_id, status=_status_of(sys.exception()))
             self._finished = True
 
     def _resume(self, folder: Path) -> str | None:
         kept = folder / _RUN_ID
         if not kept.exists():
             return None
+        from mlflow.exceptions import MlflowException
+
         run_id = kept.read_text(encoding="utf-8")
-        self._client.update_run(run_id, status="RUNNING")
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            _log.warning("the MLflow run %s of %s does not exist at this tracking_uri: a new one is created", run_id, folder)
+            return None
         return run_id
 
     def _create(self, config: MlflowConfig, folder: Path) -> str:
@@ -82,6 +93,18 @@ class MlflowLogger(Logger):
         run_id: str = run.info.run_id
         (folder / _RUN_ID).write_text(run_id, encoding="utf-8")
         return run_id
+
+
+def _status_of(error: BaseException | None) -> str:
+    """MLflow's status of a run that this exception has ended."""
+    if error is None:
+        return "FINISHED"
+    return "KILLED" if isinstance(error, RunInterrupted | KeyboardInterrupt) else "FAILED"
+
+
+def _valid_name(name: str) -> str:
+    """A metric's name without the characters that MLflow rejects, such as in validation/pass@4 or a reward named `right?`."""
+    return _INVALID.sub("_", name.replace("@", "_at_"))
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

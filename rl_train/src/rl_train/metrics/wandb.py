@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class WandbLogger(Logger):
 
     def finish(self) -> None:
         if self._run is not None:
-            self._run.finish()
+            error = sys.exception()
+            self._run.finish(exit_code=0 if error is None else getattr(error, "exit_code", 1))
             self._run = None
 
 
