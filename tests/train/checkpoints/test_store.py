@@ -44,7 +44,7 @@ def test_a_metric_that_no_checkpoint_has_is_a_warning(tmp_path, caplog):
     assert "steps 1, 2 has the metric validation/acuracy" in record.getMessage()
 
 
-def test_a_metric_that_some_checkpoints_lack_is_no_warning(tmp_path, caplog):
+def test_a_metric_that_some_checkpoints_lack_is_not_reported(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=1, keep_top_k=1, metric_name="m"))
     for step, metrics in enumerate([{}, {"m": 1.0}, {}, {}], start=1):
         store.write(step, fill, metrics)

@@ -30,7 +30,7 @@ def test_data_statistics_are_in_the_first_line_of_a_run_but_not_of_a_resumed_run
     assert [line.get("data/bad_rows") for line in logger.lines] == expected
 
 
-def test_a_policy_from_python_has_the_data_ranks_of_its_own_placement(tmp_path):
+def test_a_policy_from_python_has_the_data_ranks_of_its_cluster(tmp_path):
     policy = DistributedPolicy.__new__(DistributedPolicy)  # its section does not know the cluster that it was created on
     policy.group = SimpleNamespace(sharding=NamedSharding.grid(data=2, tensor=2))
     run = Run(config=None, folder=tmp_path, policy=policy, loss_fn=None, loggers=[], checkpoints=None, tokenizer=None)
