@@ -62,7 +62,7 @@ def test_env_play_of_an_environment_with_tools_names_the_commands_that_can_run_i
     assert "`rlcore check env tools`" in str(done.exception)
 
 
-def test_check_env_refuses_a_class_that_is_no_environment(tmp_path):
+def test_check_env_refuses_a_class_that_is_not_an_environment(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "2+2?", "expected_answer": "4"}\n')
     done = run("check", "env", "fractions.Fraction", "--rows", str(rows))
