@@ -162,6 +162,20 @@ def test_a_row_depends_on_its_seed_and_not_on_neighbours_order_batch_size_or_gro
     assert alone == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lm_head_never_gets_a_slice_whose_product_would_copy_its_weight_per_row(models, kind):
+    contiguous = []
+    hook = (
+        models(kind)
+        .get_output_embeddings()
+        .register_forward_pre_hook(lambda module, inputs: contiguous.append(inputs[0].is_contiguous()))
+    )
+    sampler_of(models(kind), max_new_tokens=2).generate(batch_of(prompts_of([5, 9, 7])))
+    hook.remove()
+    assert contiguous
+    assert all(contiguous)
+
+
 def test_rows_of_a_prompt_share_one_prefill(model, monkeypatch):
     prefills = []
     forward = model.forward

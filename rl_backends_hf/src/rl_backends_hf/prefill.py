@@ -54,7 +54,9 @@ def prefill(model: PreTrainedModel, plan: PrefillPlan) -> tuple[torch.Tensor, Dy
         position_ids=(is_new.cumsum(dim=1) - 1).clamp_(min=0) + past,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        # A tensor, because the model would use a number for a slice, which is not contiguous: for such an input, torch's linear
+        # layers on CPUs copy their weight, here that of the LM head, once per row.
+        logits_to_keep=torch.tensor([width - 1], device=device),
     ).logits[:, -1]
     return logits, cache
 
