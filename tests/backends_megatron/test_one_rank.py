@@ -41,6 +41,18 @@ def test_greedy_completions_are_those_of_transformers(policy, models):
     assert answer["truncated"].tolist() == [row[-1] != 2 for row in expected]
 
 
+def test_end_tokens_of_the_generation_config_end_completions_and_are_saved(policy, models, tmp_path):
+    first = cases.plain_completions(cases.plain_model(models / "qwen3"), cases.make_prompts())[0][3]
+    shutil.copytree(models / "qwen3", tmp_path / "model")
+    written = {"eos_token_id": [2, first]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(written))
+    made = policy(tmp_path / "model")
+    answer = made.generate(cases.make_prompts(), greedy=True)
+    assert (answer["generation_lengths"][0], answer["truncated"][0]) == (1, False)
+    made.save_checkpoint(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text()) == written
+
+
 def test_the_scores_of_samples_are_those_that_they_were_drawn_with(policy):
     made = policy("llama", generation={"temperature": 1.3, "max_new_tokens": 7})
     answer = made.generate(prompts(sample_seeds=torch.tensor([3, 4, 5])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,11 +14,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from rl_core.errors import CheckpointError, UserError
 
 _INDEX = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
 _SHARD_BYTES = 4 * 2**30
 
 
@@ -64,6 +66,21 @@ def read_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"Cannot read config.json in {folder}: {type(error).__name__}: {error}") from error
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The generation config in a folder, or None if it has none."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return None
+
+
+def copy_generation_config(source: Path, folder: Path) -> None:
+    """Copy the generation config, which may have end tokens that config.json lacks; `folder` is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (source / _GENERATION).is_file() and source.resolve() != folder.resolve():
+        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
 
 
 class SafetensorsFolder:

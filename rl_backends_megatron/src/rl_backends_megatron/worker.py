@@ -13,7 +13,7 @@ import torch
 from rl_backends_megatron import training_state
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
-from rl_backends_megatron.hf_folder import read_config, write_folder
+from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model
 from rl_backends_megatron.microbatches import Microbatcher, ModelInput, filler_microbatch
 from rl_backends_megatron.model import DTYPES
@@ -25,6 +25,7 @@ from rl_backends_megatron.scoring import Head, LogprobHead, ValueHead, forward
 from rl_backends_megatron.step import optimizer_step
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import end_token_ids
 from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.loss import LossFunction
@@ -142,6 +143,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
     def save_weights(self, folder: Path) -> None:
         weights = self.iter_weights()
         if self.context.rank == 0:
+            copy_generation_config(self._model.folder, folder)
             write_folder(folder, weights, self._config_to_save())
         else:
             for _ in weights:
@@ -224,13 +226,11 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
 
         section = self.config.generation or GenerationConfig(backend="megatron")
         tokenizer = self.find_tokenizer()
-        end = self._model.hf.eos_token_id
-        ends = end if isinstance(end, list) else [end]
         return Sampler(
             section,
             self._ranks,
             vocab_size=self._model.vocab_size,
-            end_ids=frozenset(token for token in ends if token is not None),
+            end_ids=end_token_ids(read_generation_config(self._model.folder), self._model.hf, tokenizer),
             max_model_len=min(self.config.max_total_sequence_length, self._model.hf.max_position_embeddings),
             seed=self.config.megatron_cfg.seed,
             multiple=self._ranks.tensor.size(),
