@@ -157,7 +157,9 @@ def test_records_of_a_custom_function_are_checked(read, monkeypatch):
         read({"line": "x"}, record_fn="test_data_conversations:halves")
     with pytest.raises(DataError, match=r"returned \['asked'\]: expected a record with `messages`"):
         read({"line": "x"}, record_fn="test_data_conversations.nothing")
-    with pytest.raises(KeyError):
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl:1: record_fn test_data_conversations\.halves raised KeyError at .*: 'line'"
+    ):
         read({"text": "x"}, record_fn="test_data_conversations.halves", on_bad_row="skip")
     row = {"q": "6*7?", "good": "42", "bad": "41"}
     keys = {"of": PreferenceDataset, "config": PreferenceDatasetConfig, "record_fn": "test_data_conversations.as_pair"}
