@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from rl_backends_megatron.hf_folder import read_generation_config
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
@@ -51,6 +52,13 @@ def test_end_tokens_of_the_generation_config_end_completions_and_are_saved(polic
     assert (answer["generation_lengths"][0], answer["truncated"][0]) == (1, False)
     made.save_checkpoint(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "generation_config.json").read_text()) == written
+
+
+def test_a_damaged_generation_config_is_an_error_instead_of_missing_end_tokens(tmp_path):
+    assert read_generation_config(tmp_path) is None
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"Cannot read generation_config\.json in"):
+        read_generation_config(tmp_path)
 
 
 def test_the_scores_of_samples_are_those_that_they_were_drawn_with(policy):

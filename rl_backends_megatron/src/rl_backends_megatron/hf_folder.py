@@ -69,11 +69,17 @@ def read_config(folder: Path) -> Any:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """The generation config in a folder, or None if it has none."""
+    """The generation config in a folder, or None if it has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if not (folder / _GENERATION).is_file():
+        return None
     try:
         return GenerationConfig.from_pretrained(folder)
-    except OSError:
-        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read {_GENERATION} in {folder}: {error}") from error
 
 
 def copy_generation_config(source: Path, folder: Path) -> None:
