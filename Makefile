@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 parallel-tests: $(VENV)/.installed-dev
 	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not full"
 
-# No Ray, vLLM or Megatron, and no file of slow tests: less than 4 minutes on two cores.
+# No Ray, vLLM or Megatron, and no file of slow tests: about 4 minutes on two cores.
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL_BUSY) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
 
