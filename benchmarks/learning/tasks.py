@@ -24,7 +24,7 @@ from rl_envs.tools.environment import ToolsEnvironment
 
 Record = Mapping[str, Any]
 Messages = list[dict[str, Any]]
-GUESSES = 5
+GUESSES = 4
 """Guesses of a number, as in guess.yaml."""
 HELD_OUT = 8
 """One problem in this many is held out."""
@@ -128,7 +128,7 @@ def _solves(prompt: str, completion: str) -> bool:
 
 
 def _ranges() -> Iterator[Record]:
-    """Each range of 12 to 31 numbers below 100, with one secret number in it."""
+    """Each range of 11 to 15 numbers below 100, with one secret number in it."""
     for text, secret in _secrets().items():
         yield {
             "messages": [{"role": "user", "content": text}],
@@ -143,29 +143,26 @@ def _secrets() -> dict[str, int]:
     draw = random.Random(0)
     return {
         _GUESS.format(lowest, lowest + count - 1): draw.randrange(lowest, lowest + count)
-        for count in range(12, 32)
+        for count in range(11, 16)
         for lowest in range(1, 101 - count)
     }
 
 
 def _guess(record: Record, draw: random.Random) -> Messages:
-    """Two players in five guess the middle of what is left, and then stop doing so with probability 0.2 in each turn.
+    """Three players in ten guess the middle of what is left; the others count up from the lowest number.
 
-    The others, and those who stopped, guess the next number in the direction of the hint, and first the lowest one. The secret
-    number is another one in each game, so that no model learns those of training by heart.
+    The secret number is another one in each game, so that no model learns those of training by heart.
     """
     log = list(record["messages"])
     low, high = [int(number) for number in re.findall(r"\d+", str(log[-1]["content"]))]
     secret = draw.randint(low, high)
-    following, halves = low, draw.random() < 0.4
+    halves = draw.random() < 0.3
     for _ in range(GUESSES):
-        guess = (low + high) // 2 if halves else following
+        guess = (low + high) // 2 if halves else low
         log.append({"role": "assistant", "content": f" {guess}"})
         if guess == secret:
             break
-        low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
-        following = guess + 1 if guess < secret else guess - 1
-        halves = halves and draw.random() < 0.8
+        low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
         log.append({"role": "user", "content": "higher" if guess < secret else "lower"})
     return log if log[-1]["role"] == "assistant" else log[:-1]
 
@@ -326,7 +323,7 @@ TASKS: Mapping[str, Task] = {
         succeeded=_guessed,
         problems=_ranges,
         samples=8,
-        warm_up=600,
+        warm_up=1000,
         learning_rate=2e-3,
         hidden=96,
         whole=(
