@@ -8,6 +8,9 @@ which would slow it down.
 
     python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --output benchmarks/results/grpo_vs_trl.md
     python benchmarks/grpo_vs_trl.py --model path/to/model --dtype bfloat16 --prompt-tokens 512 --sides trl ours
+
+The sides sample different completions, of different lengths. With `--full-length` no token ends a completion, so both sides
+train on the same number of tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -90,9 +94,25 @@ def plain_questions(count):
     ]
 
 
-def length_reward(completions, **_):
-    """A reward that gives every model a gradient; scoring takes no time on either side."""
-    return [min(len(text if isinstance(text, str) else text[0]["content"]), 200) / 200 for text in completions]
+def vowel_reward(completions, **_):
+    """The share of vowels, which differs between the samples of a prompt, so every row has a gradient."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [sum(map(text.lower().count, "aeiou")) / max(1, len(text)) for text in texts]
+
+
+def without_end_tokens(model, folder):
+    """A copy of a model's folder whose end token is one that hardly ever occurs: the last of the vocabulary."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), "eos_token_id": last}))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(last)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def run_trl(arguments):
@@ -120,7 +140,7 @@ def run_trl(arguments):
     trainer = Counting(
         model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)),
         processing_class=tokenizer,
-        reward_funcs=length_reward,
+        reward_funcs=vowel_reward,
         train_dataset=Dataset.from_list(rows),
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
@@ -149,13 +169,13 @@ def run_trl(arguments):
     report(marks, [count for count, _ in tokens], prompt_tokens=[count for _, count in tokens])
 
 
-class LengthEnvironment(EnvironmentInterface):
-    """The reward of `length_reward` as an rlcore environment."""
+class VowelEnvironment(EnvironmentInterface):
+    """The reward of `vowel_reward` as an rlcore environment."""
 
     def step(self, message_log_batch, metadata):
         import torch
 
-        rewards = torch.tensor(length_reward([log[-1]["content"] for log in message_log_batch]))
+        rewards = torch.tensor(vowel_reward([log[-1]["content"] for log in message_log_batch]))
         rows = len(rewards)
         silence = [{"role": "environment", "content": ""}] * rows
         return EnvironmentReturn(silence, metadata, [None] * rows, rewards, torch.ones(rows))
@@ -196,7 +216,7 @@ def run_ours(arguments):
             "train": {"dataset_name": "jsonl", "path": str(folder / "questions.jsonl"), "output_key": None},
             "shuffle": False,
         },
-        "env": {"length": {"env_cls": "grpo_vs_trl.LengthEnvironment"}},
+        "env": {"vowels": {"env_cls": "grpo_vs_trl.VowelEnvironment"}},
         "cluster": {"backend": "ray" if arguments.side == "ours-ray" else "in_process"},
         "checkpointing": {"enabled": False},
         "logger": {"log_dir": str(folder / "runs")},
@@ -301,7 +321,8 @@ def table(rounds, arguments):
         "# GRPO against TRL",
         "",
         f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
-        f"{prompt:.0f} tokens, at most {MAX_NEW_TOKENS} new tokens, {arguments.threads} threads, {machine()}. Rounds: "
+        f"{prompt:.0f} tokens, {'exactly' if arguments.full_length else 'at most'} {MAX_NEW_TOKENS} new tokens, "
+        f"{arguments.threads} threads, {machine()}. Rounds: "
         f"{len(rounds)}, each with {arguments.steps} steps per side after a warm-up step. Only tokens in the backward pass "
         "count. Median (smallest to largest). `ours` is rlcore in one process, `ours-ray` over Ray.",
         "",
@@ -340,6 +361,7 @@ def main():
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after one warm-up step")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side runs; the sides alternate")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="smallest length of a prompt; 0 uses short ones")
+    parser.add_argument("--full-length", action="store_true", help="no token ends a completion, so all have the full length")
     parser.add_argument("--sides", nargs="+", default=["trl", "ours", "ours-ray"], help="what to measure")
     parser.add_argument("--side", choices=["trl", "ours", "ours-ray"])
     parser.add_argument("--output", type=Path)
@@ -350,11 +372,15 @@ def main():
         run_ours(arguments)
     else:
         rounds = []
+        copy = tempfile.TemporaryDirectory()
+        if arguments.full_length:
+            arguments.model = without_end_tokens(arguments.model, Path(copy.name) / Path(arguments.model).resolve().name)
         for number in range(arguments.rounds):
             sides = arguments.sides if number % 2 == 0 else arguments.sides[::-1]
             found = {side: measure(side, arguments) for side in sides}
             rounds.append({side: found[side] for side in arguments.sides})
             print(f"round {number + 1}: {json.dumps(rounds[-1])}", file=sys.stderr, flush=True)
+        copy.cleanup()
         text = table(rounds, arguments)
         print(text)
         if arguments.output:
