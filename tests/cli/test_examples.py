@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from rlcore_cli.main import app
@@ -25,6 +26,13 @@ def test_validate_accepts_every_example(config, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     result = CliRunner().invoke(app, ["validate", config])
     assert (result.exit_code, result.stdout.splitlines()[:1]) == (0, [f"{config} is valid"]), result.output
+
+
+def test_runs_of_the_examples_have_different_names():
+    """A stopped run of one example would otherwise be resumed with the config of another."""
+    configs = [(ROOT / config, yaml.safe_load((ROOT / config).read_text(encoding="utf-8"))) for config in CONFIGS]
+    names = [content.get("logger", {}).get("run_name", path.stem) for path, content in configs]
+    assert len(set(names)) == len(names)
 
 
 def test_the_examples_are_found():
