@@ -14,9 +14,9 @@ Usage:
     done
     cd .. && python benchmarks/chat_templates.py tokenizers [--templates FOLDER_OF_JINJA_FILES] [--out results.md]
 
-The folder of a tokenizer must have its name from this list, by which templates find the tokenizer of their family. `--templates` takes
-Jinja files (`models/templates` of llama.cpp has many, named after their models). Each is used with a tokenizer of the folder, one of the
-same model family if there is one; special tokens that the template writes are added to it.
+Templates find the tokenizer of their family by these folder names. `--templates` takes Jinja files (`models/templates` of
+llama.cpp has many, named after their models). Each is used with a tokenizer of the folder, one of the same model family if
+there is one; special tokens that the template writes are added to it.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def templates(arguments: argparse.Namespace) -> Iterator[tuple[str, Any, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizers", type=Path, help="folder with a folder for each tokenizer")
-    parser.add_argument("--templates", type=Path, help="folder of Jinja files, checked in addition to the tokenizers' own templates")
+    parser.add_argument("--templates", type=Path, help="folder of further templates, as Jinja files")
     parser.add_argument("--out", type=Path, help="write the table to this file")
     parser.add_argument("--notes", action="store_true", help="print the trained text and the reasons for rejections")
     arguments = parser.parse_args()
