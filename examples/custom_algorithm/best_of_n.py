@@ -5,6 +5,7 @@ a bad answer less likely; use grpo for that.
 """
 
 from rl_train.algorithms.validation import validate
+from rl_train.rollouts.records import rollout_records
 
 
 def best_rows(batch, min_reward):
@@ -36,5 +37,6 @@ def train(config, run):
                 run.record_training(run.policy.train(batch, run.loss_fn), batch)
                 run.policy.finish_training()
 
+        run.log_rollouts(rollout_records(rollouts.trajectories), step)  # rollouts/ in the run folder, --show-samples
         run.metrics.add(rollouts.metrics | {"best_of_n/kept_frac": len(rows) / config.num_prompts_per_step})
         validate(run, step)

@@ -58,6 +58,8 @@ def test_the_example_of_an_algorithm_trains(tmp_path, steps, gain):
     assert gain is None or accuracy[-1] > accuracy[0] + gain, accuracy
     assert [row["step"] for row in rows] == list(range(steps + 1))
     assert all(0.0 < row["best_of_n/kept_frac"] <= 1.0 for row in rows[1:])
+    rollouts = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert len(rollouts) == 32 * 8
 
 
 def test_the_best_of_a_group_is_kept_and_groups_without_a_good_one_are_not():

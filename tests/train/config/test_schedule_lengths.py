@@ -106,9 +106,11 @@ def test_a_warmup_longer_than_the_run_is_only_a_warning():
     code, output = refusal(GRPO, "grpo.max_num_steps=4")
     assert code == 0
     assert (
-        "warning: policy.scheduler.kwargs.num_warmup_steps: the warm-up of 5 optimizer steps is longer than the run, which "
-        "makes 4 (4 steps x 1 for 512 rows): the learning rate only reaches 67% of `optimizer.kwargs.lr`."
+        "warning: policy.scheduler.kwargs.num_warmup_steps: the warm-up of 5 optimizer steps does not end before the run, "
+        "which makes 4 (4 steps x 1 for 512 rows): the learning rate only reaches 67% of `optimizer.kwargs.lr`."
     ) in output
+    as_long = refusal(GRPO, "grpo.max_num_steps=5")[1]
+    assert "the warm-up of 5 optimizer steps does not end before the run, which makes 5 (" in as_long
     assert "warning" not in refusal(GRPO)[1]
     [warning] = json.loads(refusal(GRPO, "grpo.max_num_steps=4", "--json")[1])["warnings"]
     assert f"warning: {warning}" in output

@@ -44,6 +44,16 @@ def test_without_a_terminal_each_step_is_one_plain_line():
     assert pipe.getvalue() == "step 7/20  reward 0.250  loss -0.5000\nstep 8/20  reward 0.500\n"
 
 
+def test_the_reward_of_a_validation_is_shown_if_it_has_no_accuracy():
+    pipe = io.StringIO()
+    logger = ConsoleLogger(total_steps=20, console=Console(file=pipe, width=40))
+    logger.log_metrics({"validation/reward": 0.625}, 0)
+    logger.log_metrics({"validation/reward": 0.75, "validation/accuracy": 0.5}, 1)
+    logger.log_metrics({"time/validate_s": 1.0}, 2)
+    logger.finish()
+    assert pipe.getvalue() == "step 0/20  val reward 0.625\nstep 1/20  accuracy 0.500\nstep 2/20\n"
+
+
 def test_a_run_continues_when_its_output_is_closed():
     code = (
         "import sys\n"

@@ -8,6 +8,9 @@ def record(group, reward, completion="text", **more):
         "group": group,
         "task": "mine",
         "prompt": f"prompt {group}",
+        "messages": [{"role": "user", "content": f"prompt {group}"}, {"role": "assistant", "content": completion}],
+        "turn_texts": None,
+        "segments": None,
         "completion": completion,
         "expected_answer": None,
         "reward": reward,
@@ -28,6 +31,55 @@ def test_the_first_prompt_with_different_rewards_is_shown_with_its_best_and_wors
         "good",
         "--- worst: reward 0.000 (right 0.000, short 0.000)",
         "bad",
+        "---",
+    ]
+
+
+def test_each_turn_is_shown_on_its_own_line_with_the_messages_between():
+    messages = [
+        {"role": "user", "content": "an example"},
+        {"role": "assistant", "content": "its answer"},
+        {"role": "user", "content": "prompt 0"},
+        {"role": "assistant", "content": "", "tool_calls": [{}]},
+        {"role": "tool", "content": "72"},
+        {"role": "assistant", "content": "It is 72."},
+    ]
+    turns = {"turn_texts": ["<call>8*9</call>", "It is 72."], "messages": messages}
+    rows = [record(0, 1.0, "<call>8*9</call>It is 72.", **turns), record(0, 0.0, "71")]
+    lines = samples_text(rows, 1).splitlines()
+    assert lines[1:4] == ["[user] an example", "[assistant] its answer", "[user] prompt 0"]
+    assert lines[5:8] == ["[turn 1] <call>8*9</call>", "[tool] 72", "[turn 2] It is 72."]
+    assert lines[9:] == ["71", "---"]
+
+
+def test_the_messages_of_a_prompt_are_shown_with_their_roles_if_there_are_several():
+    messages = [
+        {"role": "system", "content": "You do sums."},
+        {"role": "user", "content": "2+5="},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "1+2="},
+        {"role": "assistant", "content": "3"},
+        {"role": "user", "content": "Right."},
+    ]
+    rows = [record(0, 1.0, "3", messages=messages), record(0, 0.0, "4", messages=messages)]
+    assert samples_text(rows, 1).splitlines()[1:5] == ["[system] You do sums.", "[user] 2+5=", "[assistant] 7", "[user] 1+2="]
+    alone = record(0, 1.0, "3", messages=messages[3:])
+    assert samples_text([alone], 1).splitlines()[1] == "prompt 0"
+
+
+def test_turns_of_separate_conversations_are_shown_without_messages_between():
+    messages = [{"role": "user", "content": "2+1="}, {"role": "assistant", "content": "3"}]
+    row = record(0, 1.0, "33", turn_texts=["3", "3"], messages=messages, segments=[{}, {}])
+    assert samples_text([row], 1).splitlines()[3:5] == ["[turn 1] 3", "[turn 2] 3"]
+
+
+def test_the_only_sample_of_a_prompt_is_not_called_the_best():
+    text = samples_text([record(0, 1.0, "a"), record(1, 0.0, "b")], 2)
+    assert text.splitlines() == [
+        "--- step 2: a prompt of task mine, 1 sample, reward 1.000 (right 1.000, short 0.000)",
+        "prompt 0",
+        "--- completion",
+        "a",
         "---",
     ]
 

@@ -31,7 +31,7 @@ def schedule_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def schedule_warnings(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Schedules that may end before the run, and warm-ups longer than the run."""
+    """Schedules that may end before the run, and warm-ups that do not."""
     for model, scheduler, steps in _named_schedules(run):
         if steps is None:
             continue
@@ -46,8 +46,8 @@ def schedule_warnings(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
             highest = _factor(scheduler, steps.most - 1, length=steps.most)
             yield (
                 (*at, WARMUP),
-                f"the warm-up of {warmup} optimizer steps is longer than the run, which makes {steps}: the learning rate only "
-                f"reaches {highest:.0%} of `optimizer.kwargs.lr`.",
+                f"the warm-up of {warmup} optimizer steps does not end before the run, which makes {steps}: the learning rate "
+                f"only reaches {highest:.0%} of `optimizer.kwargs.lr`.",
             )
 
 

@@ -28,6 +28,8 @@ SHOWN = (
     ("time/step_s", "s", ".2f"),
 )
 """Metric, short name and format, in display order."""
+VALIDATION_REWARD = ("validation/reward", "val reward", ".3f")
+"""Shown if the validation has no accuracy."""
 
 
 class _Screen(Console):
@@ -80,9 +82,10 @@ class ConsoleLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Shows one step; validation metrics stay on a line above the live display."""
-        numbers = {name: f"{short} {metrics[name]:{form}}" for name, short, form in SHOWN if name in metrics}
+        shown = SHOWN if "validation/accuracy" in metrics else (VALIDATION_REWARD, *SHOWN)
+        numbers = {name: f"{short} {metrics[name]:{form}}" for name, short, form in shown if name in metrics}
         if self._display is None:
-            self._console.print(f"step {step}/{self._total}  {'  '.join(numbers.values())}", soft_wrap=True)
+            self._console.print("  ".join([f"step {step}/{self._total}", *numbers.values()]), soft_wrap=True)
             return
         validated = [number for name, number in numbers.items() if name.startswith("validation/")]
         if validated:

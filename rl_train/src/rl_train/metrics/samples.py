@@ -51,24 +51,57 @@ def samples_text(rows: Sequence[Mapping[str, Any]], step: int) -> str:
     best, worst = ordered[-1], ordered[0]
     mean = sum(row["reward"] for row in shown) / len(shown)
     expected = best.get("expected_answer")
+    samples = f"1 sample, {_reward(best)}" if len(shown) == 1 else f"{len(shown)} samples, mean reward {mean:.3f}"
     parts = [
-        f"--- step {step}: a prompt of task {best['task']}, {len(shown)} samples, mean reward {mean:.3f}",
-        _readable(best["prompt"]),
+        f"--- step {step}: a prompt of task {best['task']}, {samples}",
+        _readable(_prompt(best)),
         *([f"--- expected answer: {_readable(str(expected))}"] if expected is not None else []),
-        _sample("best", best),
+        "--- completion" if len(shown) == 1 else f"--- best: {_reward(best)}",
+        _readable(_turns(best)),
     ]
     if worst["reward"] < best["reward"]:
-        parts.append(_sample("worst", worst))
-    else:
+        parts += [f"--- worst: {_reward(worst)}", _readable(_turns(worst))]
+    elif len(shown) > 1:
         parts.append("--- all samples have this reward")
     return "\n".join([*parts, "---"])
 
 
-def _sample(which: str, row: Mapping[str, Any]) -> str:
+def _reward(row: Mapping[str, Any]) -> str:
     named = row["reward_parts"]
     details = ", ".join(f"{name} {value:.3f}" for name, value in named.items()) if list(named) != ["reward"] else ""
     cut = ", truncated" if row["truncated"] else ""
-    return f"--- {which}: reward {row['reward']:.3f}{f' ({details})' if details else ''}{cut}\n{_readable(row['completion'])}"
+    return f"reward {row['reward']:.3f}{f' ({details})' if details else ''}{cut}"
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    """The prompt; if it has several messages, each with its role."""
+    messages = row["messages"][: _first_sampled(row)]
+    # The conversation of a rollout with several segments is that of the last one.
+    if row["segments"] or len(messages) < 2:
+        return str(row["prompt"])
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
+
+
+def _first_sampled(row: Mapping[str, Any]) -> int:
+    """Index of the first sampled message of a rollout with one segment."""
+    answers = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    turns = len(row["turn_texts"] or [row["completion"]])
+    return answers[-turns] if len(answers) >= turns else len(row["messages"])
+
+
+def _turns(row: Mapping[str, Any]) -> str:
+    """The sampled text; if there are several turns, each on its own line, with the messages between them."""
+    texts = row["turn_texts"]
+    if texts is None:
+        return str(row["completion"])
+    lines = [f"[turn {turn}] {text}" for turn, text in enumerate(texts, 1)]
+    if row["segments"]:
+        return "\n".join(lines)
+    sampled = iter(lines)
+    return "\n".join(
+        next(sampled) if message["role"] == "assistant" else f"[{message['role']}] {message['content']}"
+        for message in row["messages"][_first_sampled(row) :]
+    )
 
 
 def _readable(text: str) -> str:

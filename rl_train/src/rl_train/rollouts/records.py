@@ -33,6 +33,7 @@ def rollout_records(
         rows = slice(next_row, next_row + len(segments))
         next_row = rows.stop
         log = segments[0]
+        texts = [str(message.get("sampled_text", message["content"])) for message in sampled]
         # A rollout whose `reset` failed has no sampled message.
         first = next((i for i, message in enumerate(log) if is_sampled(message)), len(log))
         records.append(
@@ -42,7 +43,8 @@ def rollout_records(
                 "group": trajectory.group_id,
                 "sample": trajectory.sample,
                 "prompt": "".join(message["content"] for message in log[:first]),
-                "completion": "".join(str(message.get("sampled_text", message["content"])) for message in sampled),
+                "completion": "".join(texts),
+                "turn_texts": texts if len(texts) > 1 else None,
                 "messages": trajectory.conversation(),
                 "answer": trajectory.answer,
                 "expected_answer": expected_answer(trajectory.metadata),
