@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rl_serve.chat_format import AssistantMessage
@@ -77,7 +78,7 @@ class ChoiceFormat:
         choice = {"index": index, "text": self.text(index, row) if text is None else text, **self._common(index, row)}
         if self.logprobs:
             tokens = [self.tokenizer.decode([token]) for token in row.token_ids]
-            offsets = [offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
+            *offsets, _ = accumulate(map(len, tokens), initial=offset)
             choice["logprobs"] = {
                 "tokens": tokens,
                 "token_logprobs": row.logprobs,
