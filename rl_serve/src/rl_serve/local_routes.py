@@ -176,13 +176,7 @@ class LocalRoutes:
     def _check(self, body: SamplingRequest) -> None:
         """Refuse another model and unsupported fields."""
         body.refuse_unsupported()
-        if body.model is not None and body.model != self._model.name:
-            raise ApiError(
-                404,
-                f"There is no model {body.model!r}: this server has {self._model.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        body.refuse_other_model(self._model.name)
 
     def _plan(self, body: SamplingRequest, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> SamplingPlan:
         return plan_sampling(
