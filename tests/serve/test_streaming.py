@@ -110,9 +110,7 @@ def test_the_bytes_of_sampled_tokens_together_are_those_of_the_text(kind, pieces
 
 def logprobs_of(tokenizer, tokens, before=()):
     """The entries of tokens that follow others in a completion."""
-    row = SampledRow(
-        token_ids=tokens, logprobs=[-1.0] * len(tokens), truncated=False, weight_version=0, before=list(before)
-    )
+    row = SampledRow(token_ids=tokens, logprobs=[-1.0] * len(tokens), truncated=False, weight_version=0, before=list(before))
     return choices_of(tokenizer).token_logprobs(row)
 
 

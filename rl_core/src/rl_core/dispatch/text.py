@@ -36,7 +36,7 @@ class TextGeneration:
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """See `GenerationInterface`."""
+        """Sample a batch of rows; the engine implements it, see `GenerationInterface`."""
         raise NotImplementedError
 
     def generate_text(self, prompts: str | Sequence[str | Conversation], *, greedy: bool = False) -> list[str]:
