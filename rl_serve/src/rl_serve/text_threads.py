@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class TextThreads:
-    """Tokenizes and decodes in threads of their own: those of asyncio may all wait for code in the sandbox.
+    """Tokenizes and decodes in separate threads, because those of asyncio may all wait for code in the sandbox.
 
     Tokenizers of the library `tokenizers` release the interpreter's lock while they work.
     """
