@@ -1,5 +1,6 @@
 """Servers on the loopback interface, and engines that are connected to them."""
 
+import json
 import socket
 import threading
 from contextlib import contextmanager
@@ -81,6 +82,39 @@ class Script:
         self.requests.append((request.url.path, body))
         found = self._answer(body)
         return found if isinstance(found, JSONResponse) else JSONResponse({"choices": [found]})
+
+
+class PausableScript(Script):
+    """A server with the routes of vLLM for weight updates, whose workers all answer with the same object.
+
+    Attributes:
+        is_paused: whether requests wait.
+        was_paused: whether it was ever asked to pause.
+    """
+
+    def __init__(self, answer, *, resumes=True):
+        super().__init__(complete)
+        self._rpc, self._resumes = answer, resumes
+        self.is_paused = self.was_paused = False
+        for path, handler in (("/pause", self._pause), ("/resume", self._resume), ("/collective_rpc", self._call)):
+            self.app.add_route(path, handler, methods=["POST"])
+        self.app.add_route("/is_paused", self._state)
+
+    async def _state(self, request):
+        return JSONResponse({"is_paused": self.is_paused})
+
+    async def _pause(self, request):
+        self.is_paused = self.was_paused = True
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request):
+        if not self._resumes:
+            return JSONResponse({"error": "Failed to resume generation"}, 500)
+        self.is_paused = False
+        return JSONResponse({"status": "resumed"})
+
+    async def _call(self, request):
+        return JSONResponse({"results": [json.dumps(self._rpc)]})
 
 
 def complete(body):

@@ -9,7 +9,7 @@ from openai_servers import KEY, complete, engine_of, prompts
 from starlette.responses import JSONResponse
 
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.errors import DataError, NotSupportedError
+from rl_core.errors import DataError, NotSupportedError, RLCoreError
 from rl_core.http import HttpError
 
 SUMS = ([4, 5, 13, 6, 7, 16], [5, 13, 6, 16])
@@ -71,6 +71,14 @@ def test_a_row_whose_request_fails_has_a_reason_and_the_others_are_returned(scri
 
     [[reason]] = asyncio.run(alone())
     assert "status 503" in reason
+
+
+def test_texts_of_prompts_that_could_not_be_sampled_are_not_empty_strings_but_an_error(script):
+    _, connect = script(lambda body: JSONResponse({}, 503) if body["prompt"] == [4] else complete(body))
+    engine = connect()
+    assert engine.generate_text(["1+1=", "2+2="]) == ["1", "1"]
+    with pytest.raises(RLCoreError, match=r"1 of 2 prompts .* prompts\[1\]: .*status 503.*`failures`"):
+        engine.generate_text(["1+1=", "1"])
 
 
 def test_a_rejected_request_ends_the_call_without_the_key_in_the_error(script):

@@ -128,6 +128,15 @@ def test_weights_reach_the_server_and_a_stale_tied_head_is_caught(server, api):
         assert sync.sync()["refit/canary_error"] < 1e-3
 
 
+def test_the_server_samples_again_after_it_refused_the_weights_of_another_model(server):
+    with syncing(server) as (policy, engine, _):
+        weights = dict(policy.prepare_refit_info())
+        name = next(iter(weights))
+        with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
+            engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
+        assert engine.generate(prompts([4, 5, 13, 6, 16]))["generation_lengths"].tolist()[0] > 0
+
+
 def test_files_outside_of_the_folder_and_changed_files_are_refused(server):
     url, folder = server
     (folder / "link.safetensors").symlink_to(MODEL / "model.safetensors")

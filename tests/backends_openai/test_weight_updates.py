@@ -1,10 +1,23 @@
 """Training against `rlcore serve`: every step's weights reach the server and are verified; stale ones stop the run."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
 import torch
-from openai_servers import ADMIN, KEY, LEARNING, LEARNING_STEPS, MODEL, assert_learned, engine_of, prompts, updatable
+from openai_servers import (
+    ADMIN,
+    KEY,
+    LEARNING,
+    LEARNING_STEPS,
+    MODEL,
+    PausableScript,
+    assert_learned,
+    engine_of,
+    listening,
+    prompts,
+    updatable,
+)
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -93,10 +106,45 @@ def test_a_server_samples_again_after_it_refused_the_weights_of_another_model(tm
 
         # An update that was prepared before is not ended.
         engine.prepare_refit_info(weights)
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(WeightSyncError, match=r"stays paused.*incomplete"):
             engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
         with pytest.raises(HttpError, match="paused"):
             engine.generate(prompts([4, 5]))
+
+
+def pausable(tmp_path, server):
+    """Serves a scripted server of vLLM; yields it and an engine that updates its weights."""
+    stack = ExitStack()
+    url = stack.enter_context(listening(server.app))
+    own = {"weight_updates": "vllm", "refit_folder": str(tmp_path), "model": "m", "max_retries": 0}
+    return stack, stack.enter_context(engine_of(url, **own))
+
+
+def test_a_server_of_vllm_samples_again_after_it_refused_the_weights_of_another_model(tmp_path):
+    server = PausableScript({"error": "WeightSyncError: the shapes differ"})
+    stack, engine = pausable(tmp_path, server)
+    with stack:
+        with pytest.raises(WeightSyncError, match="the shapes differ"):
+            engine.prepare_refit_info({"w": ((1, 2), "float32")})
+        assert server.was_paused
+        assert not server.is_paused
+
+
+def test_a_server_of_vllm_that_was_paused_before_stays_paused_and_the_error_tells_why(tmp_path):
+    server = PausableScript({"error": "WeightSyncError: the shapes differ"})
+    server.is_paused = True  # as after an update that was interrupted
+    stack, engine = pausable(tmp_path, server)
+    with stack:
+        with pytest.raises(WeightSyncError, match=r"the shapes differ.*stays paused.*incomplete"):
+            engine.prepare_refit_info({"w": ((1, 2), "float32")})
+        assert server.is_paused
+
+
+def test_an_error_tells_if_a_server_of_vllm_could_not_be_resumed(tmp_path):
+    server = PausableScript({"error": "WeightSyncError: the shapes differ"}, resumes=False)
+    stack, engine = pausable(tmp_path, server)
+    with stack, pytest.raises(WeightSyncError, match=r"the shapes differ.*could not be resumed.*status 500"):
+        engine.prepare_refit_info({"w": ((1, 2), "float32")})
 
 
 def test_a_wrong_admin_key_and_another_folder_are_errors(tmp_path, policy):

@@ -403,6 +403,20 @@ def test_settings_that_would_change_the_sampled_distribution_are_refused(played,
     assert (found, row.turns) == ([param], 1)
 
 
+def test_another_model_than_the_policy_does_not_exist(played):
+    found = []
+
+    def agent(base_url, api_key, model, messages):
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o': this server has 'addition'") as raised:
+            asks_once(base_url, api_key, "gpt-4o", messages)
+        found.append((raised.value.param, raised.value.code))
+        asks_once(base_url, api_key, model, messages)
+        return 1.0
+
+    [row] = played(agent)
+    assert (found, row.turns) == ([("model", "model_not_found")], 1)
+
+
 def test_limits_of_turns_and_tokens_end_the_rollout_as_truncated(played):
     def agent(base_url, api_key, model, messages):
         for _ in range(2):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
+from transformers import PreTrainedTokenizerFast
 from uvicorn.server import ServerState
 
 from rl_serve import gate
@@ -250,6 +252,87 @@ def test_prompts_that_are_too_long_or_too_many_are_refused_before_they_are_token
         response = client.post(path, json=body)
         assert response.status_code == 400
         assert response.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["wait", "wait too"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "wait"}]}),
+        ("/generate", {"question": "wait"}),
+    ],
+)
+def test_other_clients_are_answered_while_prompts_are_tokenized(serve_scripted, monkeypatch, path, body):
+    tokenize = PreTrainedTokenizerFast.__call__
+    started, answered, waits = threading.Event(), threading.Event(), []
+
+    def wait(tokenizer, text, **options):
+        if "wait" in text:
+            started.set()
+            waits.append(answered.wait(20))
+        return tokenize(tokenizer, text, **options)
+
+    client, _ = serve_scripted(lambda prompt: "yes")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", wait)
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(client.post, path, json=body)
+        assert started.wait(60)
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/completions", json={"prompt": "quick"}).status_code == 200
+        answered.set()
+        assert slow.result().status_code == 200
+    assert all(waits)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Go.", "logprobs": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Go."}], "logprobs": True}),
+    ],
+)
+def test_other_clients_are_answered_while_completions_are_decoded(serve_scripted, monkeypatch, path, body):
+    decode = PreTrainedTokenizerFast.decode
+    started, answered, waits = threading.Event(), threading.Event(), []
+
+    def wait(tokenizer, tokens, **options):
+        text = decode(tokenizer, tokens, **options)
+        if text.startswith("yes"):
+            started.set()
+            waits.append(answered.wait(20))
+        return text
+
+    client, _ = serve_scripted(lambda prompt: "yes")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", wait)
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(client.post, path, json=body)
+        assert started.wait(60)
+        assert client.get("/health").status_code == 200
+        answered.set()
+        assert slow.result().status_code == 200
+    assert all(waits)
+
+
+def test_health_is_reported_while_all_threads_of_the_event_loop_are_busy(serve_scripted):
+    client, _ = serve_scripted(lambda prompt: "yes")
+    answered, waits = threading.Event(), []
+
+    async def occupy():
+        for _ in range(64):
+            asyncio.get_running_loop().run_in_executor(None, lambda: waits.append(answered.wait(20)))
+
+    client.portal.call(occupy)
+    assert client.get("/health").status_code == 200
+    answered.set()
+    assert all(waits)
+
+
+def test_a_model_that_does_not_exist_is_refused_before_prompts_are_tokenized(client, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr("rl_serve.local_routes.encode", refuse)
+    assert client.post("/v1/completions", json={"prompt": "1+1=", "model": "other"}).status_code == 404
 
 
 def test_a_length_with_thousands_of_digits_is_too_large(client):

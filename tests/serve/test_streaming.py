@@ -7,7 +7,7 @@ import threading
 import openai
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,7 +17,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
 from rl_core.errors import WorkerDiedError, WorkerError
 from rl_serve.app import create_app
-from rl_serve.engine import EngineThread, SampledRow
+from rl_serve.engine import EngineThread, SampledRow, SamplingRow
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop, cut_at_stop
 from rl_serve.responses import ChoiceFormat
 from rl_serve.sampling import Limits, SamplingPlan
@@ -61,7 +61,14 @@ def byte_fallback():
     return tokenizer_of(inner)
 
 
-TOKENIZERS = {"bytes": byte_level(), "byte fallback": byte_fallback()}
+def metaspace():
+    """As `byte_fallback`, with the decoder that drops the space of the first word by its place."""
+    tokenizer = byte_fallback()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+TOKENIZERS = {"bytes": byte_level(), "byte fallback": byte_fallback(), "metaspace": metaspace()}
 
 
 @settings(max_examples=150, deadline=None)
@@ -96,13 +103,48 @@ def test_text_before_a_possible_stop_string_is_never_taken_back(text, stops):
 def test_the_bytes_of_sampled_tokens_together_are_those_of_the_text(kind, pieces):
     tokenizer = TOKENIZERS[kind]
     tokens = [*tokenizer.convert_tokens_to_ids(pieces), tokenizer.eos_token_id]
-    row = SampledRow(token_ids=tokens, logprobs=[-1.0] * len(tokens), truncated=False, weight_version=0)
-    choices = ChoiceFormat(
-        tokenizer=tokenizer, plan=SamplingPlan(rows=[], greedy=False, prompts=[], n=1), logprobs=True, token_ids=False
-    )
-    found = bytes(byte for entry in choices.token_logprobs(row) for byte in entry["bytes"])
+    found = bytes(byte for entry in logprobs_of(tokenizer, tokens) for byte in entry["bytes"])
     assert found.decode() == tokenizer.decode(tokens)
     assert "é€😀" in found.decode()
+
+
+def logprobs_of(tokenizer, tokens, before=()):
+    """The entries of tokens that follow others in a completion."""
+    row = SampledRow(token_ids=tokens, logprobs=[-1.0] * len(tokens), truncated=False, weight_version=0, before=list(before))
+    return choices_of(tokenizer).token_logprobs(row)
+
+
+def choices_of(tokenizer):
+    plan = SamplingPlan(rows=[SamplingRow(prompt=[0], seed=0, max_new_tokens=1)], greedy=False, prompts=[[0]], n=1)
+    return ChoiceFormat(tokenizer=tokenizer, plan=plan, logprobs=True, token_ids=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(TOKENIZERS)),
+    numbers=st.lists(st.integers(0, 30), max_size=20),
+    cut=st.integers(0, 20),
+)
+@example(kind="byte fallback", numbers=[0, 1, 2, 0, *range(3, 12), 0, 1, 12], cut=3)
+@example(kind="metaspace", numbers=[12, 0, 1, 2, 0, *range(3, 12), 0, 12], cut=1)
+def test_leading_spaces_of_words_are_part_of_the_bytes_and_the_text_of_tokens(kind, numbers, cut):
+    tokenizer = TOKENIZERS[kind]
+    tokens = [number % len(tokenizer) for number in numbers]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assume("\N{REPLACEMENT CHARACTER}" not in text)
+    # As in two events of a stream.
+    entries = [*logprobs_of(tokenizer, tokens[:cut]), *logprobs_of(tokenizer, tokens[cut:], before=tokens[:cut])]
+    shown = [entry for entry in entries if entry["token_id"] not in tokenizer.all_special_ids]
+    assert bytes(byte for entry in shown for byte in entry["bytes"]).decode() == text
+
+
+def test_offsets_of_tokens_count_the_spaces_before_words():
+    tokenizer = TOKENIZERS["metaspace"]
+    tokens = tokenizer.convert_tokens_to_ids(["▁a", "b", "▁a", "▁", "b"])
+    row = SampledRow(token_ids=tokens, logprobs=[-1.0] * 5, truncated=True, weight_version=0)
+    found = choices_of(tokenizer).completion(0, row)
+    assert found["text"] == "".join(found["logprobs"]["tokens"]) == "ab a b"
+    assert found["logprobs"]["text_offset"] == [0, 1, 2, 4, 5]
 
 
 @pytest.fixture(scope="module")

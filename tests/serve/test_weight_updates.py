@@ -128,6 +128,51 @@ def test_a_pause_waits_for_running_requests_and_gives_up_after_its_timeout():
     asyncio.run(run())
 
 
+def test_a_server_accepts_requests_again_after_a_repeated_pause_timed_out():
+    async def run():
+        pause = Pause()
+        pause.enter()
+        first = asyncio.ensure_future(pause.start(timeout_s=0.001))
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(pause.start(timeout_s=0.002))
+        found = await asyncio.gather(first, second, return_exceptions=True)
+        assert [error.code for error in found] == ["busy", "busy"]
+        assert not pause.is_active
+
+    asyncio.run(run())
+
+
+def test_resuming_ends_a_pause_that_still_waits_for_running_requests():
+    async def run():
+        pause = Pause()
+        pause.enter()
+        waiting = asyncio.ensure_future(pause.start(timeout_s=60))
+        await asyncio.sleep(0)
+        pause.end()
+        pause.enter()
+        pause.leave()
+        pause.leave()
+        with pytest.raises(Exception, match="was resumed"):
+            await waiting
+        assert not pause.is_active
+
+    asyncio.run(run())
+
+
+def test_an_update_that_was_refused_outside_of_a_pause_does_not_count_as_incomplete_weights(tmp_path):
+    with started_model(str(MODEL), backend="hf", name="m") as model:
+        thread = EngineThread(model.generation)
+        app = create_app(model, thread, limits=Limits())
+        add_weight_updates(app, WeightUpdates(model.generation, thread, tmp_path, ADMIN))
+        (tmp_path / "0.safetensors").write_bytes(b"")
+        with TestClient(app, headers={ADMIN_HEADER: ADMIN}) as client:
+            refused = client.post("/weights/update", json={"file": "0.safetensors", "refit": "a", "weight_version": 1})
+            assert refused.json()["error"]["code"] == "not_paused"
+            client.post("/pause", json={})
+            assert client.post("/resume").status_code == 200
+        thread.close()
+
+
 @pytest.mark.parametrize("key", [None, "", "an-api-key", "an-admin-kez"])
 def test_every_endpoint_requires_the_admin_key(client, key):
     headers = {} if key is None else {ADMIN_HEADER: key}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,9 +43,23 @@ class WeightUpdates(ABC):
         # A file is never sent twice: a server that has loaded it refuses it.
         self._once, self._repeated = client(0), client(own.max_retries)
 
-    @abstractmethod
     async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
-        """Stop sampling and begin an update; returns the dtype in which the server stores each weight."""
+        """Stop sampling and begin an update; returns the dtype in which the server stores each weight.
+
+        After an error the server samples again for its other clients, unless its weights are incomplete.
+
+        Raises:
+            ConfigError: the server does not accept weight updates.
+            WeightSyncError: the server could not pause, or expects other weights; names what keeps it paused, if anything does.
+        """
+        was_paused = await self._is_paused()
+        try:
+            await self._pause()
+            return await self._begin({name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()})
+        except RLCoreError as error:
+            if reason := await self._end_pause(was_paused=was_paused):
+                raise type(error)(f"{error} {reason}") from error
+            raise
 
     @abstractmethod
     async def update(self, handles: Mapping[str, Any]) -> None:
@@ -63,6 +76,33 @@ class WeightUpdates(ABC):
     @abstractmethod
     async def resume(self) -> bool:
         """Drop cached prefixes and sample again; False if the cache could not be emptied."""
+
+    async def _is_paused(self) -> bool:
+        """Whether the server was paused by an earlier update; False if it checks by itself that its weights are complete."""
+        return False
+
+    @abstractmethod
+    async def _pause(self) -> None:
+        """Finish running requests and start no further ones."""
+
+    @abstractmethod
+    async def _begin(self, weights: Mapping[str, Any]) -> dict[str, str]:
+        """Begin an update of weights with these shapes and dtypes; returns the dtype in which each is stored."""
+
+    async def _end_pause(self, *, was_paused: bool) -> str:
+        """Resume sampling with the weights from before; returns why the server stays paused, or nothing if it does not."""
+        if was_paused:
+            return (
+                "The server was paused before this update and stays paused, because an interrupted update may have left its "
+                "weights incomplete. Send a complete update, or restart the server."
+            )
+        try:
+            await self._post("resume", {})
+        except ConfigError:  # it refuses all requests of this client, so it did not pause either
+            return ""
+        except WeightSyncError as error:
+            return f"The server could not be resumed and stays paused. {error}"
+        return ""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -98,17 +138,11 @@ class WeightUpdates(ABC):
 class RlcoreUpdates(WeightUpdates):
     """Weight updates of `rlcore serve --allow-weight-updates DIR`."""
 
-    async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+    async def _pause(self) -> None:
         await self._post("pause", {})
-        body = {"weights": {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}}
-        try:
-            found = await self._post("weights/prepare", body)
-        except Exception:
-            # Nothing was loaded, so other clients can use the server; it refuses to resume with incomplete weights.
-            with suppress(RLCoreError):
-                await self._post("resume", {})
-            raise
-        return cast("dict[str, str]", found["dtypes"])
+
+    async def _begin(self, weights: Mapping[str, Any]) -> dict[str, str]:
+        return cast("dict[str, str]", (await self._post("weights/prepare", {"weights": weights}))["dtypes"])
 
     async def update(self, handles: Mapping[str, Any]) -> None:
         await self._post(
@@ -138,11 +172,18 @@ class RlcoreUpdates(WeightUpdates):
 class VllmUpdates(WeightUpdates):
     """Weight updates of vLLM's server with `rl_backends_vllm.server_extension`."""
 
-    async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
+    async def _is_paused(self) -> bool:
+        try:
+            response = await self._repeated.get_json("is_paused")
+        except HttpError as error:
+            raise self._explained(error) from error
+        return isinstance(response.body, dict) and bool(response.body.get("is_paused"))
+
+    async def _pause(self) -> None:
         await self._post("pause?mode=wait", {})
-        weights = {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}
-        found = await self._call("rlcore_prepare", json.dumps(weights))
-        return cast("dict[str, str]", found["dtypes"])
+
+    async def _begin(self, weights: Mapping[str, Any]) -> dict[str, str]:
+        return cast("dict[str, str]", (await self._call("rlcore_prepare", json.dumps(weights)))["dtypes"])
 
     async def update(self, handles: Mapping[str, Any]) -> None:
         version = str(handles["weight_version"])

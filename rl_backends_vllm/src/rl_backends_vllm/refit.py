@@ -68,7 +68,7 @@ class VllmWeightReceiver(WeightReceiver):
         return self._expected
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
-        """See `GenerationInterface.prepare_refit_info`; digests are computed on weights as they are transferred."""
+        """Begin a refit and return the dtypes to send; digests are computed on weights as they are transferred."""
         receiver_dtypes = super().prepare_refit_info(info)
         self._sent_dtypes = {
             name: dtype for name, (_, dtype) in as_sent(info, receiver_dtypes if self._rounds_to else {}).items()

@@ -115,7 +115,7 @@ class VllmGenerationWorker(GenerationWorker):
     def generate(
         self, data: BatchedDataDict[Any] | torch.Tensor, *, greedy: bool = False, **columns: Any
     ) -> BatchedDataDict[Any]:
-        """See `GenerationWorker.generate`; also takes `input_ids` [B, T] and further columns as arguments."""
+        """Sample a batch of rows; also takes `input_ids` [B, T] and further columns as arguments."""
         data = as_batch(data, columns)
         if self._starts_itself and self._engine is None:
             self.setup()
@@ -179,7 +179,7 @@ class VllmGenerationWorker(GenerationWorker):
         return emptied
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
-        """See `GenerationInterface.prepare_refit_info`; requests in progress wait until the cache has been emptied."""
+        """Begin a refit and return the dtypes to send; requests in progress wait until the cache has been emptied."""
         self._wake("weights")
         ran_before = not self._running.is_paused
         self._running.pause()
@@ -193,27 +193,27 @@ class VllmGenerationWorker(GenerationWorker):
         return dtypes
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
-        """See `GenerationInterface.update_weights`."""
+        """Load one bucket of weights in every process of this replica."""
         self._weight_version = NO_VERSION
         self._running.refit("update_weights", ipc_handles)
         self._update_version()
 
     def init_collective(self, ip: str, port: int, world_size: int, left_out: int = 0, *, timeout_s: float = 600.0) -> None:
-        """See `WeightReceiver.init_collective`."""
+        """Join the weight collective with every process of this replica."""
         self._running.refit("init_collective", ip, port, world_size, left_out, timeout_s=timeout_s)
 
     def update_weights_from_collective(self) -> None:
-        """See `GenerationInterface.update_weights_from_collective`."""
+        """Receive and load all weights of one refit from the collective, in every process of this replica."""
         self._weight_version = NO_VERSION
         self._running.refit("update_weights_from_collective")
         self._update_version()
 
     def weight_digests(self) -> dict[str, str]:
-        """See `GenerationInterface.weight_digests`."""
+        """Name to the digest of each received weight, which must be equal in all processes of this replica."""
         return same_digests_on_every_replica(self._running.refit("weight_digests"))
 
     def weight_fingerprint(self) -> str:
-        """See `GenerationInterface.weight_fingerprint`."""
+        """The combined digest of the received weights; WeightSyncError names the tensors that differ between processes."""
         fingerprints: list[str] = self._running.refit("weight_fingerprint")
         if len(set(fingerprints)) > 1:
             self.weight_digests()  # names the tensors

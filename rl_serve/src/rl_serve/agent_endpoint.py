@@ -169,6 +169,7 @@ class AgentRoutes:
 
     def _refuse_unsupported(self, body: ChatRequest) -> None:
         body.refuse_unsupported()
+        body.refuse_other_model(self._settings.model)
         temperature = self._settings.temperature
         fixed = {
             "n": (body.n == 1, "1: a rollout has one next turn"),

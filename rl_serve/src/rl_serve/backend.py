@@ -144,7 +144,7 @@ class _Client(HttpClient):
 
     @asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncGenerator[bytes, None]]:
-        """See `Backend.stream`."""
+        """Send a request and yield the lines of its stream, as `Backend.stream` does."""
         url = f"{self.base_url.rstrip('/')}/{path}"
         try:
             async with self._turn, self._client.stream("POST", url, json=dict(body)) as response:

@@ -44,7 +44,7 @@ class RowDeltas:
                 code="completion_changed",
             )
         self._tokens = max(self._tokens, row.token_ids, key=len)
-        return replace(row, token_ids=row.token_ids[start:], logprobs=row.logprobs[start:], start=start)
+        return replace(row, token_ids=row.token_ids[start:], logprobs=row.logprobs[start:], before=row.token_ids[:start])
 
     def stable_text(self, token_ids: Sequence[int]) -> str:
         """The text that later tokens cannot change and that is not the beginning of a stop string."""

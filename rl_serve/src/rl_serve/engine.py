@@ -51,8 +51,8 @@ class SampledRow:
     """Weight version that sampled it; -1 if the engine never received weights from a policy."""
     is_finished: bool = True
     """False while more tokens follow; `truncated` then has no meaning."""
-    start: int = 0
-    """Number of tokens of the completion before these."""
+    before: Sequence[int] = ()
+    """Tokens of the completion before these."""
 
 
 class EngineClosedError(RLCoreError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from rl_train.tools.decoding import special_tokens
@@ -28,9 +29,31 @@ def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return text
 
 
-def token_bytes(tokenizer: Any, token: int) -> list[int] | None:
-    """The bytes of a token, which may be a part of a character; None if the vocabulary does not show them."""
-    text: str = tokenizer.decode([token])
+def token_texts(tokenizer: Any, token_ids: Sequence[int], *, before: Sequence[int] = ()) -> list[str]:
+    """The text of each token, with the space before a word; a part of a character is a replacement character.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        token_ids: sampled tokens.
+        before: the tokens of the completion before them. The first word of a completion has no space in many vocabularies.
+    """
+    special = frozenset(tokenizer.all_special_ids).union(*special_tokens(tokenizer))
+    begins = all(token in special for token in before)
+    texts = []
+    for token in token_ids:
+        texts.append(_first_text(tokenizer, token) if begins else _inner_text(tokenizer, token))
+        begins = begins and token in special
+    return texts
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
+    """The bytes of a token, which may be a part of a character; None if the vocabulary does not show them.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        token: the token.
+        text: its text, from `token_texts`.
+    """
     if _REPLACEMENT not in text:
         return list(text.encode())
     name = tokenizer.convert_ids_to_tokens(token)
@@ -38,7 +61,23 @@ def token_bytes(tokenizer: Any, token: int) -> list[int] | None:
         return None
     if _BYTE.fullmatch(name):
         return [int(name[3:5], 16)]
+    if _REPLACEMENT in name:
+        return list(text.encode())
     return [_BYTE_OF_LETTER[letter] for letter in name] if all(letter in _BYTE_OF_LETTER for letter in name) else None
+
+
+@lru_cache(maxsize=2**16)
+def _first_text(tokenizer: Any, token: int) -> str:
+    text: str = tokenizer.decode([token])
+    return text
+
+
+@lru_cache(maxsize=2**16)
+def _inner_text(tokenizer: Any, token: int) -> str:
+    """The text that a token adds to one before it: decoders drop the space of the first word, also of a single token."""
+    first = _first_text(tokenizer, token)
+    twice: str = tokenizer.decode([token, token])
+    return twice[len(first) :] if _REPLACEMENT not in first and twice.startswith(first) else first
 
 
 def cut_at_stop(text: str, stop_strings: Sequence[str]) -> str:

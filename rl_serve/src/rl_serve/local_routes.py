@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
+from rl_core.event_loop import in_thread
 from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
 from rl_serve.answering import Answering, Ask, Reply
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
@@ -27,6 +28,7 @@ from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, G
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan, new_seed, plan_sampling, refuse_long_text, refuse_many_rows
 from rl_serve.served_model import ServedModel
+from rl_serve.text_threads import TextThreads
 from rl_train.rollouts.seeds import sample_seed
 
 _log = logging.getLogger(__name__)
@@ -45,8 +47,10 @@ class LocalRoutes:
     def __init__(self, model: ServedModel, engine: EngineThread, limits: Limits, answering: Answering) -> None:
         self._model, self._engine, self._limits, self._answering = model, engine, limits, answering
         self._chat = ChatFormat(model.tokenizer)
+        self._threads = TextThreads()
         self._responses = AnswerResponses(answering, limits)
-        self._state = SharedCheck(lambda: asyncio.to_thread(read_engine_state, model.generation))
+        # Not in the threads of asyncio, which may all wait for code in the sandbox.
+        self._state = SharedCheck(lambda: in_thread(partial(read_engine_state, model.generation), name="rl-serve-health"))
 
     async def health(self) -> Response:
         """Whether the engine answers: 200, also if some replicas are dead, and 503 if all are."""
@@ -63,13 +67,15 @@ class LocalRoutes:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Completions of texts or of token ids."""
-        plan = self._plan(body, self._prompts_of(body), max_tokens=body.max_tokens)
+        self._check(body)
+        prompts = await self._threads.run(self._prompts_of, body)
+        plan = self._plan(body, prompts, max_tokens=body.max_tokens)
         choices = self._format(plan, body, logprobs=body.logprobs is not None)
         head = ResponseHead.new("cmpl", "text_completion", self._model.name)
         if body.stream:
             return self._stream(plan, body, head, CompletionDeltas(choices))
         rows = await self._sample_all(plan, request)
-        found = [choices.completion(index, row) for index, row in sorted(rows.items())]
+        found = await self._threads.run(lambda: [choices.completion(index, row) for index, row in sorted(rows.items())])
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -79,13 +85,13 @@ class LocalRoutes:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         record = body.record()
         messages = self._answering.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+        self._check(body)
         if self._answering.code is not None:
-            self._check(body)
             refuse_with_code(body.model_dump())
             options = ChatOptions.of(body, record=record, model=self._model.name)
             return await self._responses.chat(messages, self._asker(body, most), options, request)
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        plan = self._plan(body, [self._prompt(messages, tools)], max_tokens=most)
+        plan = self._plan(body, [await self._threads.run(self._prompt, messages, tools)], max_tokens=most)
         choices = self._format(plan, body, logprobs=body.logprobs)
         deltas = ChatDeltas(choices, self._chat, messages, tools)
         if body.stream:
@@ -93,7 +99,9 @@ class LocalRoutes:
             return self._stream(plan, body, head, deltas)
         head = ResponseHead.new("chatcmpl", "chat.completion", self._model.name)
         rows = await self._sample_all(plan, request)
-        found = [choices.message(index, row, deltas.message(index, row)) for index, row in sorted(rows.items())]
+        found = await self._threads.run(
+            lambda: [choices.message(index, row, deltas.message(index, row)) for index, row in sorted(rows.items())]
+        )
         for each in found:
             each |= await self._answering.grade(messages, each["message"]["content"] or "", record)
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
@@ -119,6 +127,7 @@ class LocalRoutes:
             seed=asked.seed,
             stop=asked.stop,
         )
+        self._check(as_text)
         plan = self._plan(as_text, [body.token_ids], max_tokens=asked.max_tokens)
         rows = await self._sample_all(plan, request)
         choices = [
@@ -146,10 +155,11 @@ class LocalRoutes:
         def of_choice(choice: int) -> Ask:
             async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
                 seeded = body.model_copy(update={"n": 1, "seed": sample_seed(base, number, choice)})
-                plan = self._plan(seeded, [self._prompt(messages)], max_tokens=max_tokens)
+                prompt = await self._threads.run(self._prompt, messages)
+                plan = self._plan(seeded, [prompt], max_tokens=max_tokens)
                 row = (await self._collect(plan))[0]
                 return Reply(
-                    content=self._format(plan, seeded, logprobs=False).text(0, row),
+                    content=await self._threads.run(self._format(plan, seeded, logprobs=False).text, 0, row),
                     finish_reason="length" if row.truncated else "stop",
                     prompt_tokens=len(plan.prompts[0]),
                     completion_tokens=len(row.token_ids),
@@ -166,16 +176,9 @@ class LocalRoutes:
     def _check(self, body: SamplingRequest) -> None:
         """Refuse another model and unsupported fields."""
         body.refuse_unsupported()
-        if body.model is not None and body.model != self._model.name:
-            raise ApiError(
-                404,
-                f"There is no model {body.model!r}: this server has {self._model.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        body.refuse_other_model(self._model.name)
 
     def _plan(self, body: SamplingRequest, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> SamplingPlan:
-        self._check(body)
         return plan_sampling(
             self._model,
             self._limits,

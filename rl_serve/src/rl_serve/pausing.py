@@ -16,10 +16,16 @@ class Pause:
     """Whether the server is paused, and the number of requests that run."""
 
     def __init__(self) -> None:
-        self.is_active = False
         self.running = 0
+        self._is_paused = False
+        self._starting: set[object] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether requests are refused: in a pause, and while one waits for running requests."""
+        return self._is_paused or bool(self._starting)
 
     def enter(self) -> None:
         """Count a request that starts.
@@ -47,18 +53,24 @@ class Pause:
         """Refuse new requests and wait until the running ones have ended.
 
         Raises:
-            ApiError: some did not end in time; the server is then not paused.
+            ApiError: some did not end in time, or `end` was called meanwhile; the server is then not paused by this call.
         """
-        was_active, self.is_active = self.is_active, True
+        this = object()
+        self._starting.add(this)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
+            if this not in self._starting:
+                raise ApiError(409, "The server was resumed before the pause began. Send /pause again.", code="resumed")
+            self._is_paused = True
         except TimeoutError:
-            self.is_active = was_active
             raise ApiError(503, f"{self.running} requests still run after {timeout_s:g} s.", code="busy") from None
+        finally:
+            self._starting.discard(this)
 
     def end(self) -> None:
-        """Accept requests again."""
-        self.is_active = False
+        """Accept requests again; a pause that still waits for running requests does not begin."""
+        self._is_paused = False
+        self._starting.clear()
 
 
 class PauseGate:

@@ -125,6 +125,20 @@ class SamplingRequest(RequestBody):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires `stream: true`.", param="stream_options")
 
+    def refuse_other_model(self, name: str) -> None:
+        """Refuse a request for another model than the served one; without a name, it is for that one.
+
+        Raises:
+            ApiError: names both.
+        """
+        if self.model is not None and self.model != name:
+            raise ApiError(
+                404,
+                f"There is no model {self.model!r}: this server has {name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
 
 class CompletionRequest(SamplingRequest):
     """Body of `/v1/completions`."""

@@ -6,11 +6,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rl_serve.chat_format import AssistantMessage
 from rl_serve.engine import SampledRow
-from rl_serve.incremental_text import cut_at_stop, decoded, token_bytes
+from rl_serve.incremental_text import cut_at_stop, decoded, token_bytes, token_texts
 from rl_serve.sampling import SamplingPlan
 
 
@@ -76,8 +77,8 @@ class ChoiceFormat:
         """A choice of `/v1/completions`; in a stream, with the new tokens, the new text and the number of characters before."""
         choice = {"index": index, "text": self.text(index, row) if text is None else text, **self._common(index, row)}
         if self.logprobs:
-            tokens = [self.tokenizer.decode([token]) for token in row.token_ids]
-            offsets = [offset + sum(map(len, tokens[:place])) for place in range(len(tokens))]
+            tokens = token_texts(self.tokenizer, row.token_ids, before=row.before)
+            *offsets, _ = accumulate(map(len, tokens), initial=offset)
             choice["logprobs"] = {
                 "tokens": tokens,
                 "token_logprobs": row.logprobs,
@@ -100,15 +101,16 @@ class ChoiceFormat:
 
     def token_logprobs(self, row: SampledRow) -> list[dict[str, Any]]:
         """The sampled tokens with their log-probabilities."""
+        texts = token_texts(self.tokenizer, row.token_ids, before=row.before)
         return [
             {
-                "token": self.tokenizer.decode([token]),
+                "token": text,
                 "token_id": token,
                 "logprob": logprob,
-                "bytes": token_bytes(self.tokenizer, token),
+                "bytes": token_bytes(self.tokenizer, token, text),
                 "top_logprobs": [],
             }
-            for token, logprob in zip(row.token_ids, row.logprobs, strict=True)
+            for token, text, logprob in zip(row.token_ids, texts, row.logprobs, strict=True)
         ]
 
     def _common(self, index: int, row: SampledRow) -> dict[str, Any]:
@@ -119,6 +121,6 @@ class ChoiceFormat:
         }
         if self.token_ids:
             common["token_ids"] = row.token_ids
-            if row.start == 0:
+            if not row.before:
                 common["prompt_token_ids"] = self.plan.prompts[index // self.plan.n]
         return common

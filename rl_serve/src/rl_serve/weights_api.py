@@ -112,8 +112,12 @@ class WeightUpdates:
             "refit": body.refit,
             "weight_version": body.weight_version,
         }
-        self._has_begun = True
-        await self._call(self.generation.update_weights, handles, while_paused=True)
+
+        def load() -> None:
+            self._has_begun = True
+            self.generation.update_weights(handles)
+
+        await self._call(load, while_paused=True)
         found = await self.version()
         if found["weight_version"] >= 0:
             self._is_prepared = False

@@ -13,6 +13,7 @@ from rl_core.data.conversation_tokens import conversation_tokens
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import RLCoreError
 
 if TYPE_CHECKING:
     from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -35,7 +36,7 @@ class TextGeneration:
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """See `GenerationInterface`."""
+        """Sample a batch of rows; the engine implements it, see `GenerationInterface`."""
         raise NotImplementedError
 
     def generate_text(self, prompts: str | Sequence[str | Conversation], *, greedy: bool = False) -> list[str]:
@@ -47,6 +48,7 @@ class TextGeneration:
 
         Raises:
             DataError: the model has no tokenizer, or its chat template cannot render the messages.
+            RLCoreError: the engine could not sample a prompt, such as after timeouts of a server.
         """
         if self._tokenizer is None:
             section = self.tokenizer_section
@@ -66,6 +68,11 @@ class TextGeneration:
             }
         )
         output = self.generate(batch, greedy=greedy)
+        if failed := [(row, reason) for row, reason in enumerate(output.get("failures") or ()) if reason is not None]:
+            raise RLCoreError(
+                f"{len(failed)} of {len(asked)} prompts could not be sampled. prompts[{failed[0][0]}]: {failed[0][1]}. Repeat "
+                "the call, or call generate, which returns the other rows and the reasons in `failures`."
+            )
         ends, sampled = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
         return [
             self._tokenizer.decode(row[end - length : end].tolist(), skip_special_tokens=True)

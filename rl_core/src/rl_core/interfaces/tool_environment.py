@@ -64,7 +64,7 @@ class ToolEnvironment(EnvironmentInterface):
 
     @classmethod
     def offered_tools(cls, config: Any = None) -> list[ToolSpec]:
-        """See `EnvironmentInterface`."""
+        """The functions that the model is shown, from the tools of a section of `env`."""
         return [tool.spec for tool in _by_name(cls.functions_of(cls._read(config)), cls.__name__).values()]
 
     @abstractmethod

@@ -61,7 +61,7 @@ class ToolsEnvironment(ToolEnvironment):
 
     @classmethod
     def offered_tools(cls, config: Any = None) -> list[ToolSpec]:
-        """See `EnvironmentInterface`. MCP servers are started, asked for their tools, and ended."""
+        """The functions that the model is shown. MCP servers are started, asked for their tools, and ended."""
         section = cls._read(config)
         assert isinstance(section, ToolsEnvironmentConfig)
         tools = {tool.name: tool for tool in map(Tool.of, cls.functions_of(section))}

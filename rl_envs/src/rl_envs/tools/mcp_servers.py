@@ -27,7 +27,7 @@ class McpTool(Tool):
     """A tool of a server. Arguments must match its schema; they are not converted."""
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Tool.read`."""
+        """The arguments, checked against the JSON schema of the server."""
         import jsonschema
 
         errors = jsonschema.Draft202012Validator(self.spec["function"]["parameters"]).iter_errors(dict(arguments))

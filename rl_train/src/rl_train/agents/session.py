@@ -57,7 +57,7 @@ class AgentSession:
         self.engine_error: Exception | None = None
 
     async def sample(self, request: AgentRequest) -> AgentTurn:
-        """See `TurnSource`."""
+        """Sample the next turn of this rollout and record it; raises as `TurnSource.sample`."""
         with self._lock:
             prompt = self._tokens_before(request)
             new_tokens = self._begin(len(prompt), request.max_new_tokens)

@@ -69,7 +69,7 @@ class ReadsRecords:
         return [self._from_keys(row)]
 
     def kind(self, record: Record) -> frozenset[str]:
-        """See `Form`."""
+        """Features of a record that a chat template may not support: its roles and tool use."""
         return kind_of(record["messages"], record.get("tools"))
 
     def asked(self, row: dict[str, Any]) -> Any:

@@ -84,7 +84,7 @@ class ReadsPairs:
         return pairs_from_row(dict(made), self._config)
 
     def kind(self, record: PreferenceRecord) -> frozenset[str]:
-        """See `Form`."""
+        """Features of a record that a chat template may not support: its roles and tool use."""
         return kind_of([*record["prompt"], *record["chosen"], *record["rejected"]], record.get("tools"))
 
     def asked(self, row: dict[str, Any]) -> Any:

@@ -53,7 +53,7 @@ class AsSampled(History):
         self._formatter = TurnFormatter(tokenizer)
 
     def next_prompt(self, rollout: Trajectory, observation: Observation) -> NextPrompt:
-        """See `History`; the segment always continues."""
+        """Append the observation to the sampled tokens; the segment always continues."""
         last = rollout.message_log[-1]["token_ids"]
         return NextPrompt(token_ids=self._formatter.observation_ids(observation, last, tools=rollout.tools), continues=True)
 
@@ -82,7 +82,7 @@ class Rendered(History):
         self._tokenizer = tokenizer
 
     def next_prompt(self, rollout: Trajectory, observation: Observation) -> NextPrompt:
-        """See `History`."""
+        """Render the conversation again; a prompt that does not continue the sampled tokens begins a new segment."""
         messages = [*rollout.conversation(), *messages_of(observation)]
         form = form_for(messages, self._tokenizer, tools=rollout.tools)
         text = render(messages, self._tokenizer, form=form, add_generation_prompt=True, tools=rollout.tools)

@@ -145,7 +145,7 @@ class OnDemandSource(RolloutSource):
         return [rows[start : start + self._group_size] for start in range(0, len(rows), self._group_size)]
 
     def put_back(self, rollouts: Rollouts) -> None:
-        """See `RolloutSource`."""
+        """Return groups of the current step that are not trained on; `take` provides their prompts first."""
         ordinals = {row.ordinal for row in rollouts.trajectories}
         self._put_back = sorted(ordinals.union(self._put_back))
 

@@ -67,11 +67,11 @@ class HermesParser(ToolCallParser):
     _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
     def text_before_calls(self, text: str) -> str:
-        """See `ToolCallParser`."""
+        """The text before the first `<tool_call>`, also before an end that may be the beginning of that tag."""
         return _before_mark(text, "<tool_call>")
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
-        """See `ToolCallParser`; the last call may lack its closing tag."""
+        """Read the call in each `<tool_call>` tag; the last call may lack its closing tag."""
         thinking, text = split_thinking(message.text)
         calls = [_call_in(found.group(1)) for found in self._CALL.finditer(text)]
         return ParsedMessage(content=thinking + (self._CALL.sub("", text).strip() if calls else text), calls=calls)
@@ -85,12 +85,12 @@ class Llama3Parser(ToolCallParser):
     _OBJECT = re.compile(r'\s*\{\s*"(?:name|type|parameters|arguments|function)"\s*:')
 
     def text_before_calls(self, text: str) -> str:
-        """See `ToolCallParser`; a message that begins with a brace may be a call."""
+        """The text before `<|python_tag|>`; nothing if the message begins with a brace, because it may be a call."""
         thinking, said = split_thinking(text)
         return thinking if said.lstrip().startswith("{") else _before_mark(text, self._MARK)
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
-        """See `ToolCallParser`; other JSON without the mark is an answer, not a call."""
+        """Read the calls after the mark, or a whole message that is a call; other JSON without the mark is an answer."""
         thinking, text = split_thinking(message.text)
         before, mark, after = text.partition(self._MARK)
         if not mark and not self._OBJECT.match(text):
@@ -108,11 +108,11 @@ class MistralParser(ToolCallParser):
     _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\](.*)", re.DOTALL)
 
     def text_before_calls(self, text: str) -> str:
-        """See `ToolCallParser`."""
+        """The text before `[TOOL_CALLS]`, also before an end that may be the beginning of that mark."""
         return _before_mark(text, self._MARK)
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
-        """See `ToolCallParser`."""
+        """Read the calls after each `[TOOL_CALLS]`."""
         thinking, text = split_thinking(message.text)
         before, *parts = text.split(self._MARK)
         calls = [call for part in parts for call in self._calls(part.strip())]

@@ -34,7 +34,7 @@ class ResponseTemplateParser(ToolCallParser):
         self._tokenizer = tokenizer
 
     def parse(self, message: SampledMessage) -> ParsedMessage:
-        """See `ToolCallParser`; a response that the template cannot read is one invalid call."""
+        """Read the calls with the template of the tokenizer; a response that it cannot read is one invalid call."""
         try:
             found = self._tokenizer.parse_response(
                 list(message.token_ids), prefix=list(message.prompt_ids), tools=list(message.tools) or None

@@ -59,7 +59,7 @@ class DistillationLossFn(LossFunction):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, Metrics]:
-        """See `LossFunction`."""
+        """The divergence from the teacher in nats, averaged as configured, and its metrics."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         if self.config.topk is not None:
             per_token, found = self._of_candidates(data)
