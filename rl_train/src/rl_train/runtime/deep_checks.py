@@ -11,8 +11,9 @@ from rl_train.config.loader import LoadedConfig
 from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
-from rl_train.runtime.build import DataLoaders, loss_of, read_sources, refuse_other_tokenizers
+from rl_train.runtime.build import DataLoaders, loss_of, read_sources
 from rl_train.runtime.late_errors import problem_in_section, with_key
+from rl_train.runtime.model_checks import length_conflicts, length_warnings, refuse_other_tokenizers
 from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.tools.task_tools import tools_of_run
 
@@ -34,9 +35,15 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
         except UserError as error:
             problem = problem_in_section(error, path, loaded)
             yield problem.path, problem.message
+    yield from length_conflicts(loaded.run)
     data_problem = _problem_of(lambda: _load_data(loaded, registry))
     if data_problem is not None:
         yield data_problem
+
+
+def deep_warnings(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Settings that are valid for the models and the data, but probably not intended."""
+    yield from length_warnings(loaded.run)
 
 
 def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
