@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rl_core.errors import UserError
 from rl_core.plugins.registry import Registry
@@ -15,6 +16,7 @@ from rl_train.runtime.build import DataLoaders, loss_of, read_sources
 from rl_train.runtime.late_errors import problem_in_section, with_key
 from rl_train.runtime.model_checks import length_conflicts, length_warnings, refuse_other_tokenizers
 from rl_train.runtime.reward_checks import resolve_completion_formats
+from rl_train.runtime.worker_code_errors import check_environment_class
 from rl_train.tools.task_tools import tools_of_run
 
 
@@ -25,6 +27,7 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
     if not problems:
         yield from imported_turn_conflicts(loaded.run, registry)
         yield from own_weights_conflicts(loaded.run, registry)
+        yield from _environment_classes(loaded, registry)
         loss_problem = _problem_of(lambda: loss_of(loaded.run, registry))
         if loss_problem is not None:
             yield loss_problem
@@ -50,6 +53,15 @@ def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
     for at, component in loaded.components.items():
         problem = _problem_of(component.load, key=at)
         if problem is not None:
+            yield problem
+
+
+def _environment_classes(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
+    for task, section in loaded.run.env.items():
+        name = section.env_cls or section.name or task
+        key = f"env.{task}.{'env_cls' if section.env_cls is not None else 'name'}"
+        check = partial(check_environment_class, registry.find("environment", name).load(), name)
+        if (problem := _problem_of(check, key=key)) is not None:
             yield problem
 
 
