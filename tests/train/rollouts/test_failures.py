@@ -262,13 +262,15 @@ def test_an_environment_that_fails_for_every_row_stops_the_run_in_the_first_step
         source(environment).take(1, 2)
 
 
-def test_failures_above_the_share_stop_the_run_and_fewer_do_not():
-    def failed(count, text):
-        rows = [
-            type("Row", (), {"failure": f"KeyError: {text}", "failure_details": f"traceback of {text}"})() for _ in range(count)
-        ]
-        return [*rows, *(type("Row", (), {"failure": None})() for _ in range(10 - count))]
+def failed(count, text):
+    """Ten finished rows, some of them failed."""
+    rows = [
+        type("Row", (), {"failure": f"KeyError: {text}", "failure_details": f"traceback of {text}"})() for _ in range(count)
+    ]
+    return [*rows, *(type("Row", (), {"failure": None})() for _ in range(10 - count))]
 
+
+def test_failures_above_the_share_stop_the_run_and_fewer_do_not():
     limit = FailureLimit(0.1)
     for step in range(1, 41):  # one row in ten, for ever
         limit.expect(step, 10)
@@ -307,7 +309,7 @@ def test_a_source_keeps_its_failures_and_equal_rewards_in_its_state():
     resumed = source()
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    assert state["failures"]["steps"] == [{"number": 1, "rows": 10, "errors": {"a": 1}}]
+    assert state["failures"]["steps"] == [{"number": 1, "rows": 10, "errors": {"KeyError: a": 1}}]
 
 
 class LoaderState:
