@@ -350,7 +350,9 @@ def test_the_task_of_validation_data_is_checked_if_the_run_validates(files, good
     ]
 
 
-@pytest.mark.parametrize(("env", "key"), [("reward_fn: statistics.mean", "reward_fn"), ("reward_fns: {std: os.path.join}", "reward_fns.std")])
+@pytest.mark.parametrize(
+    ("env", "key"), [("reward_fn: statistics.mean", "reward_fn"), ("reward_fns: {std: os.path.join}", "reward_fns.std")]
+)
 def test_a_reward_function_with_the_name_of_a_built_in_metric_is_refused(files, good, env, key):
     [error] = files.errors(good.replace("arithmetic: {}", f"arithmetic: {{{env}}}"))
     assert f"env.arithmetic.{key}: the name '{'mean' if key == 'reward_fn' else 'std'}' is reserved" in error

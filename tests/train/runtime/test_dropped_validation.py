@@ -19,6 +19,7 @@ def test_distillation_validates_without_a_loss_if_all_prompts_are_dropped(tmp_pa
             "max_total_sequence_length": 16,
             "generation": {"backend": "hf", "max_new_tokens": 4, "val_temperature": 1.0},
         },
+        "loss_fn": {"topk": 4},
         "teacher": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
         "data": {
             "train": {"dataset_name": "arithmetic", "num_samples": 8},

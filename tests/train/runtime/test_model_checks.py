@@ -105,7 +105,9 @@ def test_config_overrides_of_the_model_are_applied(load):
 
 def test_the_length_limit_of_the_engine_is_checked_too(load):
     loaded = load({}, {"hf_cfg": {"max_model_len": 300}}, max_total_sequence_length=128)
-    assert "300 tokens are more than the 128 positions" in found(deep_warnings(loaded))["policy.generation.hf_cfg.max_model_len"]
+    assert (
+        "300 tokens are more than the 128 positions" in found(deep_warnings(loaded))["policy.generation.hf_cfg.max_model_len"]
+    )
 
 
 def test_an_engine_that_stops_rows_before_the_configured_length_is_reported(load, tmp_path, caplog):

@@ -82,7 +82,7 @@ def _key_of(section: KeyPath, loaded: LoadedConfig) -> KeyPath:
 
 
 def _frames(error: WorkerError) -> list[tuple[str, int]]:
-    """File and line of each frame, from the traceback of the exception or, if it was raised in another process, from its text."""
+    """File and line of each frame, from the traceback of the exception or, from another process, from its text."""
     text = str(error).partition(_TRACEBACK)[2]
     if text:
         return [(found["file"], int(found["line"])) for found in _FRAME.finditer(text)]
