@@ -50,25 +50,28 @@ def validate(
     try:
         loaded = load_config(files, changes)
         loaded.refuse(machine_conflicts(loaded.run))
-        if deep:
-            _check_deep(loaded)
+        deep_warnings = _check_deep(loaded) if deep else []
     except InvalidConfigError as error:
         _print_errors(error, " + ".join(str(file) for file in files), as_json=as_json)
         raise typer.Exit(error.exit_code) from None
+    warnings = [*_warnings(loaded), *deep_warnings]
     if as_json:
-        print(json.dumps({"valid": True, "warnings": _warnings(loaded), "config": loaded.redacted}, indent=2))
+        print(json.dumps({"valid": True, "warnings": warnings, "config": loaded.redacted}, indent=2))
     elif resolved:
         print("\n".join(_annotated(loaded)))
     else:
-        print("\n".join(_summary(loaded)))
+        print("\n".join([*_summary(loaded), *(f"warning: {text}" for text in warnings)]))
 
 
-def _check_deep(loaded: LoadedConfig) -> None:
+def _check_deep(loaded: LoadedConfig) -> list[str]:
+    """Refuse what the deep checks find, and return their warnings."""
+    from rl_core.config.source_tree import dotted
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
-    from rl_train.runtime.deep_checks import deep_conflicts
+    from rl_train.runtime.deep_checks import deep_conflicts, deep_warnings
 
     loaded.refuse(deep_conflicts(loaded, Registry(discover())))
+    return [f"{dotted(path)}: {message}" for path, message in deep_warnings(loaded)]
 
 
 def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> None:
@@ -109,8 +112,7 @@ def _summary(loaded: LoadedConfig) -> list[str]:
         "env": ", ".join(_environment(task, section) for task, section in run.env.items()) or "none",
         "cluster": f"{cluster.backend}, {cluster.num_nodes} x {cluster.workers_per_node} policy ranks",
     }
-    warnings = [f"warning: {text}" for text in _warnings(loaded)]
-    return [f"{loaded.path} is valid", *(f"  {name:<12}{value}" for name, value in rows.items()), *warnings]
+    return [f"{loaded.path} is valid", *(f"  {name:<12}{value}" for name, value in rows.items())]
 
 
 def _warnings(loaded: LoadedConfig) -> list[str]:

@@ -332,3 +332,27 @@ def test_a_class_inside_folders_without_init_files_is_found_without_importing_th
     assert "has no 'Lost'" in missing_target("outer_folder.inner_folder.module.Lost")
     assert "has no module 'modul'" in missing_target("outer_folder.inner_folder.modul.Loss")
     assert not any(name.startswith("outer_folder") for name in sys.modules)
+
+
+def test_a_dataset_for_a_task_without_an_environment_is_refused(files, good):
+    text = good.replace("dataset_name: arithmetic}", "dataset_name: arithmetic, task_name: sums}")
+    assert files.errors(text + "  math: {}\n") == [
+        "config.yaml:10:48: data.train.task_name: `env` has no task 'sums'. Tasks in `env`: arithmetic, math."
+    ]
+    assert files.load(text.replace("  arithmetic: {}", "  sums: {name: arithmetic}")).run.data.train.task_name == "sums"
+
+
+def test_the_task_of_validation_data_is_checked_if_the_run_validates(files, good):
+    text = good.replace("env:", "  validation: {dataset_name: arithmetic, task_name: sums}\nenv:")
+    assert files.load(text).run.data.validation.task_name == "sums"
+    assert files.errors(text, "grpo.val_period=5") == [
+        "config.yaml:11:53: data.validation.task_name: `env` has no task 'sums'. Tasks in `env`: arithmetic."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env", "key"), [("reward_fn: statistics.mean", "reward_fn"), ("reward_fns: {std: os.path.join}", "reward_fns.std")]
+)
+def test_a_reward_function_with_the_name_of_a_built_in_metric_is_refused(files, good, env, key):
+    [error] = files.errors(good.replace("arithmetic: {}", f"arithmetic: {{{env}}}"))
+    assert f"env.arithmetic.{key}: the name '{'mean' if key == 'reward_fn' else 'std'}' is reserved" in error

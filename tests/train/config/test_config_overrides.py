@@ -117,6 +117,39 @@ def test_a_position_beyond_a_list_is_refused(files, good):
     ]
 
 
+@pytest.mark.parametrize("key", ["data.train.operations.0", "data.train.operations[0]", "++data.train.operations.0"])
+@pytest.mark.parametrize("written", ["", ", operations: null"])
+def test_an_item_of_a_list_that_the_file_does_not_set_is_refused(files, good, key, written):
+    text = good.replace("arithmetic}", f"arithmetic{written}}}")
+    override = f"{key}=-"
+    assert files.errors(text, override) == [
+        f"override #1 `{override}`: data.train.operations: no file sets this list, so it has no item 0: set the whole list, "
+        f"{'++' * key.startswith('++')}data.train.operations=[...]. Its default is ['+']."
+    ]
+
+
+def test_brackets_do_not_create_a_list_in_a_section_with_free_keys(files, good):
+    override = "++policy.optimizer.kwargs.betas[0]=0.9"
+    assert files.errors(good, override) == [
+        f"override #1 `{override}`: policy.optimizer.kwargs.betas: no file sets this list, so it has no item 0: set the whole "
+        "list, ++policy.optimizer.kwargs.betas=[...]."
+    ]
+
+
+def test_several_items_of_a_missing_list_are_one_error_each(files, good):
+    errors = files.errors(good, "data.train.operations.0=-", "data.train.operations.1=+")
+    assert [line.split("`")[1] for line in errors] == ["data.train.operations.0=-", "data.train.operations.1=+"]
+
+
+def test_a_list_set_by_an_earlier_override_has_items(files, good):
+    run = files.load(good, "data.train.operations=['-', '*']", "data.train.operations.1=+").run
+    assert run.data.train.operations == ["-", "+"]
+
+
+def test_a_number_is_still_a_key_of_a_mapping(files, good):
+    assert "7" in files.load(good, "++env.7.name=math").run.env
+
+
 def test_a_null_section_can_be_opened(files, good):
     text = good.replace("  generation:", "  scheduler: null\n  generation:")
     assert files.load(text, "policy.scheduler.name=linear").run.policy.scheduler.name == "linear"

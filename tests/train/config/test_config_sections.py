@@ -54,6 +54,20 @@ def test_a_task_may_have_any_name_if_it_says_which_environment_it_is(files, good
     assert run.env["sums"].timeout_s == 1.5
 
 
+@pytest.mark.parametrize("functions", ["reward_fn: os.path.join", "reward_fns: {a: os.path.join}"])
+def test_reward_functions_of_a_task_with_another_environment_are_a_conflict(files, good, functions):
+    key = functions.partition(":")[0]
+    assert files.errors(good + f"  mine: {{name: math, {functions}}}\n") == [
+        f"config.yaml:13:22: env.mine.{key}: the environment 'math' of this task (env.mine.name) takes no reward functions: "
+        f"remove `name` to score with the functions only, or remove `{key}` to score with 'math'."
+    ]
+
+
+def test_a_task_may_name_the_environment_of_reward_functions(files, good):
+    run = files.load(good + "  mine: {name: function, reward_fn: os.path.join}\n").run
+    assert run.env["mine"].functions == {"join": "os.path.join"}
+
+
 def test_an_environment_given_by_its_path_keeps_all_its_keys(files, good):
     run = files.load(
         good + "  weather: {env_cls: rl_envs.guess.environment.GuessNumberEnvironment, num_workers: 8, station: 3}\n"

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rl_core.errors import ConfigError, DataError, RLCoreError
+from rl_core.interfaces import EnvironmentReturn
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rewards.functions import RewardFunctionError, reward_function
-from rl_train.rollouts.environment_checks import step_checked
+from rl_train.rollouts.environment_checks import checked_metrics, checked_return, step_checked
 
 PROMPT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
 
@@ -214,3 +215,29 @@ def test_accuracy_counts_rewards_above_the_threshold(tmp_path, monkeypatch):
         environment = FunctionEnvironment(config)
         assert environment.global_post_process_and_metrics(rewards)[1] == expected
         assert environment.step([[{"role": "assistant", "content": "abc"}]], [None]).rewards["length"].tolist() == [3.0]
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "shaped"])
+def test_a_reward_cannot_have_the_name_of_a_metric_of_every_reward(name):
+    def f(completion):
+        return {name: 1.0}
+
+    with pytest.raises(ConfigError, match=f"the name '{name}' is reserved: `reward/{name}` is a metric of every reward"):
+        named_functions({name: f})
+    with pytest.raises(RLCoreError, match=f"returned a reward with a reserved name: the name '{name}' is reserved"):
+        named_functions(f)[0].rewards_of({name: 1.0})
+
+
+def test_an_environment_cannot_return_a_reward_or_a_metric_with_a_reserved_name():
+    names = {"task_name": "t", "environment_class": "Env"}
+    with pytest.raises(RLCoreError, match=r"the metric 'wait_s' .* reports `env/t/wait_s` itself"):
+        checked_metrics(({}, {"wait_s": 1.0}), **names)
+    found = EnvironmentReturn(
+        observations=[{"role": "user", "content": ""}],
+        metadata=[{}],
+        next_stop_strings=[None],
+        rewards={"std": torch.ones(1)},
+        terminateds=torch.ones(1),
+    )
+    with pytest.raises(RLCoreError, match="reserved name: the name 'std' is reserved"):
+        checked_return(found, rows=1, **names)

@@ -1,6 +1,7 @@
 """Rollouts whose environment fails: steps are repeated, rows are masked, groups are replaced, and a broken run stops."""
 
 import asyncio
+import json
 import os
 import signal
 
@@ -261,13 +262,15 @@ def test_an_environment_that_fails_for_every_row_stops_the_run_in_the_first_step
         source(environment).take(1, 2)
 
 
-def test_failures_above_the_share_stop_the_run_and_fewer_do_not():
-    def failed(count, text):
-        rows = [
-            type("Row", (), {"failure": f"KeyError: {text}", "failure_details": f"traceback of {text}"})() for _ in range(count)
-        ]
-        return [*rows, *(type("Row", (), {"failure": None})() for _ in range(10 - count))]
+def failed(count, text):
+    """Ten finished rows, some of them failed."""
+    rows = [
+        type("Row", (), {"failure": f"KeyError: {text}", "failure_details": f"traceback of {text}"})() for _ in range(count)
+    ]
+    return [*rows, *(type("Row", (), {"failure": None})() for _ in range(10 - count))]
 
+
+def test_failures_above_the_share_stop_the_run_and_fewer_do_not():
     limit = FailureLimit(0.1)
     for step in range(1, 41):  # one row in ten, for ever
         limit.expect(step, 10)
@@ -280,6 +283,43 @@ def test_failures_above_the_share_stop_the_run_and_fewer_do_not():
     new.count(1, failed(10, "a"))
     with pytest.raises(RLCoreError, match="15%"):
         new.count(1, failed(10, "a"))
+
+
+def test_the_failures_of_the_last_steps_are_counted_after_a_resume():
+    limit = FailureLimit(0.1)
+    for step in range(1, 21):
+        limit.expect(step, 10)
+        limit.count(step, failed(1, "a"))
+    resumed = FailureLimit(0.1)
+    resumed.load_state_dict(json.loads(json.dumps(limit.state_dict())))
+    resumed.expect(21, 10)
+    resumed.count(21, failed(1, "a"))
+    with pytest.raises(RLCoreError, match=r"21 rollouts of the last 20 steps could not be scored: 10% .*\n.*traceback of a"):
+        resumed.count(21, failed(1, "b"))
+
+
+def test_a_source_keeps_its_failures_and_equal_rewards_in_its_state():
+    def source():
+        return OnDemandSource(None, LoaderState(), group_size=GROUP)
+
+    whole = source()
+    whole._failures.expect(1, 10)
+    whole._failures.count(1, failed(1, "a"))
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = source()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert state["failures"]["steps"] == [{"number": 1, "rows": 10, "errors": {"KeyError: a": 1}}]
+
+
+class LoaderState:
+    """The state of a loader."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
 
 
 @given(

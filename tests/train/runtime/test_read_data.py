@@ -87,6 +87,62 @@ def test_the_members_of_a_mixture_keep_their_tasks_and_their_share_of_every_batc
         )
 
 
+def named_rows(lines, *tasks: str | None) -> DataConfig:
+    rows = [
+        {"messages": [{"role": "user", "content": f"1+{n}="}], **({} if task is None else {"task_name": task})}
+        for n, task in enumerate(tasks)
+    ]
+    return DataConfig(train=section(lines("named", *rows), record_fn="record"))
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_a_row_whose_task_has_no_environment_is_refused_with_its_line(lines, registry, tokenizer, on_bad_row, caplog):
+    data = named_rows(lines, "a", "b", "typo")
+    data = data.model_copy(update={"train": data.train.model_copy(update={"on_bad_row": on_bad_row})})
+    train, _ = read_data(data, registry)
+    message = "named.jsonl:3: its task_name is 'typo', but `env` has no such task. Tasks in `env`: a, b"
+    if on_bad_row == "error":
+        with pytest.raises(DataError, match=message):
+            prompt_loader(train, run_of(data, tasks=("a", "b")), tokenizer, batch_size=2, shuffle=True)
+    else:
+        loader = prompt_loader(train, run_of(data, tasks=("a", "b")), tokenizer, batch_size=2, shuffle=True)
+        assert sorted(loader.dataset[n]["task_name"] for n in range(len(loader.dataset))) == ["a", "b"]
+        assert message in caplog.text
+
+
+def test_rows_without_a_task_need_one_if_there_are_several_environments(lines, registry, tokenizer):
+    data = named_rows(lines, "a", None)
+    train, _ = read_data(data, registry)
+    with pytest.raises(DataError, match=r"named.jsonl:2: it has no task_name, and `env` has several tasks \(a, b\)"):
+        prompt_loader(train, run_of(data, tasks=("a", "b")), tokenizer, batch_size=2, shuffle=True)
+
+
+@pytest.mark.parametrize(("tasks", "line"), [(("math", "typo"), 2), (("typo", "math"), 2), (("typo", "other"), 2)])
+def test_rows_that_name_several_tasks_must_name_those_of_env_even_if_there_is_only_one(lines, registry, tokenizer, tasks, line):
+    data = named_rows(lines, *tasks)
+    train, _ = read_data(data, registry)
+    with pytest.raises(DataError, match=rf"named.jsonl:{line}: its task_name is '{tasks[line - 1]}'"):
+        prompt_loader(train, run_of(data, tasks=("math",)), tokenizer, batch_size=2, shuffle=True)
+
+
+def test_the_only_environment_takes_rows_that_all_name_another_task_with_a_warning(lines, registry, tokenizer, caplog):
+    data = named_rows(lines, "typo", None, "typo")
+    train, _ = read_data(data, registry)
+    loader = prompt_loader(train, run_of(data, tasks=("math",)), tokenizer, batch_size=2, shuffle=True)
+    assert {loader.dataset[n]["task_name"] for n in range(3)} == {"math"}
+    assert (
+        "the rows of jsonl name the task 'typo', which `env` does not have: its only task, 'math', scores them" in caplog.text
+    )
+
+
+def test_rows_without_a_task_belong_to_the_only_environment(lines, registry, tokenizer, caplog):
+    data = named_rows(lines, None, "math", None)
+    train, _ = read_data(data, registry)
+    loader = prompt_loader(train, run_of(data, tasks=("math",)), tokenizer, batch_size=2, shuffle=True)
+    assert {loader.dataset[n]["task_name"] for n in range(3)} == {"math"}
+    assert "task" not in caplog.text
+
+
 def test_a_split_holds_the_same_rows_out_of_one_dataset_and_of_a_mixture_and_training_never_sees_them(
     lines, registry, tokenizer
 ):

@@ -14,6 +14,7 @@ from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import messages_of
 from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
+from rl_train.metrics.reserved_names import reserved_reward
 from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.engines import RolloutEngine
 from rl_train.rollouts.failures import StepFailedError
@@ -171,6 +172,8 @@ def rewards_of(value: Any, task_name: str) -> dict[str, float] | None:
                 f"env.{task_name}.agent returned {value!r:.80}: expected a number, a mapping from names to numbers, or None "
                 "for a rollout that must not be scored."
             )
+    if (problem := reserved_reward(named)) is not None:
+        raise DataError(f"env.{task_name}.agent returned a reward with a reserved name: {problem}.")
     return {name: float(reward) for name, reward in named.items()} or None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from rl_train.rollouts.trajectory import Trajectory, to_batch
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 
+_log = logging.getLogger("rlcore")
 REPORTED = {"preference/": "global_valid_seqs", "distillation/": "global_valid_toks"}
 """Metrics of a loss that are also reported as `validation/<quantity>`, and the count that they are averaged over."""
 
@@ -78,7 +80,11 @@ def _validation_loss(
         for area, unit in REPORTED.items():
             reported |= {name.removeprefix(area): (v, unit) for name, v in result["metrics"].items() if name.startswith(area)}
         for name, (value, unit) in reported.items():
+            if not result[unit]:  # all rows of the batch are dropped, and their mean is undefined
+                continue
             sums[name] = sums.get(name, 0.0) + value * result[unit]
             units[name] = units.get(name, 0.0) + result[unit]
         tokens += result["global_valid_toks"]
+    if not sums:
+        _log.warning("all validation rows are dropped, so there is no validation loss: raise policy.max_total_sequence_length")
     return {f"validation/{name}": value / units[name] for name, value in sums.items()} | {"validation/tokens": tokens}

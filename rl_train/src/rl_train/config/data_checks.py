@@ -13,7 +13,7 @@ _KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chos
 
 
 def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Datasets with the wrong record kind, processors that cannot be imported, and missing prompt templates."""
+    """Datasets with the wrong record kind or for a missing task, processors that cannot be imported, and missing templates."""
     wanted = "pairs" if run.algorithm.needs_preferences else "conversations"
     for key, section in run.data.sections().items():
         at: KeyPath = ("data", *key.split(".", 1))
@@ -28,6 +28,9 @@ def data_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
                 f"{section.dataset_name} has {_KINDS[str(section.record_kind)]}, but {run.algorithm_name} needs "
                 f"{_KINDS[wanted]}. Use another dataset: {remedy}.",
             )
+        is_scored = key.startswith("validation") or run.algorithm.runtime_needs.rollouts is not None
+        if run.env and is_scored and section.task_name is not None and section.task_name not in run.env:
+            yield (*at, "task_name"), f"`env` has no task {section.task_name!r}. Tasks in `env`: {', '.join(run.env)}."
     yield from _prompt(run)
 
 

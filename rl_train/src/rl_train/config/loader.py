@@ -25,10 +25,12 @@ from rl_train.config.aliases import expand_aliases
 from rl_train.config.checks import cross_check
 from rl_train.config.component_checks import Finding
 from rl_train.config.interpolation import escape, resolve
-from rl_train.config.overrides import Override, apply_overrides
+from rl_train.config.override_checks import reject_items_of_missing_lists, reject_new_keys
+from rl_train.config.overrides import apply_overrides
 from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
+from rl_train.config.reward_function_checks import reject_unused_functions
 from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
 from rl_train.config.section_resolver import ConfigLayout, resolve_sections
@@ -113,7 +115,9 @@ def load_config(
     values, written, through = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
     layout = resolve_sections(values, written=written, registry=registry, problems=problems)
     locate_paths(values, layout, written=written, problems=problems)
-    _reject_new_keys(applied, layout, problems=problems)
+    reject_items_of_missing_lists(applied, layout, written=written, problems=problems)
+    reject_unused_functions(values, layout, written=written, problems=problems)
+    reject_new_keys(applied, layout, problems=problems)
     sections = _validated_sections(values, layout, written=written, problems=problems)
     problems.raise_if_any()
     run = _build_run(sections, layout)
@@ -145,23 +149,6 @@ def _plain_values(
     known = [field.path for field in expected.fields()]
     values, through = resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
     return expand_aliases(values, written=written, through=through)
-
-
-def _reject_new_keys(applied: Sequence[Override], layout: ConfigLayout, *, problems: Problems) -> None:
-    """Reports `key=value` overrides that would add a key; adding requires `++`."""
-    for override in applied:
-        if override.adds:
-            continue
-        for length in range(override.known + 1, len(override.path) + 1):
-            path = override.path[:length]
-            if layout.takes_any(path):
-                problems.add(
-                    f"{dotted(path)} exists neither in the file nor in the schema: to add it, write "
-                    f"++{dotted(override.path)}=...",
-                    place=override.place,
-                    path=override.path,
-                )
-                break
 
 
 def _validated_sections(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from rl_train.config.yaml_reader import read_yaml
 
 _SHAPE = re.compile(r"(?P<plus>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
 _INDEX = re.compile(r"\[(\d{1,9})\]")
+_INDICES = re.compile(r"(\[\d{1,9}\])+$")
 _MAX_INDEX_DIGITS = 9
 """Most digits of a list index, as in `_INDEX`."""
 
@@ -27,7 +28,7 @@ class Override:
     """One override, as applied to the values of the files.
 
     Attributes:
-        path: The key that it sets.
+        path: The key that it sets; an index is an integer if it stands in a list, or in brackets in a list that does not exist.
         place: The override as a source location, with its number.
         adds: Whether it starts with `++`.
         known: Number of leading path components that existed before it was applied.
@@ -76,8 +77,8 @@ def _parse(text: str, *, place: SourceLocation, problems: Problems) -> tuple[Key
     if match["plus"] == "+":
         problems.add("The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.", place=place)
         return None
-    keys = _INDEX.sub(r".\1", match["key"].strip()).split(".")
-    if not all(keys):
+    keys = [key for part in _components(match["key"].strip()) for key in part]
+    if "" in keys:
         problems.add("The key before `=` has an empty component: write it like policy.precision.", place=place)
         return None
     if keys[0] == "defaults":
@@ -95,13 +96,26 @@ def _parse(text: str, *, place: SourceLocation, problems: Problems) -> tuple[Key
     return tuple(keys), value, bool(match["plus"])
 
 
+def _components(key: str) -> Iterator[KeyPath]:
+    """The components between dots, each followed by its indices in brackets."""
+    for part in key.split("."):
+        indices = _INDICES.search(part)
+        if indices is None:
+            yield (part,)
+        else:
+            yield (part[: indices.start()], *map(int, _INDEX.findall(indices.group())))
+
+
 def _with_indices(root: Node, path: KeyPath) -> KeyPath:
-    """The path with list indices as integers."""
+    """The path with list indices as integers; an index in brackets is a key if it stands in a mapping."""
     found: Node | None = root
     keys: list[str | int] = []
     for part in path:
-        in_list = found is not None and isinstance(found.value, list)
-        part = int(part) if in_list and str(part).isdecimal() and len(str(part)) <= _MAX_INDEX_DIGITS else part
+        if found is not None and isinstance(found.value, dict):
+            part = str(part)
+        elif found is not None and isinstance(found.value, list):
+            is_index = str(part).isdecimal() and len(str(part)) <= _MAX_INDEX_DIGITS
+            part = int(part) if is_index else part
         keys.append(part)
         found = None if found is None else found.child(part)
     return tuple(keys)

@@ -24,19 +24,27 @@ def read_model_files(name_or_path: str, tokenizer: Any) -> ModelFiles:
         name_or_path: a model's name, a folder, or a GGUF file.
         tokenizer: the policy's tokenizer; its end-of-sequence token also ends a completion.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    path = Path(name_or_path).expanduser()
-    is_gguf = path.suffix == ".gguf"
-    where = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (str(name_or_path), {})
-    config = _if_there(lambda: AutoConfig.from_pretrained(where[0], **where[1]))
-    sampling = None if is_gguf else _if_there(lambda: GenerationConfig.from_pretrained(where[0]))
+    config = read_model_config(name_or_path)
+    is_gguf = Path(name_or_path).suffix == ".gguf"
+    sampling = None if is_gguf else _if_there(lambda: GenerationConfig.from_pretrained(str(name_or_path)))
     text = config.get_text_config(decoder=True) if config is not None else None
     tied = getattr(text, "tie_word_embeddings", None)
     return ModelFiles(
         tie_word_embeddings=bool(tied) if tied is not None else None,
         end_ids=frozenset(_end_ids(text) | _end_ids(sampling) | _end_ids(tokenizer)),
     )
+
+
+def read_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
+    """The config of a model; None if there is none, or if it needs code that may not run."""
+    from transformers import AutoConfig
+
+    path = Path(name_or_path).expanduser()
+    is_gguf = path.suffix == ".gguf"
+    where, named = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (str(name_or_path), {})
+    return _if_there(lambda: AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **named))
 
 
 def _if_there(read: Any) -> Any:

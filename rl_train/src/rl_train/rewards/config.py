@@ -11,6 +11,7 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import is_path
 from rl_core.plugins.static_lookup import missing_target
+from rl_train.metrics.reserved_names import reserved_reward
 
 if TYPE_CHECKING:
     from rl_core.config.section import RunSections
@@ -47,6 +48,10 @@ class FunctionEnvironmentConfig(EnvironmentConfig):
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Functions that do not exist, without importing them."""
+        if (problem := reserved_reward(self.functions)) is not None:
+            remedy = " of the function, or set `reward_fns: {name: path}`" if self.reward_fn is not None else ""
+            name = next(name for name in self.functions if reserved_reward([name]) is not None)
+            yield self.key_of(name), f"{problem}{remedy}."
         for name, path in self.functions.items():
             if "/" in path or path.endswith(".py") or ".py:" in path:
                 module = path.partition(":")[0].rpartition("/")[2].removesuffix(".py")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import ConfigError, RLCoreError
+from rl_train.metrics.reserved_names import reserved_reward
 from rl_train.user_code import describe_raised
 
 Rewards = dict[str, float]
@@ -156,6 +157,8 @@ class RewardFunction:
         made = {name: self._number(number) for name, number in value.items() if number is not None}
         if wrong := [name for name in made if not isinstance(name, str)]:
             raise RLCoreError(f"{self.label} returned a reward named {wrong[0]!r}. Names of rewards must be strings.")
+        if (problem := reserved_reward(made)) is not None:
+            raise RLCoreError(f"{self.label} returned a reward with a reserved name: {problem}.")
         return made or None
 
     def _number(self, value: Any) -> float:
@@ -179,6 +182,8 @@ def reward_function(call: Any, *, name: str, label: str) -> RewardFunction:
     Raises:
         ConfigError: it is not callable, or cannot be called with keywords.
     """
+    if (problem := reserved_reward([name])) is not None:
+        raise ConfigError(f"{label}: {problem} (`reward_fns` can map other names to functions).")
     if not callable(call) or inspect.isclass(call):
         kind = "a class" if inspect.isclass(call) else f"a {type(call).__name__}"
         raise ConfigError(f"{label} is {kind}, not a function. Give a function, or an object with a `__call__` method.")

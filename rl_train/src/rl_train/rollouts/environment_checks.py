@@ -12,6 +12,7 @@ from rl_core.errors import DataError, RLCoreError
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation
 from rl_train.data.message_text import text_of
+from rl_train.metrics.reserved_names import ENVIRONMENT_METRICS, reserved_reward
 
 _FIELDS = EnvironmentReturn._fields
 _REQUIRED = len(_FIELDS) - len(EnvironmentReturn._field_defaults)
@@ -71,6 +72,8 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         for name in rewards:
             if not isinstance(name, str):
                 raise RLCoreError(f"{who} returned a reward named {_shown(name)}. Reward names must be strings.")
+        if (problem := reserved_reward(rewards)) is not None:
+            raise RLCoreError(f"{who} returned a reward with a reserved name: {problem}.")
         rewards = {name: _numbers(values, f"the reward {name!r}", who) for name, values in rewards.items()}
     else:
         rewards = _numbers(rewards, "rewards", who)
@@ -113,6 +116,11 @@ def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tu
         if number is None or not isinstance(name, str) or _broken_text(name):
             raise RLCoreError(
                 f"{who} returned the metric {_shown(name)}: {_shown(value)} from global_post_process_and_metrics(). {expected}"
+            )
+        if name in ENVIRONMENT_METRICS:
+            raise RLCoreError(
+                f"{who} returned the metric {name!r} from global_post_process_and_metrics(), but the runtime reports "
+                f"`env/{task_name}/{name}` itself. Choose another name."
             )
         made[name] = number
     return batch, made

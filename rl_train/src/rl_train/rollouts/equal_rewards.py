@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rl_train.rollouts.trajectory import Trajectory
 
@@ -22,6 +23,14 @@ class EqualRewardWatch:
 
     def __init__(self) -> None:
         self._equal_steps: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps with equal rewards, so that a resumed run continues to count them."""
+        return {"equal_steps": list(self._equal_steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._equal_steps = list(state["equal_steps"])
 
     def observe(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Check one draw of a step; a step with several draws counts as equal if all of them are.

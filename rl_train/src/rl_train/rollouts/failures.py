@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl_core.errors import DeadlineExceededError, RLCoreError, UserError, WorkerDiedError, WorkerError
 from rl_train.rollouts.trajectory import Trajectory
@@ -102,6 +103,18 @@ class FailureLimit:
             worst,
         )
         self._check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps of the window with their errors, so that a resumed run counts them too."""
+        return {
+            "steps": [{"number": step.number, "rows": step.rows, "errors": dict(step.errors)} for step in self._steps],
+            "texts": {error: self._texts[error] for step in self._steps for error in step.errors},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._steps = [_Step(step["number"], step["rows"], Counter(step["errors"])) for step in state["steps"]]
+        self._texts = dict(state["texts"])
 
     def _of(self, step: int) -> _Step:
         if not self._steps or self._steps[-1].number != step:

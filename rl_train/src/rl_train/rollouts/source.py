@@ -150,11 +150,20 @@ class OnDemandSource(RolloutSource):
         self._put_back = sorted(ordinals.union(self._put_back))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"prompts": self._prompts.state_dict(), "put_back": list(self._put_back)}
+        return {
+            "prompts": self._prompts.state_dict(),
+            "put_back": list(self._put_back),
+            "failures": self._failures.state_dict(),
+            "equal_rewards": self._watch.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state["prompts"])
         self._put_back = list(state.get("put_back", ()))
+        if "failures" in state:
+            self._failures.load_state_dict(state["failures"])
+        if "equal_rewards" in state:
+            self._watch.load_state_dict(state["equal_rewards"])
 
 
 def start_rollouts(

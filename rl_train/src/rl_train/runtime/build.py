@@ -11,7 +11,6 @@ from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.source_tree import dotted
-from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
@@ -50,6 +49,7 @@ from rl_train.runtime.data import (
 )
 from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.losses import make_loss
+from rl_train.runtime.model_checks import check_models, warn_about_engine_limit
 from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.run_folder import checkpoint_store
 from rl_train.runtime.workers import Builder, Workers, make_cluster
@@ -80,7 +80,7 @@ def build_run(
     """
     with with_key("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
         tokenizer = load_policy_tokenizer(config.policy)
-    refuse_other_tokenizers(config, tokenizer)
+    check_models(config, tokenizer)
     tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None
     train, validation = read_sources(config, registry)
     loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
@@ -94,6 +94,7 @@ def build_run(
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
     parts = builder.start(samples=loaders.samples)
     parts.wait_ready()
+    warn_about_engine_limit(config, parts.generation)
     return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
 
 
@@ -328,26 +329,6 @@ def read_sources(config: RunConfig, registry: Registry) -> tuple[Source | None, 
     train, validation = read_data(data, registry)
     first = {"": validation} if validation is not None else {}
     return train, first | read_validation_sets(data, registry)
-
-
-def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
-    """Check that companion models use the policy's tokenizer, because they receive its token ids.
-
-    Raises:
-        ConfigError: a companion's tokenizer has other tokens or ids.
-    """
-    for name in COMPANIONS:
-        section = getattr(config, name)
-        if section is None or section.model_name == config.policy.model_name:
-            continue
-        own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
-        others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
-        if others:
-            raise ConfigError(
-                f"{name}.model_name: the tokenizer of {section.model_name} differs from that of the policy "
-                f"{config.policy.model_name} in {len(others)} tokens, for example {others[0][0]!r}, so the policy's token "
-                "ids would mean other words. Use a model with the policy's tokenizer."
-            )
 
 
 def loss_of(config: RunConfig, registry: Registry) -> LossFunction:

@@ -17,7 +17,7 @@ from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.concat import ConcatDataset
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.dataset_classes import make_dataset, record_of
+from rl_train.data.dataset_classes import make_dataset
 from rl_train.data.dataset_config import OnBadRow, OnTooLong
 from rl_train.data.holdout import Subset, held_out, place_of
 from rl_train.data.messages import DatumSpec
@@ -31,6 +31,8 @@ from rl_train.data.processors import (
     prompt_datum,
 )
 from rl_train.data.record_functions import load_function
+from rl_train.data.task_choice import choose_tasks
+from rl_train.data.tokenized_rows import TokenizedRows
 from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.row_checks import check_rows
 from rl_train.tools.task_tools import TaskTools
@@ -74,6 +76,7 @@ class Source:
         records: map-style dataset of records; for a mixture, the records of all members.
         name: name in error messages.
         task_name: task of all its records; None if the records set it.
+        component: its dataset component; None if it has none.
         processor: dotted path of the function that tokenizes its records; the built-in one if None.
         on_bad_row: what happens to a record that cannot be tokenized.
         bad_rows: counts skipped rows, shared by all data of a run.
@@ -84,40 +87,12 @@ class Source:
     records: Any
     name: str
     task_name: str | None = None
+    component: str | None = None
     processor: str | None = None
     on_bad_row: OnBadRow = OnBadRow.ERROR
     bad_rows: BadRows = field(default_factory=BadRows)
     members: Mapping[str, Source] | None = None
     weights: Mapping[str, float] | None = None
-
-
-class TokenizedRows(Sequence[Any]):
-    """A dataset whose records are tokenized on access.
-
-    Args:
-        dataset: map-style dataset of records.
-        process: turns a record into a row.
-        task_name: task of all records, replacing that of each record; None keeps it.
-        name: name of the dataset in errors.
-    """
-
-    def __init__(self, dataset: Any, process: Callable[..., Any], *, task_name: str | None, name: str = "dataset") -> None:
-        self._dataset = dataset
-        self._process = process
-        self._task_name = task_name
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        record = dict(record_of(self._dataset, index, name=self._name))
-        if self._task_name is not None:
-            record["task_name"] = self._task_name
-        try:
-            return self._process(record, idx=int(index))
-        except DataError as error:
-            raise DataError(f"{self._name}: {place_of(self._dataset, index)}: {error}") from error
 
 
 def read_source(
@@ -143,6 +118,7 @@ def read_source(
         records=records,
         name=name or section.dataset_name,
         task_name=section.task_name if "task_name" in section.model_fields_set else None,
+        component=section.dataset_name,
         processor=section.processor,
         on_bad_row=OnBadRow(getattr(section, "on_bad_row", OnBadRow.ERROR)),
         bad_rows=bad_rows or BadRows(),
@@ -320,9 +296,8 @@ def _fingerprint(source: Source) -> str | None:
 
 def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenizedRows:
     """The rows of one dataset. If bad rows are skipped, all rows are tokenized now to find them."""
-    only_task = next(iter(tasks)) if len(tasks) == 1 else None
-    task_name = source.task_name or _task_of(source.records, only_task, tasks)
-    rows = TokenizedRows(source.records, process, task_name=task_name, name=source.name)
+    choice = choose_tasks(source.records, fixed=source.task_name, known=tasks, name=source.name, component=source.component)
+    rows = TokenizedRows(source.records, process, tasks=choice, name=source.name)
     if source.on_bad_row is OnBadRow.ERROR:
         # Reports a wrong record format or chat template before a worker starts.
         for index in dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else ():
@@ -343,7 +318,7 @@ def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[st
             f"none of the {len(rows)} records of {source.name} can be tokenized; the first: {next(iter(reasons.values()))}"
         )
     source.bad_rows.add_places(source.name, reasons)
-    return TokenizedRows(Subset(source.records, good), process, task_name=task_name, name=source.name)
+    return TokenizedRows(Subset(source.records, good), process, tasks=choice, name=source.name)
 
 
 def _reject_if_all_dropped(rows: TokenizedRows, source: Source, max_length: int) -> None:
@@ -384,9 +359,3 @@ def _mixed(members: Mapping[str, Source], weights: Mapping[str, float] | None) -
 def _hold_out(source: Source, *, fraction: float, seed: int) -> tuple[Source, Source]:
     kept, out = held_out(source.records, fraction=fraction, seed=seed, name=source.name)
     return replace(source, records=kept), replace(source, records=out)
-
-
-def _task_of(dataset: Any, only_task: str | None, tasks: Collection[str]) -> str | None:
-    """The run's only task, if the records do not name a task of the run."""
-    named = dataset[0].get("task_name") if len(dataset) else None
-    return only_task if named not in tasks else None

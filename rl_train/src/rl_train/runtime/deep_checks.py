@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rl_core.errors import UserError
 from rl_core.plugins.registry import Registry
@@ -11,9 +12,11 @@ from rl_train.config.loader import LoadedConfig
 from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
-from rl_train.runtime.build import DataLoaders, loss_of, read_sources, refuse_other_tokenizers
+from rl_train.runtime.build import DataLoaders, loss_of, read_sources
 from rl_train.runtime.late_errors import problem_in_section, with_key
+from rl_train.runtime.model_checks import length_conflicts, length_warnings, refuse_other_tokenizers
 from rl_train.runtime.reward_checks import resolve_completion_formats
+from rl_train.runtime.worker_code_errors import check_environment_class
 from rl_train.tools.task_tools import tools_of_run
 
 
@@ -24,6 +27,7 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
     if not problems:
         yield from imported_turn_conflicts(loaded.run, registry)
         yield from own_weights_conflicts(loaded.run, registry)
+        yield from _environment_classes(loaded, registry)
         loss_problem = _problem_of(lambda: loss_of(loaded.run, registry))
         if loss_problem is not None:
             yield loss_problem
@@ -34,15 +38,30 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
         except UserError as error:
             problem = problem_in_section(error, path, loaded)
             yield problem.path, problem.message
+    yield from length_conflicts(loaded.run)
     data_problem = _problem_of(lambda: _load_data(loaded, registry))
     if data_problem is not None:
         yield data_problem
+
+
+def deep_warnings(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Settings that are valid for the models and the data, but probably not intended."""
+    yield from length_warnings(loaded.run)
 
 
 def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
     for at, component in loaded.components.items():
         problem = _problem_of(component.load, key=at)
         if problem is not None:
+            yield problem
+
+
+def _environment_classes(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
+    for task, section in loaded.run.env.items():
+        name = section.env_cls or section.name or task
+        key = f"env.{task}.{'env_cls' if section.env_cls is not None else 'name'}"
+        check = partial(check_environment_class, registry.find("environment", name).load(), name)
+        if (problem := _problem_of(check, key=key)) is not None:
             yield problem
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import UserError, WorkerError
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.section_resolver import COMPANIONS
+from rl_train.runtime.worker_code_errors import problem_in_user_code
+
+_log = logging.getLogger("rlcore")
 
 _QUOTED_KEY = re.compile(r"`([A-Za-z_]\w*(?:\.[\w-]+)*)(?:: [^`]*)?`")
 """How messages name keys: `policy.optimizer.name`, `lr`, or with a value, `head: scalar`."""
@@ -35,7 +39,8 @@ def with_location(loaded: LoadedConfig) -> Iterator[None]:
     """Adds file, line and key to user errors of the block, whether from the driver or a worker.
 
     Raises:
-        InvalidConfigError: A worker reported a user error; the message is unchanged, without rank and method.
+        InvalidConfigError: A worker reported a user error; the message is unchanged, without rank and method. Or a class that
+            the config names by its path raised in a worker; the message has file and line.
         UserError: The driver reported one; the type is unchanged.
     """
     try:
@@ -43,9 +48,10 @@ def with_location(loaded: LoadedConfig) -> Iterator[None]:
     except InvalidConfigError:
         raise
     except WorkerError as error:
-        problem = _of_worker(error, loaded)
+        problem = _of_worker(error, loaded) or problem_in_user_code(error, loaded)
         if problem is None:
             raise
+        _log.info("%s", error)
         raise InvalidConfigError([problem]) from error
     except UserError as error:
         if error.key is not None:

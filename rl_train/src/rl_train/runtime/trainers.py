@@ -31,9 +31,10 @@ from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
-from rl_train.runtime.build import DataLoaders, connect, refuse_other_tokenizers
+from rl_train.runtime.build import DataLoaders, connect
 from rl_train.runtime.data import Source
 from rl_train.runtime.losses import make_loss
+from rl_train.runtime.model_checks import refuse_other_tokenizers
 from rl_train.runtime.python_data import read_python_data, section_from
 from rl_train.runtime.reward_checks import check_weights, is_conversational, try_functions
 from rl_train.runtime.run_folder import claim, start_in

@@ -32,6 +32,8 @@ from rl_train.metrics.logger import Logger
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.runtime.late_errors import with_key
+from rl_train.runtime.worker_code_errors import check_environment_class
 from rl_train.weight_sync.canary import Canary, CanaryCalibration, Retempering, make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.waiting import wait_together
@@ -171,6 +173,8 @@ class Builder:
     def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
         name = section.env_cls or section.name or task
         worker_class = self.registry.find("environment", name).load()
+        with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
+            check_environment_class(worker_class, name)
         config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
         kwargs = first_argument(worker_class, config)
         deadline_s = self.run.cluster.deadlines.environment_s

@@ -1,0 +1,29 @@
+"""Checks that reward functions are used: a task that selects another environment by name cannot have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.config.diagnostics import Problems, show
+from rl_core.config.source_tree import Node, dotted
+from rl_train.config.section_resolver import FUNCTION_KEYS, ConfigLayout
+
+
+def reject_unused_functions(values: Mapping[str, Any], layout: ConfigLayout, *, written: Node, problems: Problems) -> None:
+    """Reports `reward_fn` and `reward_fns` next to the `name` of an environment that does not have these keys."""
+    for path, part in layout.parts.items():
+        if path[:-1] != ("env",) or part.component is None or part.is_open:
+            continue
+        section = values["env"][path[1]] or {}
+        name = section.get("name")
+        for key in FUNCTION_KEYS:
+            if name is None or key not in section or key in part.model.model_fields:
+                continue
+            where = (*path, key)
+            problems.mark_invalid(
+                f"the environment {show(name)} of this task ({dotted((*path, 'name'))}) takes no reward functions: remove "
+                f"`name` to score with the functions only, or remove `{key}` to score with {show(name)}.",
+                place=written.nearest(where).key_place,
+                path=where,
+            )
