@@ -86,11 +86,11 @@ def _forward_backward(
     metrics: list[Mapping[str, torch.Tensor]] = []
     with nullcontext() if learn else torch.no_grad():
         for inputs, batch in microbatches:
-            loss, found = loss_fn(_split_candidates(scoring.score(inputs), batch, loss_fn), batch, seqs, toks)
+            loss, loss_metrics = loss_fn(_split_candidates(scoring.score(inputs), batch, loss_fn), batch, seqs, toks)
             if learn:
                 loss.backward()
             losses.append(loss.detach().float())
-            metrics.append(found)
+            metrics.append(loss_metrics)
     return losses, metrics
 
 

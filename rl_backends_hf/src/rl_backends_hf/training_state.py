@@ -185,9 +185,9 @@ def _empty_like_stored(metadata: TensorStorageMetadata, parameter: nn.Parameter,
     return empty
 
 
-def _check_shape(name: str, found: Any, expected: Any, folder: Path) -> None:
-    if tuple(found) != tuple(expected):
-        raise CheckpointError(f"{folder} is of another model: {name} has shape {tuple(found)}, not {tuple(expected)}.")
+def _check_shape(name: str, value: Any, expected: Any, folder: Path) -> None:
+    if tuple(value) != tuple(expected):
+        raise CheckpointError(f"{folder} is of another model: {name} has shape {tuple(value)}, not {tuple(expected)}.")
 
 
 def _rng_file(rank: int) -> str:

@@ -123,7 +123,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
         there = adapter if (folder / "adapter_config.json").is_file() else ""
         raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
     try:
-        found, report = AUTO_CLASSES[head].from_pretrained(
+        loaded, report = AUTO_CLASSES[head].from_pretrained(
             folder,
             dtype=model.dtype,
             output_loading_info=True,
@@ -134,7 +134,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
         )
     except Exception as error:
         raise CheckpointError(f"Cannot read the weights in {folder}: {type(error).__name__}: {error}") from error
-    saved, own = weights_of(found), weights_of(model)
+    saved, own = weights_of(loaded), weights_of(model)
     _check_same_model(saved, own, report, folder)
     for name, tensor in own.items():
         fill(tensor, saved[name].detach())

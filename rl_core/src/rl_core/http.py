@@ -163,12 +163,12 @@ class HttpClient:
             started = time.monotonic()
             for attempt in range(1, self.limits.max_retries + 2):
                 left = self.limits.deadline_s - (time.monotonic() - started)
-                found = await self._attempt(method, path, body, timeout_s=min(left, self.limits.timeout_s))
+                outcome = await self._attempt(method, path, body, timeout_s=min(left, self.limits.timeout_s))
                 seconds = time.monotonic() - started
-                if isinstance(found, tuple):
+                if isinstance(outcome, tuple):
                     self.counts.requests += 1
-                    return JsonResponse(status=found[0], body=found[1], attempts=attempt, seconds=seconds)
-                failure, pause = found, self._pause(found, attempt)
+                    return JsonResponse(status=outcome[0], body=outcome[1], attempts=attempt, seconds=seconds)
+                failure, pause = outcome, self._pause(outcome, attempt)
                 if not failure.is_temporary or attempt > self.limits.max_retries or seconds + pause >= self.limits.deadline_s:
                     break
                 self.counts.retries += 1

@@ -64,8 +64,8 @@ class BundleAllocator:
         holders = self._holders.get(rank)
         if not holders:
             return {}
-        seen = [actor.identity.visible_gpus for actor in (own, *holders) if actor.identity is not None]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
+        device_lists = [actor.identity.visible_gpus for actor in (own, *holders) if actor.identity is not None]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(device_lists)}
 
     def give_back(self) -> None:
         """Stop the processes that reserve GPUs; calling it twice is fine."""

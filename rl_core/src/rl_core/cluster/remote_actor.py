@@ -35,8 +35,8 @@ def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
 
 def plain_class(worker_class: Any) -> type:
     """The class itself, unwrapped if it is wrapped in `@ray.remote`."""
-    found: type = worker_class.__ray_metadata__.modified_class if is_wrapped(worker_class) else worker_class
-    return found
+    plain: type = worker_class.__ray_metadata__.modified_class if is_wrapped(worker_class) else worker_class
+    return plain
 
 
 def is_wrapped(worker_class: Any) -> bool:
@@ -147,8 +147,8 @@ class RemoteActor:
             return None
         try:
             process = psutil.Process(identity.pid)
-            same = abs(process.create_time() - identity.created) < _CLOCK_S
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            is_same_process = abs(process.create_time() - identity.created) < _CLOCK_S
+            return process if is_same_process and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
 

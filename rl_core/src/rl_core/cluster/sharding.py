@@ -89,10 +89,10 @@ class NamedSharding:
 
     def get_worker_coords(self, rank: int) -> dict[str, int]:
         """Axis name to coordinate of that rank."""
-        found = np.argwhere(self._grid == rank)
-        if not len(found):
+        coordinates = np.argwhere(self._grid == rank)
+        if not len(coordinates):
             raise UserError(f"rank {rank} is not in the grid {self.shape}")
-        return {name: int(at) for name, at in zip(self._names, found[0], strict=True)}
+        return {name: int(at) for name, at in zip(self._names, coordinates[0], strict=True)}
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """All ranks at these coordinates, in row-major order; unnamed axes are free."""

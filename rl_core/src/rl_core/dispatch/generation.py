@@ -85,8 +85,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         missing = list(range(rows.size))
         while missing:
             self.await_weights()
-            found, deaths = sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
-            answers = of_one_version([*answers, *found])
+            sampled, deaths = sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
+            answers = of_one_version([*answers, *sampled])
             missing = sorted(set(range(rows.size)).difference(*(part for part, _ in answers)))
             if deaths:
                 self.restart_dead(deaths[0])

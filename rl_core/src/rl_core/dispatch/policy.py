@@ -241,8 +241,8 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
 
     def find_non_finite(self) -> str | None:
         self.wait_ready()
-        found = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
-        return next((f"{name} (rank {rank})" for rank, name in enumerate(found) if name is not None), None)
+        names = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
+        return next((f"{name} (rank {rank})" for rank, name in enumerate(names) if name is not None), None)
 
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
         whole = int(self.facts.get("num_parameters", 0))

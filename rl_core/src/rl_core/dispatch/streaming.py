@@ -245,11 +245,11 @@ class RowStream:
 
     def _end(self, replica: _Replica, name: str) -> asyncio.Queue[Any] | None:
         """The consumer of a row that is no longer in flight; None if it was not."""
-        found = replica.in_flight.pop(name, None)
-        if found is None:
+        entry = replica.in_flight.pop(name, None)
+        if entry is None:
             return None
         self._affinity.release(name)
-        return found[1]
+        return entry[1]
 
     def _fail(self, replica: _Replica, error: Exception) -> None:
         for name in list(replica.in_flight):

@@ -48,14 +48,14 @@ def read_state_file(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     try:
-        found: Any = torch.load(path, weights_only=True)
+        state: Any = torch.load(path, weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
     except Exception as error:  # a damaged file raises anything
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: it contains {type(found).__name__} instead of a mapping.")
-    values: dict[str, Any] = found
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: it contains {type(state).__name__} instead of a mapping.")
+    values: dict[str, Any] = state
     return values
 
 

@@ -25,7 +25,7 @@ def reduce_metrics(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[s
         how: a loss's `metric_reductions`; metrics not listed are summed.
     """
     return {
-        name: _REDUCERS[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics]))
+        name: _REDUCERS[how.get(name, "sum")](torch.stack([one[name].detach().float() for one in metrics]))
         for name in (metrics[0] if metrics else ())
     }
 

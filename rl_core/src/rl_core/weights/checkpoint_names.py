@@ -62,13 +62,13 @@ class CheckpointNames:
 
     def manifest(self, own: RefitManifest) -> dict[str, tuple[tuple[int, ...], str]]:
         """The manifest `own` of the model's tensors, converted to the checkpoint's names, in the same order."""
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
+        manifest: dict[str, tuple[tuple[int, ...], str]] = {}
         for holder, (shape, dtype) in own.items():
             for name in self._held.get(holder, ()):
-                found[name] = (self._parts[name].shape, dtype)
+                manifest[name] = (self._parts[name].shape, dtype)
             if holder not in self._held:
-                found[holder] = (tuple(shape), dtype)
-        return found
+                manifest[holder] = (tuple(shape), dtype)
+        return manifest
 
     def holders(self, names: Iterable[str]) -> list[str]:
         """The model's tensors that hold the named ones, each once, in the order of the names."""
@@ -106,18 +106,18 @@ class CheckpointNames:
         Raises:
             WeightSyncError: they are not contiguous in memory.
         """
-        found: dict[str, torch.Tensor] = {}
+        joined: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             part = self._parts.get(name)
             holder = name if part is None else part.held_in
             whole = tensor if part is None else _around(tensor, part, self._shapes[holder])
-            if whole is None or (holder in found and found[holder].data_ptr() != whole.data_ptr()):
+            if whole is None or (holder in joined and joined[holder].data_ptr() != whole.data_ptr()):
                 raise WeightSyncError(
                     f"Weight {name!r} is a separate tensor in the policy but a part of {holder!r} in the engine, so it cannot "
                     "be shared by reference. Set policy.generation.refit_transport: shared_memory."
                 )
-            found[holder] = whole
-        return found
+            joined[holder] = whole
+        return joined
 
 
 class _Views(Mapping[str, torch.Tensor]):
@@ -152,13 +152,13 @@ def _parts(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]
         holder = whose.get(tensor.untyped_storage()._cdata)
         if holder is not None:
             inside.setdefault(holder, []).append((name, tensor))
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     for holder, tensors in inside.items():
         if [name for name, _ in tensors] == [holder] or sum(t.numel() for _, t in tensors) != empty[holder].numel():
             continue
         for name, tensor in sorted(tensors, key=lambda each: each[1].storage_offset()):
-            found[name] = Part(holder, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-    return found
+            parts[name] = Part(holder, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return parts
 
 
 class _CopiesAreViews(TorchFunctionMode):

@@ -26,7 +26,7 @@ def merge_handles(per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any
         raise WeightSyncError("Rank 0 of the policy did not return its weights.")
     merged = given[0]
     if "devices" in merged:
-        merged["devices"] = {uuid: found for handles in given for uuid, found in handles["devices"].items()}
+        merged["devices"] = {uuid: device for handles in given for uuid, device in handles["devices"].items()}
     return merged
 
 

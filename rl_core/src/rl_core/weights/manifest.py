@@ -85,9 +85,9 @@ def manifest_of(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[in
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's live parameters and persistent buffers; tied tensors only under their first name."""
     saved = module.state_dict(keep_vars=True).keys()
-    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=True))
-    found.update((name, tensor) for name, tensor in module.named_buffers(remove_duplicate=True) if name in saved)
-    return found
+    weights: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=True))
+    weights.update((name, tensor) for name, tensor in module.named_buffers(remove_duplicate=True) if name in saved)
+    return weights
 
 
 def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
@@ -96,17 +96,17 @@ def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
     Raises:
         WeightSyncError: lists every tensor that only one side has or whose shape differs.
     """
-    found = [f"{name}: the policy sends it, but the engine has no such weight" for name in manifest if name not in engine]
-    found += [f"{name}: the engine has it, but the policy does not send it" for name in engine if name not in manifest]
-    found += [
+    differences = [f"{name}: the policy sends it, but the engine has no such weight" for name in manifest if name not in engine]
+    differences += [f"{name}: the engine has it, but the policy does not send it" for name in engine if name not in manifest]
+    differences += [
         f"{name}: {list(shape)} in the policy, {list(engine[name][0])} in the engine"
         for name, (shape, _) in manifest.items()
         if name in engine and tuple(engine[name][0]) != tuple(shape)
     ]
-    if found:
+    if differences:
         raise WeightSyncError(
             "The policy's weights do not match the generation backend's model; nothing was loaded:\n"
-            + "\n".join(f"  {line}" for line in sorted(found))
+            + "\n".join(f"  {line}" for line in sorted(differences))
             + "\nUse the same model on both sides (policy.model_name, policy.generation.model_name)."
         )
 

@@ -58,17 +58,17 @@ class RefitProgress:
             WeightSyncError: it belongs to another refit or version, or a tensor is unknown, repeated or of the wrong form.
         """
         self._admit_refit(refit, version, forms)
-        found = [f"{name!r} is not in the manifest" for name in forms if name not in self.manifest]
-        found += [f"{name!r} arrived twice" for name in forms if name in self._arrived]
-        found += [
+        problems = [f"{name!r} is not in the manifest" for name in forms if name not in self.manifest]
+        problems += [f"{name!r} arrived twice" for name in forms if name in self._arrived]
+        problems += [
             f"{name!r} arrived as {_described(form)}, but the manifest says {_described(self.manifest[name])}"
             for name, form in forms.items()
             if name in self.manifest and not self._fits(name, form)
         ]
-        if found:
+        if problems:
             raise WeightSyncError(
-                f"Weights are rejected in the refit to version {version}: {'; '.join(found[:5])}"
-                + (f"; and {len(found) - 5} more." if len(found) > 5 else ".")
+                f"Weights are rejected in the refit to version {version}: {'; '.join(problems[:5])}"
+                + (f"; and {len(problems) - 5} more." if len(problems) > 5 else ".")
             )
 
     def _fits(self, name: str, form: tuple[tuple[int, ...], str]) -> bool:

@@ -79,8 +79,8 @@ class EnvironmentPool(EnvironmentInterface):
         rows = len(message_log_batch)
         chunk = -(-rows // self._pool.num_actors)
         calls = [(message_log_batch[i : i + chunk], metadata[i : i + chunk]) for i in range(0, rows, chunk)]
-        found = self._pool.map("step", calls, deadline_s=self._deadline_s)
-        parts = [self._checked(part, rows=len(call[0])) for call, part in zip(calls, found, strict=True)]
+        results = self._pool.map("step", calls, deadline_s=self._deadline_s)
+        parts = [self._checked(part, rows=len(call[0])) for call, part in zip(calls, results, strict=True)]
         return EnvironmentReturn(
             observations=[message for part in parts for message in part.observations],
             metadata=[state for part in parts for state in part.metadata],
@@ -95,15 +95,15 @@ class EnvironmentPool(EnvironmentInterface):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        [found] = self._pool.map("global_post_process_and_metrics", [(batch,)], deadline_s=self._deadline_s)
-        batch, metrics = checked_metrics(found, task_name=self._task_name, environment_class=self._pool.worker_class)
+        [returned] = self._pool.map("global_post_process_and_metrics", [(batch,)], deadline_s=self._deadline_s)
+        batch, metrics = checked_metrics(returned, task_name=self._task_name, environment_class=self._pool.worker_class)
         return batch, {**metrics}
 
     def shutdown(self) -> None:
         self._pool.shutdown()
 
-    def _checked(self, found: Any, *, rows: int) -> EnvironmentReturn:
-        return checked_return(found, rows=rows, task_name=self._task_name, environment_class=self._pool.worker_class)
+    def _checked(self, returned: Any, *, rows: int) -> EnvironmentReturn:
+        return checked_return(returned, rows=rows, task_name=self._task_name, environment_class=self._pool.worker_class)
 
 
 def _concat_scored(parts: list[EnvironmentReturn]) -> torch.Tensor | None:

@@ -83,8 +83,8 @@ class Trajectory:
     @property
     def segments(self) -> list[MessageLog]:
         """The message logs of the segments with a sampled message, in order; the current one if there is none."""
-        found = [log for log in (*self.earlier_segments, self.message_log) if any(map(is_sampled, log))]
-        return found or [self.message_log]
+        logs = [log for log in (*self.earlier_segments, self.message_log) if any(map(is_sampled, log))]
+        return logs or [self.message_log]
 
     @property
     def sampled_messages(self) -> MessageLog:
@@ -249,16 +249,16 @@ def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
 
     A rewritten history may begin with other tokens. With the id of its prompt, the other rows could share fewer tokens.
     """
-    found = []
+    ids = []
     for rollout in trajectories:
         first, *later = rollout.segments
         end = next((i for i, message in enumerate(first) if is_sampled(message)), len(first))
         prompt = log_token_ids(first[:end]) if end else torch.zeros(0, dtype=torch.int64)
-        found.append(rollout.ordinal)
+        ids.append(rollout.ordinal)
         for number, log in enumerate(later):
             own = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
-            found.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else own)
-    return found
+            ids.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else own)
+    return ids
 
 
 def _per_token(log: MessageLog, of_message: Callable[[Mapping[str, Any]], torch.Tensor]) -> torch.Tensor:

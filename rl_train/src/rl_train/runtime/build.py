@@ -257,29 +257,29 @@ class DataLoaders:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the training data."""
-        found: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
+        metrics: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
         if self.unknown_tokens is not None:
-            found["data/unknown_token_frac"] = self.unknown_tokens.fraction
-        return found
+            metrics["data/unknown_token_frac"] = self.unknown_tokens.fraction
+        return metrics
 
     def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
         """Count unknown tokens in the first training rows, log their fraction, and warn if it is high."""
         rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
-        found = count_unknown_tokens(rows, tokenizer)
-        if found is None:
+        counts = count_unknown_tokens(rows, tokenizer)
+        if counts is None:
             return None
-        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * found.fraction, found.rows)
-        if found.fraction > WARN_ABOVE:
+        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * counts.fraction, counts.rows)
+        if counts.fraction > WARN_ABOVE:
             _log.warning(
                 "%.1f %% of the tokens of the first %d training rows are %s, the tokenizer's unknown token; the first such "
                 "message is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with "
                 "another tokenizer.",
-                100 * found.fraction,
-                found.rows,
+                100 * counts.fraction,
+                counts.rows,
                 tokenizer.unk_token,
-                found.example[:80],
+                counts.example[:80],
             )
-        return found
+        return counts
 
     def resolve_steps(self, config: RunConfig) -> RunConfig:
         """The config with epochs converted to steps, after checking that learning-rate schedules fit the run.
@@ -294,8 +294,8 @@ class DataLoaders:
             last = min(algorithm.max_num_steps, whole)
             counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
             config = config.model_copy(update={"algorithm": counted})
-        if found := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
-            raise ConfigError("\n".join(found))
+        if conflicts := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
+            raise ConfigError("\n".join(conflicts))
         for path, message in schedule_warnings(config):
             _log.warning("%s: %s", dotted(path), message)
         return config

@@ -111,8 +111,8 @@ def _best(store: CheckpointStore) -> Path:
             "Remove --best to use the newest, or give a step folder."
         )
     sign = 1.0 if section["higher_is_better"] else -1.0
-    found = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.steps()}
-    ranked = sorted((sign * value, step) for step, value in found.items() if not math.isnan(value))
+    values = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.steps()}
+    ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
     if not ranked:
         raise CheckpointError(
             f"No checkpoint in {store.folder} has the metric {name}: validation did not run at any of their steps. "

@@ -173,8 +173,8 @@ def _conversions_of_a_folder(registry: Registry, to: str) -> Mapping[str, str]:
 
 def _conversions(registry: Registry, backend: str) -> Mapping[str, str]:
     policy_class = registry.find("policy", backend).load()
-    found: Mapping[str, str] = getattr(policy_class, "checkpoint_conversions", {})
-    return found
+    conversions: Mapping[str, str] = getattr(policy_class, "checkpoint_conversions", {})
+    return conversions
 
 
 def _copied(source: Path) -> set[str]:

@@ -191,11 +191,11 @@ def read_validation_sets(data: DataConfig, registry: Registry) -> dict[str, Sour
     Raises:
         DataError: A dataset cannot be read.
     """
-    found = {}
+    sets = {}
     for name, section in data.validation_sets.items():
         with with_key(f"data.validation_sets.{name}"):
-            found[name] = read_source(section, registry=registry, data=data, name=f"validation_sets.{name}")
-    return found
+            sets[name] = read_source(section, registry=registry, data=data, name=f"validation_sets.{name}")
+    return sets
 
 
 def prompt_loader(
@@ -314,8 +314,8 @@ def _fingerprint(source: Source) -> str | None:
     """Fingerprint of the records, or of all members; None if any of them has none."""
     if source.members is None:
         return getattr(source.records, "fingerprint", None)
-    found = {name: _fingerprint(member) for name, member in source.members.items()}
-    return None if None in found.values() else " ".join(f"{name} {found[name]}" for name in sorted(found))
+    members = {name: _fingerprint(member) for name, member in source.members.items()}
+    return None if None in members.values() else " ".join(f"{name} {members[name]}" for name in sorted(members))
 
 
 def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenizedRows:

@@ -135,10 +135,10 @@ def _metadata(record: Mapping[str, Any], sources: Sequence[Source | None], step:
     """The metadata of a rollout's prompt, from the first dataset that has this prompt at this index."""
     index = record["index"]
     for source in sources:
-        found = source.records[index] if source is not None and index < len(source.records) else None
-        prompt = [message["content"] for message in without_answer(found["messages"])] if found is not None else None
-        if found is not None and prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
-            return copy.deepcopy(found.get("extra_env_info"))
+        original = source.records[index] if source is not None and index < len(source.records) else None
+        prompt = [message["content"] for message in without_answer(original["messages"])] if original is not None else None
+        if original is not None and prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
+            return copy.deepcopy(original.get("extra_env_info"))
     names = ", ".join(source.name for source in sources if source is not None) or "the config, which has no such data"
     raise DataError(
         f"Row {index} of {names} is not the prompt of a rollout of step {step}: the data has changed since the run, or bad "
@@ -163,13 +163,13 @@ def _replay(
     for turn in range(max((len(each) for each in ends), default=0)):
         active = [row for row in range(len(rows)) if turn < len(ends[row])]
         logs: Any = [list(rows[row]["messages"][: ends[row][turn]]) for row in active]
-        made = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])
-        named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
+        step_return = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])
+        named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
         for position, row in enumerate(active):
             for name, values in named.items():
                 rewards[row][name] = rewards[row].get(name, 0.0) + float(values[position])
-            is_scored[row] = is_scored[row] and (made.scored is None or bool(made.scored[position]))
-            metadata[row] = made.metadata[position] if made.metadata[position] is not None else metadata[row]
+            is_scored[row] = is_scored[row] and (step_return.scored is None or bool(step_return.scored[position]))
+            metadata[row] = step_return.metadata[position] if step_return.metadata[position] is not None else metadata[row]
     for session in sessions:
         session.close()
     return list(zip(rewards, is_scored, strict=True))

@@ -55,8 +55,8 @@ def choose_start(config: RunConfig, *, name: str, resume: str) -> ResumePoint:
         return runs.new()
     if resume != "auto":
         return _at_path(Path(resume), config.checkpointing, runs)
-    found = _newest_unfinished(config, runs) if config.checkpointing.enabled else None
-    return found or runs.new()
+    newest = _newest_unfinished(config, runs) if config.checkpointing.enabled else None
+    return newest or runs.new()
 
 
 def start_in(folder: Path) -> ResumePoint:
@@ -132,10 +132,10 @@ class _Runs:
 
     def identity_of(self, folder: Path) -> RunIdentity:
         """Identity of the run in an existing folder, which may have been moved."""
-        found = read_identity(folder)
-        if found is None:
+        identity = read_identity(folder)
+        if identity is None:
             return RunIdentity.new(name=self.name if folder in self.existing() else folder.name, folder=folder)
-        return replace(found, folder=str(folder.absolute()))
+        return replace(identity, folder=str(folder.absolute()))
 
     def _numbered(self) -> dict[int, Path]:
         """Every folder called `name` (1) or `name-N` (N), also of other runs: the second run of `a` is called `a-2`."""
@@ -191,13 +191,13 @@ def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None
         *(Path(path) for path in (configured, _recorded_checkpoint_dir(folder)) if path is not None),
     ]
     identity = read_identity(folder)
-    found: list[Path] = []
+    candidates: list[Path] = []
     for path in stores:
         owner, latest = read_identity(path), CheckpointStore(path).latest()
         own = path == folder / CHECKPOINTS or (owner is not None and identity is not None and owner.run_id == identity.run_id)
         if own and latest is not None:
-            found.append(latest)
-    return max(found, key=step_of, default=None)
+            candidates.append(latest)
+    return max(candidates, key=step_of, default=None)
 
 
 def _recorded_checkpoint_dir(folder: Path) -> str | None:
@@ -225,8 +225,8 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoi
     owner = read_identity(path.parent)
     # A copied run continues in the copy.
     for folder in (path.parent.parent, Path(owner.folder)) if owner is not None else ():
-        found = read_identity(folder)
-        if owner is not None and found is not None and found.run_id == owner.run_id:
+        identity = read_identity(folder)
+        if owner is not None and identity is not None and identity.run_id == owner.run_id:
             return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=path)
     if owner is None and path.parent.name == CHECKPOINTS:
         return ResumePoint(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)

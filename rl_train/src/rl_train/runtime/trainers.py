@@ -262,8 +262,8 @@ class Trainer:
             )
         self._check_temperatures()
         self._check_turns()
-        if found := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
-            raise ConfigError("\n".join(found))
+        if conflicts := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
+            raise ConfigError("\n".join(conflicts))
 
     def _reward_names(self) -> tuple[str, ...]:
         return () if self._functions is None else tuple(function.name for function in self._functions.functions)

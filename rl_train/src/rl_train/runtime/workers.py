@@ -132,15 +132,15 @@ class Builder:
 
         They score tokens at the policy's temperature.
         """
-        made: dict[str, DistributedPolicy] = {}
+        companions: dict[str, DistributedPolicy] = {}
         for name in COMPANIONS:
             section = getattr(with_schedule_lengths(self.run), name)
             if section is not None:
                 section = self._scoring(section)
                 make = self.registry.find("policy", section.backend).load()
-                made[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
-                self.exits.callback(made[name].shutdown)
-        return made
+                companions[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
+                self.exits.callback(companions[name].shutdown)
+        return companions
 
     @property
     def _temperature(self) -> float:
@@ -296,12 +296,12 @@ class Builder:
 
     def loggers(self, folder: Path) -> list[Logger]:
         """The enabled loggers of `logger.loggers`, without the two that every run has."""
-        made: list[Logger] = []
+        loggers: list[Logger] = []
         for name, section in self.run.logger.loggers.items():
             if section.enabled:
-                made.append(self.registry.find("logger", name).load()(config=section, folder=folder))
-                self.exits.callback(made[-1].finish)
-        return made
+                loggers.append(self.registry.find("logger", name).load()(config=section, folder=folder))
+                self.exits.callback(loggers[-1].finish)
+        return loggers
 
 
 def capabilities_of(component: Component) -> tuple[str, ...]:
@@ -335,10 +335,10 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) ->
 
 
 def _check_device(use_gpus: bool | None) -> None:
-    found = device_here() == "cuda"
-    if use_gpus is None or use_gpus == found:
+    has_gpu = device_here() == "cuda"
+    if use_gpus is None or use_gpus == has_gpu:
         return
-    if found:
+    if has_gpu:
         what = "this process has a GPU and uses it. Remove use_gpus, or set CUDA_VISIBLE_DEVICES=''."
     else:
         what = "torch finds no GPU in this process. Remove use_gpus, or use a machine with a GPU and torch for CUDA."
