@@ -54,13 +54,13 @@ def probe_scoring(
             padded,
             is_token & has_output,
             computed_in,
-            found="The model's output is not its head applied to its backbone",
+            finding="The model's output is not its head applied to its backbone",
             advice="This backend cannot train it: use a model whose head is a plain matrix",
         )
         if packing:
             packed = _packed_outputs(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
             finding = "Packed rows attend to each other in this model"
-            _compare(scoring, padded, packed, is_token, computed_in, found=finding, advice=_DISABLE_PACKING)
+            _compare(scoring, padded, packed, is_token, computed_in, finding=finding, advice=_DISABLE_PACKING)
 
 
 def tolerance(computed_in: torch.dtype) -> float:

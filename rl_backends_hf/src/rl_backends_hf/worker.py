@@ -252,8 +252,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         return self._names.manifest(self._exported.manifest())
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        holders = None if names is None else self._names.holders(names)
-        return self._names.apart(self._exported.iter_weights(holders), names)
+        holders = None if names is None else self._names.containers(names)
+        return self._names.split(self._exported.iter_weights(holders), names)
 
     def _check_config(self) -> None:
         """Refuse settings that cannot be combined, before anything is loaded."""

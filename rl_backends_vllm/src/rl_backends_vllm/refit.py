@@ -23,7 +23,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.fingerprint import natural_kind, tensor_digest
-from rl_core.weights.manifest import as_sent, dtype_name, dtype_of, manifest_of, weights_of
+from rl_core.weights.manifest import dtype_name, dtype_of, manifest_of, manifest_to_send, weights_of
 from rl_core.weights.receiver import WeightReceiver
 
 
@@ -71,7 +71,7 @@ class VllmWeightReceiver(WeightReceiver):
         """See `GenerationInterface.prepare_refit_info`; digests are computed on weights as they are transferred."""
         receiver_dtypes = super().prepare_refit_info(info)
         self._sent_dtypes = {
-            name: dtype for name, (_, dtype) in as_sent(info, receiver_dtypes if self._rounds_to else {}).items()
+            name: dtype for name, (_, dtype) in manifest_to_send(info, receiver_dtypes if self._rounds_to else {}).items()
         }
         return self._sent_dtypes
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.remote_actor import ActorCall, RemoteActor, wait_gone
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, wait_until_exited
 from rl_core.cluster.virtual_cluster import Bundle, RayVirtualCluster
 from rl_core.errors import ResourceInsufficientError
 
@@ -51,7 +51,7 @@ class BundleAllocator:
         self._holders[rank] = [
             RemoteActor(
                 f"place {place} of rank {rank} of '{name}'",
-                options={**share, "scheduling_strategy": strategy_of(bundle)},
+                options={**share, "scheduling_strategy": scheduling_strategy(bundle)},
                 env={},
                 runtime_env=runtime_env,
             )
@@ -67,18 +67,18 @@ class BundleAllocator:
         device_lists = [actor.identity.visible_gpus for actor in (own, *holders) if actor.identity is not None]
         return {"CUDA_VISIBLE_DEVICES": ",".join(device_lists)}
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Stop the processes that reserve GPUs; calling it twice is fine."""
         holders = [holder for several in self._holders.values() for holder in several]
         self._holders = {}
         for holder in holders:
             holder.kill()
-        wait_gone(holders)
+        wait_until_exited(holders)
 
     def _all(self, rank: int) -> Sequence[Bundle]:
         return self._cluster.bundles[rank * self._per_worker : (rank + 1) * self._per_worker]
 
 
-def strategy_of(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
+def scheduling_strategy(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
     """The scheduling strategy that places a process in a bundle."""
     return PlacementGroupSchedulingStrategy(placement_group=bundle.group, placement_group_bundle_index=bundle.index)

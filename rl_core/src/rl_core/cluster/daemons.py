@@ -102,9 +102,9 @@ class DaemonWatch:
         for descriptor in (*of, self._stop_read):
             os.close(descriptor)
         if gone is not None and _watch is self and ray.is_initialized():
-            self._tell(gone)
+            self._report_death(gone)
 
-    def _tell(self, daemon: _Daemon) -> None:
+    def _report_death(self, daemon: _Daemon) -> None:
         if sys.excepthook is ray_worker.custom_excepthook:  # it reports to the GCS server, and would wait for it
             sys.excepthook = ray_worker.normal_excepthook
         self.death = _text(daemon, _keep_logs(daemon))

@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from rl_core.cluster import daemons
-from rl_core.cluster.bundle_allocator import BundleAllocator, strategy_of
+from rl_core.cluster.bundle_allocator import BundleAllocator, scheduling_strategy
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pending_call import PendingCall, collect
-from rl_core.cluster.remote_actor import ActorCall, RemoteActor, own_options, pack_worker, wait_gone
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_until_exited
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
@@ -151,7 +151,7 @@ class RayWorkerGroup(WorkerGroup):
         for one in ranks:
             self._sharding.get_worker_coords(one)
             self._actors[one].kill()
-        wait_gone([self._actors[one] for one in ranks])
+        wait_until_exited([self._actors[one] for one in ranks])
         for one in ranks:
             self._actors[one] = self._start(one)
         if rank is None:
@@ -177,8 +177,8 @@ class RayWorkerGroup(WorkerGroup):
             return
         for actor in actors:
             actor.kill()
-        wait_gone(actors)
-        self._places.give_back()
+        wait_until_exited(actors)
+        self._places.release()
 
     def _start(self, rank: int) -> RemoteActor:
         """Request the process of one rank from Ray."""
@@ -200,7 +200,7 @@ class RayWorkerGroup(WorkerGroup):
         return RemoteActor(
             f"rank {rank} ({coords}) of '{self._name}'",
             group=self._name,
-            options={**own_options(self._class), **share, "scheduling_strategy": strategy_of(bundle)},
+            options={**ray_options(self._class), **share, "scheduling_strategy": scheduling_strategy(bundle)},
             env=env,
             runtime_env=self._runtime_env,
         )

@@ -59,7 +59,7 @@ def section_from_keywords(
     own_model = model.model_fields[own].annotation
     assert isinstance(own_model, type)
     assert issubclass(own_model, BaseModel)
-    values, own_values = _sorted_out(who, given, model, own, own_model)
+    values, own_values = _split_keywords(who, given, model, own, own_model)
     for key, nested_model in (nested or {}).items():
         if isinstance(values.get(key), Mapping):
             defaults = nested_model.keywords if isinstance(nested_model, partial) else {}
@@ -70,7 +70,7 @@ def section_from_keywords(
     return section_of_values(model, {**values, own: own_values}, name="", who=who)
 
 
-def _sorted_out(
+def _split_keywords(
     who: str, given: dict[str, Any], model: type[Section], own: str, own_model: type[BaseModel]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of the section, and those of the backend's own section in it."""

@@ -62,19 +62,20 @@ def total_bytes(manifest: RefitManifest) -> int:
     return sum(tensor_bytes(shape, dtype) for shape, dtype in manifest.values())
 
 
-def as_sent(manifest: RefitManifest, kept: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The forms in which weights are sent: in the receiver's dtype if it is narrower, since it would round them anyway.
+def manifest_to_send(manifest: RefitManifest, receiver_dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype in which each weight is sent: in the receiver's dtype if it is narrower, since it would round anyway.
 
     Args:
         manifest: the policy's.
-        kept: name to the receiver's dtype.
+        receiver_dtypes: name to the receiver's dtype.
     """
-    return {name: (tuple(shape), _narrower(dtype, kept.get(name, dtype))) for name, (shape, dtype) in manifest.items()}
+    to = receiver_dtypes
+    return {name: (tuple(shape), _narrower(dtype, to.get(name, dtype))) for name, (shape, dtype) in manifest.items()}
 
 
-def _narrower(own: str, kept: str) -> str:
-    both_float = dtype_of(own).is_floating_point and dtype_of(kept).is_floating_point
-    return kept if both_float and dtype_of(kept).itemsize < dtype_of(own).itemsize else own
+def _narrower(own: str, other: str) -> str:
+    both_float = dtype_of(own).is_floating_point and dtype_of(other).is_floating_point
+    return other if both_float and dtype_of(other).itemsize < dtype_of(own).itemsize else own
 
 
 def manifest_of(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -44,7 +44,8 @@ def checked_return(returned: Any, *, rows: int, task_name: str, environment_clas
     """Convert and check the return value of `step` against `EnvironmentReturn`.
 
     Args:
-        returned: the object that `step` returned. A plain tuple or list of the same fields is accepted; numbers may be in lists or arrays.
+        returned: the object that `step` returned. A plain tuple or list of the same fields is accepted; numbers may be in lists
+            or arrays.
         rows: B, the number of conversations in the call.
         task_name: named in errors.
         environment_class: named in errors.

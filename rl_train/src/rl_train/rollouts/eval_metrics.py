@@ -70,7 +70,7 @@ def grouped(rows: Sequence[Trajectory], correctness: Accuracy, *, samples_per_pr
     return groups
 
 
-def usual_ks(samples_per_prompt: int) -> tuple[int, ...]:
+def default_ks(samples_per_prompt: int) -> tuple[int, ...]:
     """The powers of two up to n, and n."""
     powers = (2**exponent for exponent in range(samples_per_prompt.bit_length()))
     return tuple(sorted({*powers, samples_per_prompt}))

@@ -10,7 +10,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
-from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
+from rl_train.rollouts.eval_metrics import default_ks, grouped, score
 from rl_train.rollouts.failures import refuse_total_failure
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
@@ -87,7 +87,7 @@ class Evaluation:
     def _multi_sample_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
         correctness = correct_rollouts(trajectories, self.collector.environments)
         groups = grouped(trajectories, correctness, samples_per_prompt=self.samples_per_prompt)
-        scores = score(groups, correctness, ks=usual_ks(self.samples_per_prompt))
+        scores = score(groups, correctness, ks=default_ks(self.samples_per_prompt))
         selected = {name: estimate for name, estimate in scores.metrics.items() if name.startswith(("pass@", "cons@"))}
         return {f"validation/{name}": estimate.value for name, estimate in selected.items()}
 

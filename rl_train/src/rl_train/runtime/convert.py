@@ -27,7 +27,7 @@ HF = "hf"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConversionResult:
     """The result of a conversion.
 
     Attributes:
@@ -52,7 +52,7 @@ def convert(
     model: str | None = None,
     trust: bool = False,
     registry: Registry | None = None,
-) -> Converted:
+) -> ConversionResult:
     """Write `checkpoint` to `output` in another format; `output` is complete or absent.
 
     Args:
@@ -92,7 +92,7 @@ def convert(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(path for path in output.rglob("*") if path.is_file())
-    return Converted(
+    return ConversionResult(
         output=output,
         files=tuple(str(path.relative_to(output)) for path in files),
         num_bytes=sum(path.stat().st_size for path in files),

@@ -59,7 +59,7 @@ class BadRows:
             is_are = "is" if count == 1 else "are"
             _log.warning("%s of %s %s skipped (on_bad_row: skip); the first:%s", rows, dataset, is_are, first)
 
-    def add_places(self, dataset: str, reasons: Mapping[str, str]) -> None:
+    def add_locations(self, dataset: str, reasons: Mapping[str, str]) -> None:
         """Count rows that could not be tokenized, once per location: the same rows may be tokenized for several uses."""
         new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._places}
         self._places.update((dataset, place) for place in new)
@@ -342,7 +342,7 @@ def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[st
         raise DataError(
             f"none of the {len(rows)} records of {source.name} can be tokenized; the first: {next(iter(reasons.values()))}"
         )
-    source.bad_rows.add_places(source.name, reasons)
+    source.bad_rows.add_locations(source.name, reasons)
     return TokenizedRows(Subset(source.records, good), process, task_name=task_name, name=source.name)
 
 

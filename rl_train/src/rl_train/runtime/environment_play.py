@@ -99,13 +99,13 @@ def _turns(
             return
 
 
-def scripted(answers: Sequence[str]) -> Player:
+def scripted_player(answers: Sequence[str]) -> Player:
     """A player that gives these answers and then stops."""
     remaining = iter(answers)
     return lambda log: next(remaining, None)
 
 
-def at_random(seed: int) -> Player:
+def random_player(seed: int) -> Player:
     """A player that answers with a random word or number of the conversation."""
     draw = random.Random(seed)
 

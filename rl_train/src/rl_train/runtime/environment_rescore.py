@@ -33,7 +33,7 @@ _STEP_FILE = re.compile(r"step_(\d{6,})\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rescored:
+class RescoredRollout:
     """A stored rollout and its new rewards."""
 
     step: int
@@ -60,7 +60,7 @@ class Rescored:
 
 def rescore(
     folder: Path, overrides: Sequence[str] = (), *, config: Path | None = None, steps: Sequence[int] | None = None
-) -> Iterator[Rescored]:
+) -> Iterator[RescoredRollout]:
     """Score the rollouts of a run folder again, with the environments of its config.
 
     The metadata of the rows is read from the data of the config; the prompts must be the same.
@@ -105,7 +105,7 @@ def _of_step(
     sources: Sequence[Source | None],
     environments: Mapping[str, EnvironmentInterface],
     run: RunConfig,
-) -> Iterator[Rescored]:
+) -> Iterator[RescoredRollout]:
     by_task: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         by_task[record["task"]].append(record)
@@ -118,7 +118,7 @@ def _of_step(
             )
         scored = _replay(environments[task], task, rows, [_metadata(row, sources, step) for row in rows])
         for row, (after, is_scored) in zip(rows, scored, strict=True):
-            yield Rescored(
+            yield RescoredRollout(
                 step=step,
                 task=task,
                 index=row["index"],

@@ -23,7 +23,7 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
-from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_ks
+from rl_train.rollouts.eval_metrics import Group, Scores, default_ks, grouped, score
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import environment_metrics
@@ -324,7 +324,7 @@ def _eval_modes(config: RunConfig, *, samples: int | None, greedy: bool, ks: Seq
         EvalMode(
             greedy=is_greedy,
             samples_per_prompt=count,
-            ks=tuple(sorted({k for k in ks if k <= count})) or usual_ks(count),
+            ks=tuple(sorted({k for k in ks if k <= count})) or default_ks(count),
         )
         for is_greedy, count in sampling
     ]

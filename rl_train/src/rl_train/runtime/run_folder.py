@@ -161,7 +161,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
     for folder in reversed(runs.existing()):
         latest = _latest_of(folder, section)
         if latest is not None:
-            unfinished = step_of(latest) < config.algorithm.max_num_steps and not _has_done_its_epochs(folder, latest, config)
+            unfinished = step_of(latest) < config.algorithm.max_num_steps and not _has_finished_epochs(folder, latest, config)
             return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
     # The checkpoint folder may exist without the run folder, for example on a shared disk that another machine mounts.
     elsewhere = checkpoint_store(section, runs.parent)
@@ -174,7 +174,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
     return ResumePoint(folder=folder, identity=replace(owner, folder=str(folder.absolute())), checkpoint=latest)
 
 
-def _has_done_its_epochs(folder: Path, latest: Path, config: RunConfig) -> bool:
+def _has_finished_epochs(folder: Path, latest: Path, config: RunConfig) -> bool:
     """Whether the run in `folder` finished after the epochs of this config; their number of steps depends on the data."""
     status = _status_of(folder)
     if config.algorithm.max_num_epochs is None or status.get("state") != "finished" or status.get("steps") != step_of(latest):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 TASK = "default"
 
 
-class _GivenEnvironment(EnvironmentConfig):
+class _PythonEnvironment(EnvironmentConfig):
     """The section of an environment that was passed in Python."""
 
     names: tuple[str, ...] = ()
@@ -235,7 +235,7 @@ class Trainer:
             teacher=_companion_section(self.teacher),
             data=DataConfig(),
             env={
-                task: _GivenEnvironment(reward_weights=self._reward_weights, names=self._reward_names())
+                task: _PythonEnvironment(reward_weights=self._reward_weights, names=self._reward_names())
                 for task in self._environments
             },
             rollout=section_from(RolloutConfig, rollout or {}, "rollout"),

@@ -112,7 +112,7 @@ class WeightSynchronizer(WeightOwner):
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,
                 on_sent=self._digest_beside_the_loading,
-                kept=lambda: self._dtypes,
+                receiver_dtypes=lambda: self._dtypes,
             )
         )
 
