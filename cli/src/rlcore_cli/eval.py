@@ -142,15 +142,15 @@ def _print_head(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
     policy, weights = plan.loaded.run.policy, evaluated.weights
     engine = policy.generation
     assert engine is not None
-    given = weights.given
+    checkpoint = weights.checkpoint
     if weights.transport is None:
         print(
             f"engine {engine.backend} with its own weights ({engine.model_name or policy.model_name}), which are not verified"
         )
         _print_duration(evaluated, plan)
         return
-    what = policy.model_name if given is None else str(given.path)
-    print(f"weights {what}" + (f", step {given.step}" if given is not None and given.is_checkpoint else ""))
+    what = policy.model_name if checkpoint is None else str(checkpoint.path)
+    print(f"weights {what}" + (f", step {checkpoint.step}" if checkpoint is not None and checkpoint.is_checkpoint else ""))
     print(
         f"policy {policy.backend}, engine {engine.backend}; weights synchronized by {weights.transport}, "
         f"verified: {weights.fingerprint}"

@@ -129,8 +129,8 @@ class HttpClient:
                 "`base_url` has a user name, a password, a query or a fragment, which logs would show. Write it as "
                 "http://host:port/v1, and pass secrets as `api_key` or as headers."
             )
-        given = dict(self.headers) | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
-        for name, value in given.items():
+        headers = dict(self.headers) | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+        for name, value in headers.items():
             if not _HEADER_VALUE.fullmatch(value):
                 what = "The API key" if name == "Authorization" and self.api_key else f"The value of the header {name!r}"
                 raise ConfigError(
@@ -138,7 +138,7 @@ class HttpClient:
                     "because it may be secret. Remove the character; a key read from a file often ends with a line break."
                 )
         limits = httpx.Limits(max_connections=self.limits.concurrency)
-        client = httpx.AsyncClient(headers=given, timeout=self.limits.timeout_s, limits=limits)
+        client = httpx.AsyncClient(headers=headers, timeout=self.limits.timeout_s, limits=limits)
         object.__setattr__(self, "_client", client)
         object.__setattr__(self, "_turn", asyncio.Semaphore(self.limits.concurrency))
 

@@ -21,12 +21,12 @@ class NamedSharding:
 
     def __init__(self, layout: Sequence[Any] | NDArray[np.integer[Any]], names: Sequence[str]) -> None:
         try:
-            given = np.asarray(layout)
+            ranks = np.asarray(layout)
         except ValueError:
             raise UserError(f"the layout is ragged: its rows differ in length, found {layout}") from None
-        if given.size and not np.issubdtype(given.dtype, np.integer):
-            raise UserError(f"ranks must be integers, found {given.ravel().tolist()} ({given.dtype})")
-        grid = given.astype(np.int64)
+        if ranks.size and not np.issubdtype(ranks.dtype, np.integer):
+            raise UserError(f"ranks must be integers, found {ranks.ravel().tolist()} ({ranks.dtype})")
+        grid = ranks.astype(np.int64)
         self._names = tuple(names)
         if grid.ndim != len(self._names):
             raise UserError(

@@ -276,9 +276,9 @@ class PolicyConfig(ComponentSection):
         return self
 
 
-def rows_per_optimizer_step(rows: int, *, asked: int | None, multiple_of: int) -> int:
+def rows_per_optimizer_step(rows: int, *, batch_size: int | None, multiple_of: int) -> int:
     """Number of rows of one optimizer step, including filler rows, so that each data-parallel rank has the same number.
 
-    `asked` is `train_global_batch_size`; None takes all rows at once.
+    `batch_size` is `train_global_batch_size`; None means all rows at once.
     """
-    return -(-(asked or rows) // multiple_of) * multiple_of
+    return -(-(batch_size or rows) // multiple_of) * multiple_of

@@ -165,7 +165,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
                 f"{type(loss_fn).__name__} reads {unit} rows together, but the batch has {rows.size} rows, and an optimizer "
                 f"step {gbs}. Make both multiples of {unit}."
             )
-        rows_per_step = rows_per_optimizer_step(rows.size, asked=gbs, multiple_of=self.data_ranks * unit)
+        rows_per_step = rows_per_optimizer_step(rows.size, batch_size=gbs, multiple_of=self.data_ranks * unit)
         rows = pad_rows_to_multiple(rows, rows_per_step)
         chosen = TrainingRows.all_of(rows, rows_per_step)
         if not eval_mode:

@@ -104,8 +104,8 @@ def checked_metrics(returned: Any, *, task_name: str, environment_class: str) ->
     """
     who = f"Environment class {environment_class} of task {task_name!r}"
     expected = "Return the batch and a dict from names to numbers: `return batch, {'accuracy': 0.5}`."
-    if not isinstance(returned, tuple | list) or len(returned) != 2 or not all(isinstance(part, Mapping) for part in returned):
-        parts = f" of {', '.join(_kind(part) for part in returned) or 'nothing'}" if isinstance(returned, tuple | list) else ""
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not all(isinstance(item, Mapping) for item in returned):
+        parts = f" of {', '.join(_kind(item) for item in returned) or 'nothing'}" if isinstance(returned, tuple | list) else ""
         raise RLCoreError(f"{who} returned {_kind(returned)}{parts} from global_post_process_and_metrics(). {expected}")
     batch, metrics = returned
     numbers = {}
@@ -130,11 +130,11 @@ def _check_sizes(step_return: EnvironmentReturn, rows: int, who: str) -> None:
     rewards = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"rewards": step_return.rewards}
     sizes = {name: len(values) for name, values in rewards.items()}
     sizes |= {name: len(value) for name in _FIELDS if name != "rewards" and (value := getattr(step_return, name)) is not None}
-    wrong = {name: size for name, size in sizes.items() if size != rows}
-    if wrong:
+    wrong_sizes = {name: size for name, size in sizes.items() if size != rows}
+    if wrong_sizes:
         raise RLCoreError(
             f"{who} was called with {rows} rows but returned "
-            + ", ".join(f"{size} {name}" for name, size in wrong.items())
+            + ", ".join(f"{size} {name}" for name, size in wrong_sizes.items())
             + ". Every field of an EnvironmentReturn has one entry per row, in row order."
         )
 

@@ -142,8 +142,8 @@ class Trajectory:
         """Append what the model reads next; the last message has all tokens, [T]."""
         messages = messages_of(observation)
         for number, message in enumerate(messages, start=1):
-            own = token_ids if number == len(messages) else token_ids[:0]
-            self.message_log.append({**message, "token_ids": own})
+            ids = token_ids if number == len(messages) else token_ids[:0]
+            self.message_log.append({**message, "token_ids": ids})
 
     def start_segment(self, observation: Observation, token_ids: torch.Tensor) -> None:
         """Append what the model reads next and start a new segment.
@@ -173,8 +173,8 @@ class Trajectory:
         Args:
             prompt: a copy of this rollout from before it was run.
         """
-        kept = {name: getattr(self, name) for name in ("retries", "environment_wait_s", "environment_step_s")}
-        vars(self).update(vars(copy.deepcopy(prompt)) | kept)
+        counters = {name: getattr(self, name) for name in ("retries", "environment_wait_s", "environment_step_s")}
+        vars(self).update(vars(copy.deepcopy(prompt)) | counters)
         self.retries += 1
 
     def fail(self, headline: str, details: str) -> None:
@@ -256,8 +256,8 @@ def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
         prompt = log_token_ids(first[:end]) if end else torch.zeros(0, dtype=torch.int64)
         ids.append(rollout.ordinal)
         for number, log in enumerate(later):
-            own = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
-            ids.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else own)
+            unique_id = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
+            ids.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else unique_id)
     return ids
 
 

@@ -92,9 +92,9 @@ def build_run(
     with with_key("cluster"):
         cluster = _cluster(config, exits)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
-    parts = builder.start(samples=loaders.samples)
-    parts.wait_ready()
-    return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
+    workers = builder.start(samples=loaders.samples)
+    workers.wait_ready()
+    return connect(builder, workers, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
 
 
 def connect(
@@ -201,8 +201,8 @@ def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoa
 
 
 def _val_period(config: RunConfig, name: str) -> int:
-    own = config.data.validation_sets[name].val_period if name else None
-    return config.algorithm.val_period if own is None else own
+    period = config.data.validation_sets[name].val_period if name else None
+    return config.algorithm.val_period if period is None else period
 
 
 class DataLoaders:
@@ -290,8 +290,8 @@ class DataLoaders:
         algorithm = config.algorithm
         epochs = algorithm.max_num_epochs
         if epochs is not None and (self.prompts is not None or self.batches is not None):
-            whole = self.prompts.draws(epochs) if self.prompts is not None else epochs * len(self.batches or ())
-            last = min(algorithm.max_num_steps, whole)
+            num_batches = self.prompts.draws(epochs) if self.prompts is not None else epochs * len(self.batches or ())
+            last = min(algorithm.max_num_steps, num_batches)
             counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
             config = config.model_copy(update={"algorithm": counted})
         if conflicts := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
@@ -340,8 +340,8 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
         section = getattr(config, name)
         if section is None or section.model_name == config.policy.model_name:
             continue
-        own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
-        others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
+        vocabulary = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
+        others = sorted(set(tokenizer.get_vocab().items()) ^ set(vocabulary.items()))
         if others:
             raise ConfigError(
                 f"{name}.model_name: the tokenizer of {section.model_name} differs from that of the policy "
@@ -381,15 +381,15 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
     section = config.checkpointing
     if not section.enabled:
         return None
-    parts: dict[str, Stateful] = {}
+    stateful: dict[str, Stateful] = {}
     if run.rollouts is not None:
-        parts["rollouts"] = run.rollouts
+        stateful["rollouts"] = run.rollouts
     if run.batches is not None:
-        parts["batches"] = run.batches
+        stateful["batches"] = run.batches
     checkpoints = Checkpoints(
         store=checkpoint_store(section, folder),
         models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
-        parts=parts,
+        parts=stateful,
         config=resolved,
         algorithm=config.algorithm_name,
         save_optimizer=section.save_optimizer,

@@ -187,9 +187,9 @@ def _load(function: str) -> Any:
 
 
 def _unsupported_format(backend: str, to: str, formats: set[str]) -> NotSupportedError:
-    known = sorted(formats)
+    supported = sorted(formats)
     return NotSupportedError(
-        f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, known)} It converts to: "
-        f"{', '.join(known) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
+        f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, supported)} It converts to: "
+        f"{', '.join(supported) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
         "adapters were trained), then convert that folder."
     )

@@ -95,9 +95,9 @@ class _EnvironmentCheck:
         ]
         sessions = [LocalSession(environment, f"check-{number}") for number in range(len(chosen))]
         try:
-            begun = [each.open(copy.deepcopy(row.metadata)) for each, row in zip(sessions, chosen, strict=True)]
-            logs = [[*log[:-1], *first, log[-1]] for log, (_, first) in zip(logs, begun, strict=True)]
-            return step_checked(environment, self._trial.task, logs, [metadata for metadata, _ in begun])
+            opened = [each.open(copy.deepcopy(row.metadata)) for each, row in zip(sessions, chosen, strict=True)]
+            logs = [[*log[:-1], *first, log[-1]] for log, (_, first) in zip(logs, opened, strict=True)]
+            return step_checked(environment, self._trial.task, logs, [metadata for metadata, _ in opened])
         finally:
             for each in sessions:
                 each.close()
@@ -204,11 +204,11 @@ class _EnvironmentCheck:
 
     def _compare(self, rows: Sequence[int]) -> str:
         expected = [expected_answer(self._trial.rows[row].metadata) for row in rows]
-        wrong = _totals(self._call(self._environment, [WRONG_ANSWERS[1]] * len(rows), rows))
+        wrong_totals = _totals(self._call(self._environment, [WRONG_ANSWERS[1]] * len(rows), rows))
         best: tuple[int, str, list[float]] = (-1, "", [])
         for form in ANSWER_FORMS:
             expected_totals = _totals(self._call(self._environment, [form.format(each) for each in expected], rows))
-            better = sum(a > b for a, b in zip(expected_totals, wrong, strict=True))
+            better = sum(a > b for a, b in zip(expected_totals, wrong_totals, strict=True))
             best = max(best, (better, form, expected_totals), key=lambda each: each[0])
         better, form, expected_totals = best
         shown = form.format("ANSWER")

@@ -80,8 +80,8 @@ def rescore(
         for path in sorted(folder.glob("rollouts/step_*.jsonl"))
         if (match := _STEP_FILE.fullmatch(path.name))
     }
-    wanted = sorted(files if steps is None else set(steps))
-    missing = [step for step in wanted if step not in files]
+    selected_steps = sorted(files if steps is None else set(steps))
+    missing = [step for step in selected_steps if step not in files]
     if missing or not files:
         what = f"no rollouts of step {missing[0]}" if missing else "no rollouts"
         raise ConfigError(f"{folder} has {what}: give the folder of a run, which has rollouts/step_000001.jsonl.")
@@ -93,7 +93,7 @@ def rescore(
         environments = {task: constructor(section, task, registry)() for task, section in run.env.items()}
         for environment in environments.values():
             exits.callback(environment.shutdown)
-        for step in wanted:
+        for step in selected_steps:
             yield from _of_step(
                 step, read_jsonl(files[step]), list(validation.values()) if step == 0 else [train], environments, run
             )
@@ -150,7 +150,7 @@ def _replay(
     environment: EnvironmentInterface, task: str, rows: Sequence[Mapping[str, Any]], metadata: list[Any]
 ) -> list[tuple[dict[str, float], bool]]:
     """The rewards of each rollout, summed over its turns, and whether all of them were scored."""
-    ends = [
+    turn_ends = [
         [i + 1 for i, message in enumerate(row["messages"]) if message["role"] == "assistant"][-row["turns"] :]
         if row["turns"]
         else []
@@ -160,9 +160,9 @@ def _replay(
     is_scored = [True] * len(rows)
     sessions = [LocalSession(environment, f"rescore-{row}") for row in range(len(rows))]
     metadata = [session.open(info)[0] for session, info in zip(sessions, metadata, strict=True)]
-    for turn in range(max((len(each) for each in ends), default=0)):
-        active = [row for row in range(len(rows)) if turn < len(ends[row])]
-        logs: Any = [list(rows[row]["messages"][: ends[row][turn]]) for row in active]
+    for turn in range(max((len(each) for each in turn_ends), default=0)):
+        active = [row for row in range(len(rows)) if turn < len(turn_ends[row])]
+        logs: Any = [list(rows[row]["messages"][: turn_ends[row][turn]]) for row in active]
         step_return = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])
         named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
         for position, row in enumerate(active):

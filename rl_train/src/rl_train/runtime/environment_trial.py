@@ -109,8 +109,8 @@ def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> pa
     worker_class = _component(name, registry).load()
     if not issubclass(plain_class(worker_class), EnvironmentInterface):
         raise WrongKindError(f"{name} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
-    given: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-    return partial(plain_class(worker_class), **first_argument(worker_class, given))
+    settings: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+    return partial(plain_class(worker_class), **first_argument(worker_class, settings))
 
 
 def read_rows(path: Path, *, limit: int) -> list[TrialRow]:

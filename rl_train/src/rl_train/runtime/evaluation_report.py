@@ -21,10 +21,10 @@ FOLDER = "eval"
 
 def default_path(plan: EvaluationPlan) -> Path | None:
     """`eval/step_000010.json` in the run folder of the checkpoint, with `-2`, `-3` if it exists; None without a run folder."""
-    if plan.given is None or plan.given.run_folder is None:
+    if plan.checkpoint is None or plan.checkpoint.run_folder is None:
         return None
-    folder = plan.given.run_folder / FOLDER
-    stem, number = plan.given.path.name, 1
+    folder = plan.checkpoint.run_folder / FOLDER
+    stem, number = plan.checkpoint.path.name, 1
     while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.json").exists():
         number += 1
     return path
@@ -71,16 +71,16 @@ def prompt_records(evaluated: EvaluationResult, plan: EvaluationPlan) -> Iterato
 
 
 def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
-    given = weights.given
+    checkpoint = weights.checkpoint
     if weights.transport is None:
         engine = plan.loaded.run.policy.generation
         assert engine is not None
         unknown = dict.fromkeys(("step", "version", "fingerprint", "transport"))
         return {"source": "engine", "path": engine.model_name or plan.loaded.run.policy.model_name, **unknown}
     return {
-        "source": "config" if given is None else "checkpoint" if given.is_checkpoint else "model",
-        "path": plan.loaded.run.policy.model_name if given is None else str(given.path),
-        "step": None if given is None else given.step,
+        "source": "config" if checkpoint is None else "checkpoint" if checkpoint.is_checkpoint else "model",
+        "path": plan.loaded.run.policy.model_name if checkpoint is None else str(checkpoint.path),
+        "step": None if checkpoint is None else checkpoint.step,
         "version": weights.version,
         "fingerprint": weights.fingerprint,
         "transport": weights.transport,

@@ -123,10 +123,10 @@ class _Runs:
 
     def new(self) -> ResumePoint:
         """A new run in the next free folder, or in the newest one if its run failed before its first step."""
-        own, numbered = self.existing(), self._numbered()
-        if own and own[-1] == numbered[max(numbered)] and _failed_before_first_step(own[-1]):
-            return ResumePoint(folder=own[-1], identity=self.identity_of(own[-1]), checkpoint=None)
-        number = max(numbered) + 1 if own or 1 in numbered else 1
+        existing, numbered = self.existing(), self._numbered()
+        if existing and existing[-1] == numbered[max(numbered)] and _failed_before_first_step(existing[-1]):
+            return ResumePoint(folder=existing[-1], identity=self.identity_of(existing[-1]), checkpoint=None)
+        number = max(numbered) + 1 if existing or 1 in numbered else 1
         folder = self.parent / (self.name if number == 1 else f"{self.name}-{number}")
         return ResumePoint(folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None)
 
@@ -194,8 +194,10 @@ def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None
     candidates: list[Path] = []
     for path in stores:
         owner, latest = read_identity(path), CheckpointStore(path).latest()
-        own = path == folder / CHECKPOINTS or (owner is not None and identity is not None and owner.run_id == identity.run_id)
-        if own and latest is not None:
+        is_own = path == folder / CHECKPOINTS or (
+            owner is not None and identity is not None and owner.run_id == identity.run_id
+        )
+        if is_own and latest is not None:
             candidates.append(latest)
     return max(candidates, key=step_of, default=None)
 

@@ -278,9 +278,9 @@ class Trainer:
                 )
 
     def _check_teacher(self) -> None:
-        wanted = "teacher" in self.config.algorithm.runtime_needs.companions
-        if wanted != (self.teacher is not None):
-            action = "needs a teacher: pass" if wanted else "does not use a teacher: remove"
+        needs_teacher = "teacher" in self.config.algorithm.runtime_needs.companions
+        if needs_teacher != (self.teacher is not None):
+            action = "needs a teacher: pass" if needs_teacher else "does not use a teacher: remove"
             raise ConfigError(f"{self.algorithm} {action} `teacher`.")
 
     def _check_temperatures(self) -> None:

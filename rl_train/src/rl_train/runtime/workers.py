@@ -54,10 +54,10 @@ class Workers:
             WorkerError: a rank could not load its model.
             DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
         """
-        parts: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
-        for part in parts:
-            if isinstance(part, WorkerFacade):
-                part.wait_ready()
+        models: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
+        for model in models:
+            if isinstance(model, WorkerFacade):
+                model.wait_ready()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,10 +284,10 @@ class Builder:
             else None,
         )
 
-    def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:
+    def _transports(self, configured: str | None) -> list[type[WeightTransport]]:
         """Transports to try, the cheapest first."""
-        if wanted is not None:
-            names: tuple[str, ...] = (wanted,)
+        if configured is not None:
+            names: tuple[str, ...] = (configured,)
         elif self.cluster is None:
             names = IN_PROCESS_TRANSPORTS
         else:

@@ -49,8 +49,8 @@ class CollectiveTransport(WeightTransport):
     def _new_meeting_point(self) -> tuple[str, int]:
         """A port that was not used before, because a rank that leaves late may still hold the old one."""
         for _ in range(100):
-            place = self.context.rendezvous()
-            if place not in self._left:
-                self._left.add(place)
-                return place
-        raise WeightSyncError(f"No new port was found for the weight collective in 100 attempts; the last was {place[1]}.")
+            address = self.context.rendezvous()
+            if address not in self._left:
+                self._left.add(address)
+                return address
+        raise WeightSyncError(f"No new port was found for the weight collective in 100 attempts; the last was {address[1]}.")
