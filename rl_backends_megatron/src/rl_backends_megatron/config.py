@@ -66,8 +66,8 @@ class MegatronConfig(Section):
     recompute_num_layers: int = Field(default=1, ge=1)
     """Number of layers; see `recompute_method`."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Implementation of the layers: `local` (PyTorch) or `transformer_engine` (GPU only). `auto` uses Transformer Engine if it is
-    installed."""
+    """Implementation of the layers: `local` (PyTorch) or `transformer_engine` (GPU only). `auto` uses Transformer Engine if
+    it is installed."""
     use_flash_attention: bool | None = None
     """Whether to use flash attention. True fails without a flash attention kernel; false uses the plain kernel. By default, the
     fastest available kernel is used."""

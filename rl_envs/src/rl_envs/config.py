@@ -71,8 +71,8 @@ class ArithmeticDatasetConfig(DatasetConfig):
     with_response: bool = False
     """Whether to add the answer as the assistant's message, for supervised training."""
     forgotten_carries: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Fraction of the answers of `with_response` that drop the carry, such as 38+24=52, to train a model that makes this mistake.
-    The expected answer stays correct."""
+    """Fraction of the answers of `with_response` that drop the carry, such as 38+24=52, to train a model that makes this
+    mistake. The expected answer stays correct."""
 
     @model_validator(mode="after")
     def _carries_need_sums(self) -> ArithmeticDatasetConfig:

@@ -27,7 +27,7 @@ class SandboxConfig(Section):
     timeout_s: float = Field(default=10.0, gt=0.0)
     """Time limit of one call, in seconds of wall-clock time."""
     memory_mb: int = Field(default=512, ge=64)
-    """Memory limit of each process in MiB. With cgroups, also the limit for all processes of a session together, without files."""
+    """Memory limit of each process in MiB. With cgroups, also of all processes of a session together, without files."""
     max_processes: int = Field(default=32, ge=4)
     """Maximum number of processes and threads in a session."""
     disk_mb: int = Field(default=64, ge=1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.remote_actor import ActorCall, RemoteActor, wait_until_exited
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, wait_exited
 from rl_core.cluster.virtual_cluster import Bundle, RayVirtualCluster
 from rl_core.errors import ResourceInsufficientError
 
@@ -73,7 +73,7 @@ class BundleAllocator:
         self._holders = {}
         for holder in holders:
             holder.kill()
-        wait_until_exited(holders)
+        wait_exited(holders)
 
     def _all(self, rank: int) -> Sequence[Bundle]:
         return self._cluster.bundles[rank * self._per_worker : (rank + 1) * self._per_worker]

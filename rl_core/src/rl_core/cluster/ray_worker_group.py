@@ -15,7 +15,7 @@ from rl_core.cluster.bundle_allocator import BundleAllocator, scheduling_strateg
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pending_call import PendingCall, collect
-from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_until_exited
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_exited
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
@@ -151,7 +151,7 @@ class RayWorkerGroup(WorkerGroup):
         for one in ranks:
             self._sharding.get_worker_coords(one)
             self._actors[one].kill()
-        wait_until_exited([self._actors[one] for one in ranks])
+        wait_exited([self._actors[one] for one in ranks])
         for one in ranks:
             self._actors[one] = self._start(one)
         if rank is None:
@@ -177,7 +177,7 @@ class RayWorkerGroup(WorkerGroup):
             return
         for actor in actors:
             actor.kill()
-        wait_until_exited(actors)
+        wait_exited(actors)
         self._places.release()
 
     def _start(self, rank: int) -> RemoteActor:

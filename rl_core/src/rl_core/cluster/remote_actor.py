@@ -136,7 +136,7 @@ class RemoteActor:
 
     def kill(self) -> None:
         """Kill the process and its children."""
-        if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_until_exited` ends the process
+        if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_exited` ends the process
             with suppress(ray.exceptions.RayError):  # it may already be dead
                 ray.kill(self._handle, no_restart=True)
 
@@ -193,7 +193,7 @@ class RemoteActor:
         return f"The end of its log, {log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
 
 
-def wait_until_exited(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
+def wait_exited(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
     """Wait until killed processes on this host are gone, then kill them directly; other nodes do so themselves."""
     here = [actor for actor in actors if actor.identity is not None and actor.identity.host == gethostname()]
     until = time.monotonic() + timeout_s

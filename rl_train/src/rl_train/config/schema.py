@@ -93,7 +93,7 @@ class RolloutConfig(Section):
     """Prompts of later turns in multi-turn rollouts, and handling of environment failures (`rollout`)."""
 
     history: Literal["as_sampled", "template"] = "as_sampled"
-    """Prompt of every turn after the first. `as_sampled`: all earlier tokens as they were sampled, followed by the new messages.
+    """Prompt of every turn after the first. `as_sampled`: all earlier tokens as they were sampled, then the new messages.
     `template`: the whole conversation, rendered again by the chat template, which may change earlier turns, for example drop
     their reasoning. If it does, the rollout continues in a new segment, which is a separate training row."""
     retries: int = Field(default=2, ge=0)
@@ -115,8 +115,8 @@ class ProfilingConfig(Section):
     """Steps to profile (`profiling`)."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
-    """Numbers of the steps to profile with `torch.profiler`, such as `[3, 5]`; traces are written to `profile/` in the run folder.
-    Requires `cluster.backend: in_process`. Profiled steps take longer."""
+    """Numbers of the steps to profile with `torch.profiler`, such as `[3, 5]`; traces are written to `profile/` of the run
+    folder. Requires `cluster.backend: in_process`. Profiled steps take longer."""
 
 
 class LoggerConfig(ComponentSection):

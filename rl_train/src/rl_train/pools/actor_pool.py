@@ -21,15 +21,7 @@ from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pending_call import collect
 from rl_core.cluster.ray_runtime import RayLease
-from rl_core.cluster.remote_actor import (
-    ActorCall,
-    RemoteActor,
-    is_wrapped,
-    pack_worker,
-    plain_class,
-    ray_options,
-    wait_until_exited,
-)
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, is_wrapped, pack_worker, plain_class, ray_options, wait_exited
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
@@ -179,7 +171,7 @@ class ActorPool(Pool):
         if self._lease.is_connected:
             for slot in slots:
                 slot.actor.kill()
-            wait_until_exited([slot.actor for slot in slots])
+            wait_exited([slot.actor for slot in slots])
         self._lease.release()
 
     def _call(
@@ -372,7 +364,7 @@ class ActorPool(Pool):
     def _expired(self, slot: Slot, pending: ActorCall) -> DeadlineExceededError:
         report = pending.unanswered(self._deadlines.stack_s)
         slot.actor.kill()
-        wait_until_exited([slot.actor])
+        wait_exited([slot.actor])
         return exceeded(round(report.seconds, 1), [report], [])
 
     def _replace(self, index: int, error: WorkerDiedError | DeadlineExceededError, *, tries: int = 1) -> None:
