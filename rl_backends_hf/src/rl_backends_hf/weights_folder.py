@@ -149,10 +149,12 @@ def _check_same_model(
     odd = sorted(saved.keys() ^ own.keys())
     if odd:
         raise CheckpointError(
-            f"{folder} has a different model: {odd[0]} exists in only one of the two ({len(odd)} such names)."
+            f"{folder} has a different model: {odd[0]} exists either only in the folder or only in the policy ({len(odd)} such "
+            "names). Load it with the `policy.model_name` that it was written with."
         )
     for name, tensor in own.items():
         if saved[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{folder} has a different model: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} here."
+                f"{folder} has a different model: {name} has shape {tuple(saved[name].shape)}, but {tuple(tensor.shape)} in the "
+                "policy. Load it with the `policy.model_name` that it was written with."
             )

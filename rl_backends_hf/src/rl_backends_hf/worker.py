@@ -221,7 +221,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def save_weights(self, folder: Path) -> None:
         if self._quantized:
             raise NotSupportedError(
-                f"The weights of {self.config.model_name} are quantized. They cannot be trained, so they are not saved."
+                f"The weights of {self.config.model_name} are quantized: they cannot be trained, so there is nothing to save. "
+                "Remove load_in_8bit or load_in_4bit from `hf_cfg` to save them."
             )
         self._exported.save(folder, rank=self.context.rank)
 

@@ -75,7 +75,7 @@ def load(trainable: TrainableModel, folder: Path, settings: dict[str, Any]) -> N
     """
     values = read_trainer_file(folder, expected_format=_FORMAT)
     if missing := {"weight_version", "schedule", "facts"} - values.keys():
-        raise CheckpointError(f"{folder / TRAINER_FILE} is damaged: it has no `{min(missing)}`.")
+        raise CheckpointError(f"{folder / TRAINER_FILE} is damaged: it has no `{min(missing)}`. Use another checkpoint.")
     for name, value in settings.items():
         saved = values["facts"].get(name)
         if saved != value:

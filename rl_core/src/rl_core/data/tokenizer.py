@@ -64,7 +64,7 @@ def load_tokenizer(
         tokenizer.chat_template = with_template_kwargs(tokenizer.chat_template, chat_template_kwargs)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise DataError(f"the tokenizer of {str(name_or_path)!r} has neither a padding nor an EOS token: add one")
+            raise DataError(f"the tokenizer of {str(name_or_path)!r} has neither a padding nor an EOS token: set `pad_token`")
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer

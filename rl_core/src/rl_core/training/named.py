@@ -17,7 +17,7 @@ def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also:
         UserError: it is not callable, an argument is missing or unknown, or it raises on one.
     """
     if not callable(factory):
-        raise UserError(f"`{key}.name`: {factory!r} cannot be called.")
+        raise UserError(f"`{key}.name`: {factory!r} cannot be called: name a class or a function.")
     check_arguments(factory, kwargs, key=key, num_positional=1, also=also)
     try:
         return factory(first, **kwargs)

@@ -116,7 +116,10 @@ class StepQueue:
         """
         workers = self.environment.workers if isinstance(self.environment, EnvironmentPool) else [ActorKey(0, 0)]
         if not workers:
-            raise WorkerDiedError(f"env.{self.task_name}: no process of the environment could be started; the log says why.")
+            raise WorkerDiedError(
+                f"env.{self.task_name}: no process of the environment could be started. Its log shows why; `rlcore check env` "
+                "runs the environment without a model."
+            )
         worker = min(workers, key=lambda worker: self._sessions[worker])
         self._sessions[worker] += 1
         return worker

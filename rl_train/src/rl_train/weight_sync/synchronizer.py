@@ -263,7 +263,8 @@ class WeightSynchronizer(WeightOwner):
             engine.weight_fingerprint()  # names the tensors that have not arrived
         raise WeightSyncError(
             f"After the refit the policy is at weight version {policy_version} and the generation backend at {engine_version}: "
-            + ("the weights that arrived are of another step." if engine_version >= 0 else "the refit did not complete.")
+            + ("the weights that arrived are of another step. " if engine_version >= 0 else "the refit did not complete. ")
+            + "Resume the run from its last checkpoint."
         )
 
     def _digest_beside_the_loading(self) -> None:
