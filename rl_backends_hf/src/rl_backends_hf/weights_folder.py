@@ -155,6 +155,6 @@ def _check_same_model(
     for name, tensor in own.items():
         if saved[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{folder} has a different model: {name} has shape {tuple(saved[name].shape)}, but {tuple(tensor.shape)} in the "
-                "policy. Load it with the `policy.model_name` that it was written with."
+                f"{folder} has a different model: {name} has shape {tuple(saved[name].shape)}, but {tuple(tensor.shape)} in "
+                "the policy. Load it with the `policy.model_name` that it was written with."
             )

@@ -91,6 +91,6 @@ def equal_answer(answers: Sequence[Any], method: str) -> Any:
     """
     if any(answer != answers[0] for answer in answers):
         raise WeightSyncError(
-            f"The {len(answers)} generation replicas do not have the same weights ({method} differs): a refit failed. Resume the run."
+            f"The {len(answers)} generation replicas have different weights ({method} differs): a refit failed. Resume the run."
         )
     return answers[0]

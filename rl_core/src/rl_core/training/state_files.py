@@ -36,7 +36,7 @@ def read_trainer_file(folder: Path, *, expected_format: int) -> dict[str, Any]:
     values = read_state_file(folder / TRAINER_FILE)
     if values.get("format") != expected_format:
         raise CheckpointError(
-            f"{folder} has format {values.get('format')}, but this version reads {expected_format}: use the version that wrote it."
+            f"{folder} has format {values.get('format')}, but this rlcore reads {expected_format}: use the one that wrote it."
         )
     return values
 
@@ -54,7 +54,7 @@ def read_state_file(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file raises anything
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint.") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is damaged: it contains {type(state).__name__} instead of a mapping. Use another checkpoint.")
+        raise CheckpointError(f"{path} is damaged: it contains {type(state).__name__}, not a mapping. Use another checkpoint.")
     values: dict[str, Any] = state
     return values
 
