@@ -159,7 +159,7 @@ def _print_head(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
 
 
 def _print_duration(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
-    seconds = ", ".join(f"{_title(found)} in {found.seconds:.1f} s" for found in evaluated.passes)
+    seconds = ", ".join(f"{_title(one)} in {one.seconds:.1f} s" for one in evaluated.passes)
     print(f"{evaluated.passes[0].scores.num_prompts} prompts of {plan.dataset_name}: {seconds}\n")
 
 
@@ -186,7 +186,7 @@ def _print_scores(passes: Sequence[Pass]) -> None:
 
 def _print_omissions(passes: Sequence[Pass]) -> None:
     reasons = dict.fromkeys(
-        f"{name} is not reported: {why}" for found in passes for name, why in found.scores.not_reported.items()
+        f"{name} is not reported: {why}" for one in passes for name, why in one.scores.not_reported.items()
     )
     if reasons:
         print()
@@ -205,12 +205,12 @@ def _sort_key(name: str) -> tuple[int, str, int]:
 
 
 def _format(scores: Scores, name: str) -> str:
-    found = scores.metrics.get(name)
-    if found is None:
+    estimate = scores.metrics.get(name)
+    if estimate is None:
         return "-"
     digits = 1 if name == "length" else 4
-    error = "" if found.standard_error is None else f" ± {found.standard_error:.{digits}f}"
-    return f"{found.value:.{digits}f}{error}"
+    error = "" if estimate.standard_error is None else f" ± {estimate.standard_error:.{digits}f}"
+    return f"{estimate.value:.{digits}f}{error}"
 
 
 def _title(found: Pass) -> str:

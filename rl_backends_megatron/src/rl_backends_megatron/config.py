@@ -203,11 +203,11 @@ _SHAPE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "nu
 def _read_model_config(model_name: str) -> SimpleNamespace | None:
     """The config.json of a model folder; None if it is missing or lacks the values needed here."""
     try:
-        found = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, dict) and "model_type" in found and all(isinstance(found.get(key), int) for key in _SHAPE)
-    return SimpleNamespace(**found) if whole else None
+    whole = isinstance(content, dict) and "model_type" in content and all(isinstance(content.get(key), int) for key in _SHAPE)
+    return SimpleNamespace(**content) if whole else None
 
 
 ADAMS = ("torch.optim.AdamW", "torch.optim.Adam")

@@ -102,13 +102,13 @@ class RlcoreUpdates(WeightUpdates):
         await self._post("pause", {})
         body = {"weights": {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}}
         try:
-            found = await self._post("weights/prepare", body)
+            response = await self._post("weights/prepare", body)
         except Exception:
             # Nothing was loaded, so other clients can use the server; it refuses to resume with incomplete weights.
             with suppress(RLCoreError):
                 await self._post("resume", {})
             raise
-        return cast("dict[str, str]", found["dtypes"])
+        return cast("dict[str, str]", response["dtypes"])
 
     async def update(self, handles: Mapping[str, Any]) -> None:
         await self._post(
@@ -125,8 +125,8 @@ class RlcoreUpdates(WeightUpdates):
         return int((await self._post("weights/version", {}))["weight_version"])
 
     async def digests(self) -> tuple[str, dict[str, str]]:
-        found = await self._post("weights/fingerprint", {})
-        return found["fingerprint"], found["digests"]
+        response = await self._post("weights/fingerprint", {})
+        return response["fingerprint"], response["digests"]
 
     async def resume(self) -> bool:
         return bool((await self._post("resume", {}))["cache_is_empty"])
@@ -141,8 +141,8 @@ class VllmUpdates(WeightUpdates):
     async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
         await self._post("pause?mode=wait", {})
         weights = {name: [list(shape), dtype] for name, (shape, dtype) in manifest.items()}
-        found = await self._call("rlcore_prepare", json.dumps(weights))
-        return cast("dict[str, str]", found["dtypes"])
+        response = await self._call("rlcore_prepare", json.dumps(weights))
+        return cast("dict[str, str]", response["dtypes"])
 
     async def update(self, handles: Mapping[str, Any]) -> None:
         version = str(handles["weight_version"])
@@ -153,8 +153,8 @@ class VllmUpdates(WeightUpdates):
         return int((await self._call("rlcore_version"))["weight_version"])
 
     async def digests(self) -> tuple[str, dict[str, str]]:
-        found = await self._call("rlcore_fingerprint")
-        return found["fingerprint"], found["digests"]
+        response = await self._call("rlcore_fingerprint")
+        return response["fingerprint"], response["digests"]
 
     async def resume(self) -> bool:
         done = await self._post("reset_prefix_cache", {})
@@ -166,13 +166,13 @@ class VllmUpdates(WeightUpdates):
         """The response of the extension in all processes of the server, which must agree."""
         body = {"method": method, "args": list(arguments)}
         answers = (await self._post("collective_rpc", body, once=once))["results"]
-        found = [json.loads(answer) if isinstance(answer, str) else answer for answer in answers]
-        for one in found:
+        results = [json.loads(answer) if isinstance(answer, str) else answer for answer in answers]
+        for one in results:
             if "error" in one:
                 raise WeightSyncError(f"{self.url}: {one['error']}")
-        if any(one != found[0] for one in found):
+        if any(one != results[0] for one in results):
             raise WeightSyncError(f"The processes of the server {self.url} have different weights ({method} differs).")
-        first: dict[str, Any] = found[0]
+        first: dict[str, Any] = results[0]
         return first
 
     def _how_to_start(self) -> str:

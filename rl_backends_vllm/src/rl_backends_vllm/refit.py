@@ -111,7 +111,7 @@ class VllmWeightReceiver(WeightReceiver):
     def weights_changed(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        incomplete = [f"{name} ({found})" for name, found in self._incomplete_layers()]
+        incomplete = [f"{name} ({reason})" for name, reason in self._incomplete_layers()]
         if incomplete:
             raise WeightSyncError(
                 "vLLM did not update all layers in this refit: " + ", ".join(incomplete[:5]) + ". "
@@ -209,8 +209,8 @@ def _uniform_dtype(model: torch.nn.Module) -> str | None:
 
 def _moe_methods(model: torch.nn.Module) -> dict[str, Any]:
     """Layer name to the method that computes the experts of a mixture."""
-    found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
-    return {name: method for name, method in found.items() if hasattr(method, "moe_kernel")}
+    methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    return {name: method for name, method in methods.items() if hasattr(method, "moe_kernel")}
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:
