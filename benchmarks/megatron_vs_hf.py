@@ -96,9 +96,7 @@ def main() -> None:
                         best[phase, name, clock] = min(took, best.get((phase, name, clock), took))
         for policy in policies.values():
             policy.shutdown()
-    print(
-        f"{tokens} tokens, {options.rows} rows, microbatches of {options.micro}, {options.precision}, {options.threads} thread(s)"
-    )
+    print(f"{tokens} tokens, {options.rows} rows, microbatch {options.micro}, {options.precision}, {options.threads} thread(s)")
     for phase, clock in itertools.product(work, _CLOCKS):
         rates = {name: tokens / best[phase, name, clock] for name in policies}
         listing = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())

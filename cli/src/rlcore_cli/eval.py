@@ -185,9 +185,7 @@ def _print_scores(passes: Sequence[Pass]) -> None:
 
 
 def _print_omissions(passes: Sequence[Pass]) -> None:
-    reasons = dict.fromkeys(
-        f"{name} is not reported: {why}" for one in passes for name, why in one.scores.not_reported.items()
-    )
+    reasons = dict.fromkeys(f"{name} is not reported: {why}" for one in passes for name, why in one.scores.not_reported.items())
     if reasons:
         print()
     for reason in reasons:

@@ -209,7 +209,7 @@ def version_label(version: int) -> str:
 
 
 def version_of_label(label: str) -> int:
-    """The weight version; -1 for a label that is not ours, such as that of a server that was restarted."""
+    """The weight version; -1 for a label that this backend did not set, such as that of a server that was restarted."""
     number = label.removeprefix(_LABEL)
     return int(number) if label.startswith(_LABEL) and number.isdigit() else -1
 

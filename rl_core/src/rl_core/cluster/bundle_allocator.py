@@ -44,18 +44,18 @@ class BundleAllocator:
         """The bundle of the rank's own process."""
         return self._all(rank)[0]
 
-    def hold(self, rank: int, *, share: Mapping[str, float], runtime_env: Mapping[str, Any], name: str) -> list[ActorCall]:
+    def reserve(self, rank: int, *, share: Mapping[str, float], runtime_env: Mapping[str, Any], name: str) -> list[ActorCall]:
         """Start reserving the rank's other GPUs, if it has any that are not reserved yet."""
         if self._per_worker == 1 or not self._cluster.use_gpus or rank in self._holders:
             return []
         self._holders[rank] = [
             RemoteActor(
-                f"place {place} of rank {rank} of '{name}'",
+                f"GPU {gpu} of rank {rank} of '{name}'",
                 options={**share, "scheduling_strategy": scheduling_strategy(bundle)},
                 env={},
                 runtime_env=runtime_env,
             )
-            for place, bundle in enumerate(self._all(rank)[1:], 1)
+            for gpu, bundle in enumerate(self._all(rank)[1:], 1)
         ]
         return [holder.started() for holder in self._holders[rank]]
 

@@ -72,7 +72,7 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         self._cluster = cluster
         self._sharding = _grid(cluster.world_size() // bundles_per_worker, sharding, num_workers)
-        self._places = BundleAllocator(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
+        self._allocator = BundleAllocator(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
         self._class = worker_class
         self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
@@ -178,17 +178,17 @@ class RayWorkerGroup(WorkerGroup):
         for actor in actors:
             actor.kill()
         wait_exited(actors)
-        self._places.release()
+        self._allocator.release()
 
     def _start(self, rank: int) -> RemoteActor:
         """Request the process of one rank from Ray."""
-        bundle = self._places.first(rank)
+        bundle = self._allocator.first(rank)
         coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
         env = {
             # Ray makes all GPUs of the node visible to a process without any.
             **({} if share["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}),
-            **interface_variables(self._places.first(0).node.address),
+            **interface_variables(self._allocator.first(0).node.address),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self._local_rank(rank)),
@@ -210,7 +210,9 @@ class RayWorkerGroup(WorkerGroup):
         actors = [self._actors[rank] for rank in ranks]
         share, name = self._cluster.worker_share(), self._name
         holding = [
-            call for rank in ranks for call in self._places.hold(rank, share=share, runtime_env=self._runtime_env, name=name)
+            call
+            for rank in ranks
+            for call in self._allocator.reserve(rank, share=share, runtime_env=self._runtime_env, name=name)
         ]
         self._collect_start([*(actor.started() for actor in actors), *holding])
         if not self._contexts:
@@ -226,7 +228,7 @@ class RayWorkerGroup(WorkerGroup):
         self._collect_start(
             [
                 self._actors[rank].build(
-                    self._packed, self._contexts[rank], env | self._places.visible_gpus(rank, self._actors[rank])
+                    self._packed, self._contexts[rank], env | self._allocator.visible_gpus(rank, self._actors[rank])
                 )
                 for rank in ranks
             ]
@@ -237,7 +239,7 @@ class RayWorkerGroup(WorkerGroup):
             rank=rank,
             world_size=self.world_size,
             local_rank=self._local_rank(rank),
-            node_rank=self._places.first(rank).node_rank,
+            node_rank=self._allocator.first(rank).node_rank,
             master_address=address,
             master_port=port,
             coords=self._sharding.get_worker_coords(rank),
@@ -246,11 +248,11 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _threads(self, rank: int) -> int:
-        return self._cluster.threads_of(self._places.first(rank))
+        return self._cluster.threads_of(self._allocator.first(rank))
 
     def _local_rank(self, rank: int) -> int:
-        before = Counter(self._places.first(other).node.node_id for other in range(rank))
-        return before[self._places.first(rank).node.node_id]
+        before = Counter(self._allocator.first(other).node.node_id for other in range(rank))
+        return before[self._allocator.first(rank).node.node_id]
 
     def _reject_if_shut_down(self) -> None:
         if not self._actors:
