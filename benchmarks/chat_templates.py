@@ -126,14 +126,14 @@ class Row:
 def render(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, header: bool = False) -> str | None:
     """The text rendered by Transformers alone, with the first tool-call format that the template accepts."""
     for as_text, empty in ((False, ""), (True, ""), (False, None), (True, None)):
-        given = deepcopy(messages)
-        for message in given:
+        copies = deepcopy(messages)
+        for message in copies:
             if message.get("tool_calls"):
                 message["content"] = message["content"] or empty
                 for call in message["tool_calls"] if as_text else ():
                     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
         try:
-            text: str = tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=header)
+            text: str = tokenizer.apply_chat_template(copies, tools=tools, tokenize=False, add_generation_prompt=header)
         except REFUSALS:
             continue
         if (tools and TOOLS[0]["function"]["description"] not in text) or "None" in text:
@@ -232,28 +232,28 @@ def _marks(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, ids: list
     """The assistant mask of a template that marks sampled text."""
     if not re.search(r"\{%-?\s*generation", str(tokenizer.chat_template)):
         return None
-    made = tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
-    return list(made["assistant_masks"]) if made["input_ids"] == ids else None
+    rendered = tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    return list(rendered["assistant_masks"]) if rendered["input_ids"] == ids else None
 
 
 def check(name: str, tokenizer: Any, tokenizer_name: str) -> Row:
     row = Row(name, tokenizer_name)
-    prompts = {case: check_prompt(tokenizer, *given) for case, given in PROMPTS.items()}
-    used = {case: found for case, found in prompts.items() if found != "-"}
-    row.cells["prompts"] = f"{sum(found == 'ok' for found in used.values())}/{len(used)}"
-    row.notes += [f"prompt, {case}: {found}" for case, found in used.items() if found != "ok"]
-    for case, given in TRAINED.items():
-        found = check_trained(tokenizer, *given, last_only=case in LAST_ONLY)
-        row.cells[case] = found.partition(";")[0].partition(":")[0]
-        row.notes.append(f"{case}: {found}")
+    prompts = {case: check_prompt(tokenizer, *arguments) for case, arguments in PROMPTS.items()}
+    used = {case: result for case, result in prompts.items() if result != "-"}
+    row.cells["prompts"] = f"{sum(result == 'ok' for result in used.values())}/{len(used)}"
+    row.notes += [f"prompt, {case}: {result}" for case, result in used.items() if result != "ok"]
+    for case, arguments in TRAINED.items():
+        result = check_trained(tokenizer, *arguments, last_only=case in LAST_ONLY)
+        row.cells[case] = result.partition(";")[0].partition(":")[0]
+        row.notes.append(f"{case}: {result}")
     pair = {"prompt": [Q1, A1, Q2], "chosen": [A2], "rejected": [A3]}
     try:
         both = preference_datum(pair, idx=0, tokenizer=tokenizer)
         logs = (both["message_log_chosen"], both["message_log_rejected"])
-        said = [[m["token_ids"][m["token_loss_mask"].bool()] for m in log if m["token_loss_mask"].any()] for log in logs]
-        texts = [tokenizer.decode(torch.cat(some), clean_up_tokenization_spaces=False) for some in said]
-        right = all(a["content"] in text and A1["content"] not in text for a, text in zip((A2, A3), texts, strict=True))
-        row.cells["pairs"] = "ok" if right else "WRONG"
+        trained_ids = [[m["token_ids"][m["token_loss_mask"].bool()] for m in log if m["token_loss_mask"].any()] for log in logs]
+        texts = [tokenizer.decode(torch.cat(some), clean_up_tokenization_spaces=False) for some in trained_ids]
+        is_correct = all(a["content"] in text and A1["content"] not in text for a, text in zip((A2, A3), texts, strict=True))
+        row.cells["pairs"] = "ok" if is_correct else "WRONG"
     except DataError as error:
         row.cells["pairs"] = "refused" if render(tokenizer, [Q1, A1, Q2, A2], None) else "-"
         row.notes.append(f"pairs: {error}")

@@ -46,15 +46,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_rows(given: argparse.Namespace, vocab_size: int) -> BatchedDataDict:
+def make_rows(options: argparse.Namespace, vocab_size: int) -> BatchedDataDict:
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(given.length // 2, given.length + 1, (given.rows,), generator=generator)
-    mask = (torch.arange(given.length) < lengths[:, None]).float()
+    lengths = torch.randint(options.length // 2, options.length + 1, (options.rows,), generator=generator)
+    mask = (torch.arange(options.length) < lengths[:, None]).float()
     return BatchedDataDict(
-        input_ids=torch.randint(3, vocab_size, (given.rows, given.length), generator=generator) * mask.long(),
+        input_ids=torch.randint(3, vocab_size, (options.rows, options.length), generator=generator) * mask.long(),
         input_lengths=lengths,
         token_mask=mask,
-        sample_mask=torch.ones(given.rows),
+        sample_mask=torch.ones(options.rows),
     )
 
 
@@ -68,39 +68,39 @@ def seconds(action) -> dict[str, float]:
 
 
 def main() -> None:
-    given = arguments()
-    torch.set_num_threads(given.threads)
+    options = arguments()
+    torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.model or str(Path(temporary) / "model")
-        if given.model is None:
+        folder = options.model or str(Path(temporary) / "model")
+        if options.model is None:
             torch.manual_seed(0)
             transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SHAPE)).save_pretrained(folder)
         fields = {
-            "precision": given.precision,
-            "train_micro_batch_size": given.micro,
-            "logprob_batch_size": given.micro,
+            "precision": options.precision,
+            "train_micro_batch_size": options.micro,
+            "logprob_batch_size": options.micro,
             "optimizer": {"kwargs": {"lr": 1e-5}},
         }
         policies = {"transformers": HuggingFacePolicy(folder, **fields), "megatron": MegatronPolicy(folder, **fields)}
-        rows = make_rows(given, policies["transformers"].facts["vocab_size"])
+        rows = make_rows(options, policies["transformers"].facts["vocab_size"])
         tokens = int(rows["input_lengths"].sum())
         work = {
             "score": lambda policy: policy.get_logprobs(rows),
             "train": lambda policy: policy.train(rows, NLLLossFn()),
         }
         best: dict[tuple[str, str, str], float] = {}
-        for _ in range(given.repeats + 1):  # the first is a warm-up and slower than the rest
+        for _ in range(options.repeats + 1):  # the first is a warm-up and slower than the rest
             for phase, action in work.items():
                 for name, policy in policies.items():
                     for clock, took in seconds(lambda action=action, policy=policy: action(policy)).items():
                         best[phase, name, clock] = min(took, best.get((phase, name, clock), took))
         for policy in policies.values():
             policy.shutdown()
-    print(f"{tokens} tokens, {given.rows} rows, microbatches of {given.micro}, {given.precision}, {given.threads} thread(s)")
+    print(f"{tokens} tokens, {options.rows} rows, microbatch {options.micro}, {options.precision}, {options.threads} thread(s)")
     for phase, clock in itertools.product(work, _CLOCKS):
         rates = {name: tokens / best[phase, name, clock] for name in policies}
-        shown = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
-        print(f"{phase}, tokens a second of {clock} time: {shown}, ratio {rates['megatron'] / rates['transformers']:.2f}")
+        listing = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+        print(f"{phase}, tokens a second of {clock} time: {listing}, ratio {rates['megatron'] / rates['transformers']:.2f}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,10 @@ LAYERS, HIDDEN, KEYS, INNER, VOCABULARY = 30, 576, 192, 1536, 49152
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes_by_name: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
     for layer in range(LAYERS):
         parts = {
             "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -56,8 +59,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
             "input_layernorm": (HIDDEN,),
             "post_attention_layernorm": (HIDDEN,),
         }
-        found |= {f"model.layers.{layer}.{part}.weight": shape for part, shape in parts.items()}
-    return found
+        shapes_by_name |= {f"model.layers.{layer}.{part}.weight": shape for part, shape in parts.items()}
+    return shapes_by_name
 
 
 class Timed:
@@ -321,16 +324,16 @@ def compare_in_one_process(rounds: int, precision: str) -> list[str]:
         policy.shutdown()
 
 
-def table(name: str, found: dict[str, float]) -> list[str]:
+def table(name: str, results: dict[str, float]) -> list[str]:
     lines = [f"## {name}", "", "| item | seconds | x memcpy |", "| --- | --- | --- |"]
-    shown = ["memcpy", "refit/push_s", "refit/prove_s", "refit/prepare_s", "refit/total_s"]
-    shown += sorted((item for item in found if item.startswith(("policy", "engine")) and found[item] > 0.001), key=str)
-    lines += [f"| {item} | {found[item]:.3f} | {found[item] / found['memcpy']:.2f} |" for item in shown]
-    rate = found["refit/bytes"] / found["refit/push_s"] / 1e9
+    rows = ["memcpy", "refit/push_s", "refit/prove_s", "refit/prepare_s", "refit/total_s"]
+    rows += sorted((item for item in results if item.startswith(("policy", "engine")) and results[item] > 0.001), key=str)
+    lines += [f"| {item} | {results[item]:.3f} | {results[item] / results['memcpy']:.2f} |" for item in rows]
+    rate = results["refit/bytes"] / results["refit/push_s"] / 1e9
     return [
         *lines,
         "",
-        f"{rate:.2f} GB/s pushed; a verified refit takes {found['refit/total_s'] / found['memcpy']:.1f} memcpys.",
+        f"{rate:.2f} GB/s pushed; a verified refit takes {results['refit/total_s'] / results['memcpy']:.1f} memcpys.",
         "",
     ]
 

@@ -62,12 +62,12 @@ class Delayed(EnvironmentInterface):
 def prompts(tokenizer: Any, rows: int, seed: int) -> list[Trajectory]:
     """Rollouts with their delays."""
     draw = random.Random(seed)
-    made = []
+    trajectories = []
     for number in range(rows):
         delays = [MEDIAN_S * draw.lognormvariate(0.0, SIGMA) for _ in range(draw.randint(1, TURNS))]
         text = f"{draw.randint(10, 99)}+{draw.randint(10, 99)}="
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        made.append(
+        trajectories.append(
             Trajectory(
                 message_log=[{"role": "user", "content": text, "token_ids": ids}],
                 metadata={"delays": delays, "turn": 0},
@@ -78,7 +78,7 @@ def prompts(tokenizer: Any, rows: int, seed: int) -> list[Trajectory]:
                 sample=0,
             )
         )
-    return made
+    return trajectories
 
 
 def lock_step(collector: Collector, rows: Sequence[Trajectory]) -> None:
@@ -88,12 +88,12 @@ def lock_step(collector: Collector, rows: Sequence[Trajectory]) -> None:
     active, turn = list(rows), 0
     while active:
         _sample_together(collector, active, turn)
-        found = environment.step([row.conversation() for row in active], [row.metadata for row in active])
+        step_return = environment.step([row.conversation() for row in active], [row.metadata for row in active])
         for i, row in enumerate(active):
-            row.metadata, row.done = found.metadata[i], bool(found.terminateds[i])
+            row.metadata, row.done = step_return.metadata[i], bool(step_return.terminateds[i])
             if not row.done:
-                ids = formatter.observation_ids(found.observations[i], row.message_log[-1]["token_ids"])
-                row.add_observation(found.observations[i], ids)
+                ids = formatter.observation_ids(step_return.observations[i], row.message_log[-1]["token_ids"])
+                row.add_observation(step_return.observations[i], ids)
         active, turn = [row for row in active if not row.done], turn + 1
     collector.generation.finish_generation()
 
@@ -184,8 +184,8 @@ def main() -> None:
         sampling_s = turn_alone(collector)
         for seed in range(arguments.seeds):
             order = (lock_step, concurrent) if seed % 2 == 0 else (concurrent, lock_step)
-            found = {loop: measure(collector, loop, arguments.rows, seed) for loop in order}
-            (before_s, before_cpu, expected), (after_s, after_cpu, tokens) = found[lock_step], found[concurrent]
+            results = {loop: measure(collector, loop, arguments.rows, seed) for loop in order}
+            (before_s, before_cpu, expected), (after_s, after_cpu, tokens) = results[lock_step], results[concurrent]
             if tokens != expected:
                 raise SystemExit(f"seed {seed}: the two loops sampled different tokens")
             delays = [row.metadata["delays"] for row in prompts(collector.tokenizer, arguments.rows, seed)]

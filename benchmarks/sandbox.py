@@ -52,13 +52,13 @@ def plain(_: int) -> None:
 
 @contextmanager
 def sandboxes() -> Iterator[list[LocalSandbox]]:
-    found = [LocalSandbox()]
+    available = [LocalSandbox()]
     if os.getuid() == 0:
-        found.append(LocalSandbox(level=Level.USER_NAMESPACE, drop_to=NORMAL_USER))
+        available.append(LocalSandbox(level=Level.USER_NAMESPACE, drop_to=NORMAL_USER))
     try:
-        yield found
+        yield available
     finally:
-        for sandbox in found:
+        for sandbox in available:
             sandbox.close()
 
 
@@ -100,8 +100,8 @@ def warm(sandbox: LocalSandbox, threads: int, method: str) -> Iterator[Callable[
 
 def table(programs: int, threads: int) -> list[str]:
     rows = [("plain subprocess, not isolated", "", *measure(plain, programs, threads))]
-    with sandboxes() as found:
-        for sandbox in found:
+    with sandboxes() as available:
+        for sandbox in available:
             level = f"`{sandbox.level.value}`" + (", cgroup" if sandbox.controllers else "")
             measured = measure_new_sessions(sandbox, programs, threads)
             rows.append(("new session and interpreter, one program", level, *measured))

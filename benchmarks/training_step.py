@@ -88,11 +88,11 @@ def main() -> None:
                 measure(run, times[call, mode] if number else {"cpu": [], "wall": []})
             policy.finish_training()
     for (call, mode), clocks in times.items():
-        found = ", ".join(
+        summary = ", ".join(
             f"{clock} {statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
             for clock, values in clocks.items()
         )
-        print(f"{call}, shared_prefix {mode}: {found}")
+        print(f"{call}, shared_prefix {mode}: {summary}")
 
 
 if __name__ == "__main__":

@@ -139,12 +139,12 @@ def sides(options: argparse.Namespace, model: str) -> Iterator[dict[str, Run]]:
     from rl_core.cluster import RayVirtualCluster
 
     batch = requests_of(options, AutoConfig.from_pretrained(model).vocab_size)
-    found = raw(options, model, batch)
+    variants = raw(options, model, batch)
     here = VllmGeneration(None, section(options, model))
     cluster = RayVirtualCluster([1], use_gpus=on_gpu())
     there = VllmGeneration(cluster, section(options, model))
     try:
-        yield found | {"ours": ours(here, batch), "ours over Ray": ours(there, batch)}
+        yield variants | {"ours": ours(here, batch), "ours over Ray": ours(there, batch)}
     finally:
         for part in (there, cluster, here):
             part.shutdown()
@@ -220,16 +220,16 @@ def start_up(options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.without_compiling:
         del variants["vllm.LLM, KV size"]
-    found: dict[str, Any] = {name: {"seconds": [], "processes": 0} for name in variants}
+    measured: dict[str, Any] = {name: {"seconds": [], "processes": 0} for name in variants}
     with tempfile.TemporaryDirectory() as folder:
         model = str(without_end(options.model, Path(folder), options.dtype, with_tokenizer=True))
         for _ in range(options.repeats):
             for name, (program, environment) in variants.items():
                 seconds, processes = _started(f"model = {model!r}\n" + _guarded(program + _REPORT), environment)
                 print(f"{name}: {seconds:.1f} s, {processes} processes", file=sys.stderr, flush=True)
-                found[name]["seconds"].append(seconds)
-                found[name]["processes"] = processes
-    return found
+                measured[name]["seconds"].append(seconds)
+                measured[name]["processes"] = processes
+    return measured
 
 
 def _guarded(program: str) -> str:
@@ -254,14 +254,14 @@ def _started(program: str, environment: dict[str, str]) -> tuple[float, int]:
         raise SystemExit(f"No engine started:\n{errors.read()[-4000:]}")
 
 
-def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
+def show(options: argparse.Namespace, results: dict[str, Any]) -> None:
     if options.start_up:
-        for name, figures in found.items():
+        for name, figures in results.items():
             runs = ", ".join(f"{value:.1f}" for value in figures["seconds"])
             median = statistics.median(figures["seconds"])
             print(f"{name:40} {median:6.1f} s to the first row, {figures['processes']} processes  (runs: {runs})")
         return
-    for name, figures in found.items():
+    for name, figures in results.items():
         runs = ", ".join(f"{value:.2f}" for value in figures["seconds"])
         print(
             f"{name:20} {figures['tokens_per_s']:8.1f} tokens/s  {figures['ratio']:5.3f} of vllm.LLM  "
@@ -290,13 +290,13 @@ def main() -> None:
 
         environment = {**os.environ, **worker_environment(use_gpus=on_gpu()), "OMP_NUM_THREADS": str(options.threads)}
         sys.exit(subprocess.call([sys.executable, *sys.argv, "--inside"], env=environment))
-    found = start_up(options) if options.start_up else throughput(options)
+    results = start_up(options) if options.start_up else throughput(options)
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("json", "inside")}
     print(" ".join(f"{key}={value}" for key, value in settings.items()))
-    show(options, found)
+    show(options, results)
     if options.json is not None:
         with options.json.open("a") as file:
-            file.write(json.dumps({**settings, "found": found}) + "\n")
+            file.write(json.dumps({**settings, "found": results}) + "\n")
 
 
 if __name__ == "__main__":

@@ -234,18 +234,18 @@ def measure(options: argparse.Namespace, policy: Any, engine: Any) -> dict[str, 
     return {item: statistics.median(row.get(item, 0.0) for row in collected) for item in collected[0]}
 
 
-def show(found: dict[str, float]) -> list[str]:
+def show(results: dict[str, float]) -> list[str]:
     # The canary is computation, not transfer: it is shown, but not included in the bound.
-    moved = found["refit/total_s"] - found["refit/canary_s"]
-    allowed = 3 * found["memcpy"] + found["vLLM alone"]
-    shown = ["memcpy", "vLLM alone", "refit/prepare_s", "refit/push_s", "refit/prove_s", "refit/canary_s", "refit/total_s"]
-    shown += sorted(item for item in found if item.startswith(("policy", "engine")) and found[item] > 0.001)
+    moved = results["refit/total_s"] - results["refit/canary_s"]
+    allowed = 3 * results["memcpy"] + results["vLLM alone"]
+    rows = ["memcpy", "vLLM alone", "refit/prepare_s", "refit/push_s", "refit/prove_s", "refit/canary_s", "refit/total_s"]
+    rows += sorted(item for item in results if item.startswith(("policy", "engine")) and results[item] > 0.001)
     return [
         "| item | seconds |",
         "| --- | --- |",
-        *(f"| {item} | {found[item]:.3f} |" for item in shown),
+        *(f"| {item} | {results[item]:.3f} |" for item in rows),
         "",
-        f"{found['refit/bytes'] / 1e6:.0f} MB. Without the canary {moved:.3f} s; three memcpys and vLLM alone are "
+        f"{results['refit/bytes'] / 1e6:.0f} MB. Without the canary {moved:.3f} s; three memcpys and vLLM alone are "
         f"{allowed:.3f} s: {moved / allowed:.2f} of that.",
     ]
 
@@ -264,24 +264,24 @@ def main() -> None:
         # OpenMP's runtime and threads are chosen when a process starts.
         from rl_backends_vllm.device import worker_environment
 
-        own = {
+        settings = {
             "OMP_NUM_THREADS": str(options.threads),
             "REFIT_MODEL": options.model,
             "REFIT_DTYPE": options.dtype,
             "REFIT_ENGINE_DTYPE": options.engine_dtype or options.dtype,
         }
-        environment = {**os.environ, **worker_environment(use_gpus=ON_GPU), **own}
+        environment = {**os.environ, **worker_environment(use_gpus=ON_GPU), **settings}
         sys.exit(subprocess.call([sys.executable, *sys.argv, "--inside"], env=environment))
     policy, engine = WorkerProxy(Policy), WorkerProxy(Engine)
     try:
-        found = measure(options, policy, engine)
+        results = measure(options, policy, engine)
     finally:
         policy.pool.shutdown()
         engine.pool.shutdown()
-    print("\n".join(show(found)))
+    print("\n".join(show(results)))
     if options.json is not None:
         with options.json.open("a") as file:
-            file.write(json.dumps({"dtype": options.dtype, "engine_dtype": options.engine_dtype, "found": found}) + "\n")
+            file.write(json.dumps({"dtype": options.dtype, "engine_dtype": options.engine_dtype, "found": results}) + "\n")
 
 
 if __name__ == "__main__":

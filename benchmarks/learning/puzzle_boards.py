@@ -30,15 +30,15 @@ def board_of(text: str) -> str:
 
 def report(work: Path) -> Iterable[str]:
     """A line for each seed, kind of answer and kind of board."""
-    task, shown = TASKS["sliding_puzzle"], boards(read_jsonl(work / "demonstrations.jsonl"))
+    task, demonstrated = TASKS["sliding_puzzle"], boards(read_jsonl(work / "demonstrations.jsonl"))
     before = read_jsonl(work / "before.prompts.jsonl")
     for run in sorted(work.glob("seed_*")):
         # Step 0 is the validation before training.
         played = [path for path in sorted(run.glob("rollouts/step_*.jsonl")) if path.stem != "step_000000"]
-        passed = shown | set().union(*(boards(read_jsonl(path)) for path in played))
+        passed = demonstrated | set().union(*(boards(read_jsonl(path)) for path in played))
         after = read_jsonl(work / f"after_{run.name.removeprefix('seed_')}.prompts.jsonl")
-        for asked in ("sampled", "greedy"):
-            pairs = [pair for pair in zip(before, after, strict=True) if pair[0]["asked"] == asked]
+        for mode in ("sampled", "greedy"):
+            pairs = [pair for pair in zip(before, after, strict=True) if pair[0]["asked"] == mode]
             for kind, seen in (("passed through before", True), ("never seen", False)):
                 chosen = [pair for pair in pairs if (board_of(pair[0]["prompt"]) in passed) == seen]
                 if not chosen:
@@ -50,7 +50,7 @@ def report(work: Path) -> Iterable[str]:
                 )
                 low, high = difference(prompts, old, new)
                 yield (
-                    f"{run.name}, {asked}, {kind}: {len(chosen)} games on {len(set(prompts))} boards, before {rate(old)}, "
+                    f"{run.name}, {mode}, {kind}: {len(chosen)} games on {len(set(prompts))} boards, before {rate(old)}, "
                     f"after {rate(new)}, difference {sum(new) / len(new) - sum(old) / len(old):+.3f} [{low:+.3f}, {high:+.3f}]"
                 )
 

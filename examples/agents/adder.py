@@ -1,4 +1,4 @@
-"""An agent for sums, written against the OpenAI client. It does not know that it is trained."""
+"""An agent for sums, written against the OpenAI client. It needs no changes to be trained."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ def connection(base_url):
 
 
 def add(base_url, api_key, model, messages, metadata):
-    """Add in both orders, and answer only if both sums agree; the reward is 1 for a right answer and otherwise 0."""
+    """Add in both orders, and answer only if both sums agree; the reward is 1 for a correct answer and otherwise 0."""
     client = connection(base_url).with_options(api_key=api_key)
 
     def ask(question):

@@ -1,4 +1,4 @@
-"""An agent of smolagents that computes with Python, trained as it is: only the address and the key of its model are set."""
+"""An agent of smolagents that computes with Python, trained without changes: only its address and API key are set."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ TEMPLATES = {
     "managed_agent": {"task": "", "report": ""},
     "final_answer": {"pre_messages": "Answer with a number.", "post_messages": "The answer is:"},
 }
-"""Replace the prompts of smolagents, which have more than 1,500 tokens."""
+"""Short prompts that replace those of smolagents, which have more than 1,500 tokens."""
 
 
 @cache
@@ -22,7 +22,7 @@ def connections():
 
 
 def solve(base_url, api_key, model, messages, metadata):
-    """Let the agent solve the problem within two steps; the reward is 1 for the right answer and otherwise 0."""
+    """Let the agent solve the problem within two steps; the reward is 1 for the correct answer and otherwise 0."""
     endpoint = OpenAIModel(
         model, api_base=base_url, api_key=api_key, client_kwargs={"max_retries": 0, "http_client": connections()}
     )

@@ -8,8 +8,8 @@ def exact(completion: str, expected_answer: str) -> float:
 
 def digits(completion: str, expected_answer: str) -> float | None:
     """The fraction of correct digits, counted from the right; does not apply to a completion that is not a number."""
-    given = completion.strip()
-    if not given.isdecimal():
+    answer = completion.strip()
+    if not answer.isdecimal():
         return None
-    right = sum(a == b for a, b in zip(reversed(given), reversed(expected_answer), strict=False))
-    return right / max(len(given), len(expected_answer))
+    correct = sum(a == b for a, b in zip(reversed(answer), reversed(expected_answer), strict=False))
+    return correct / max(len(answer), len(expected_answer))

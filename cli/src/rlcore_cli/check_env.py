@@ -57,12 +57,12 @@ def check_env(
     from rl_train.runtime.environment_trial import open_trial
 
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=num_rows)
-    found = []
+    results = []
     for result in check_environment(trial):
-        found.append(result)
+        results.append(result)
         if not as_json:
             print(f"{result.status:<7} {result.name}: {result.detail}")
     if as_json:
-        print(json.dumps([asdict(result) for result in found], indent=2))
-    if any(result.status is CheckStatus.FAILED for result in found):
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    if any(result.status is CheckStatus.FAILED for result in results):
         raise typer.Exit(1)

@@ -41,12 +41,12 @@ def check_logprobs(
     files, changes = config_files(config, bases, overrides)
     # Workers print to standard output too; with --json it must contain the JSON only.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        from rl_train.runtime.diagnose import agreement_of
+        from rl_train.runtime.diagnose import measure_agreement
         from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
         plan = plan_policy_and_engine(files, changes, num_prompts=num_prompts)
         with plan.started() as pair:
-            agreement, precision = agreement_of(pair, plan), pair.engine_precision()
+            agreement, precision = measure_agreement(pair, plan), pair.engine_precision()
     failures = agreement.failures(threshold)
     if as_json:
         print(json.dumps(_as_json(agreement, _backends(pair, precision), threshold, failures), indent=2))

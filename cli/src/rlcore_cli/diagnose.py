@@ -39,19 +39,19 @@ def diagnose(
     files, changes = config_files(config, bases, overrides)
     from rl_train.diagnostics import DiagnosisStatus
 
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         from rl_train.runtime.diagnose import diagnose as all_diagnoses
         from rl_train.runtime.policy_and_engine import plan_policy_and_engine
 
         for diagnosis in all_diagnoses(plan_policy_and_engine(files, changes, num_prompts=num_prompts)):
-            found.append(diagnosis)
+            diagnoses.append(diagnosis)
             if not as_json:
                 _print(diagnosis)
     if as_json:
-        print(json.dumps(plain([asdict(diagnosis) for diagnosis in found]), indent=2))
+        print(json.dumps(plain([asdict(diagnosis) for diagnosis in diagnoses]), indent=2))
     ok, warnings, failed = (
-        sum(diagnosis.status is status for diagnosis in found)
+        sum(diagnosis.status is status for diagnosis in diagnoses)
         for status in (DiagnosisStatus.OK, DiagnosisStatus.WARNING, DiagnosisStatus.FAILED)
     )
     if not as_json:

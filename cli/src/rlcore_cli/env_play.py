@@ -47,7 +47,7 @@ def play_env(
         rlcore env play math --rows rows.jsonl --player script --script answers.txt
     """
     from rl_core.errors import UserError
-    from rl_train.runtime.environment_play import at_random, play, scripted
+    from rl_train.runtime.environment_play import play, random_player, scripted_player
     from rl_train.runtime.environment_trial import open_trial
 
     kind = player or (PlayerKind.PERSON if script is None else PlayerKind.SCRIPT)
@@ -65,8 +65,8 @@ def play_env(
     answers = _lines_of(script) if script is not None else []
     players: dict[PlayerKind, Any] = {
         PlayerKind.PERSON: _person,
-        PlayerKind.RANDOM: at_random(seed),
-        PlayerKind.SCRIPT: scripted([line.replace("\\n", "\n") for line in answers]),
+        PlayerKind.RANDOM: random_player(seed),
+        PlayerKind.SCRIPT: scripted_player([line.replace("\\n", "\n") for line in answers]),
     }
     chosen = trial.rows[row]
     _print_messages(chosen.messages)

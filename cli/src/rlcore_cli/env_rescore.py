@@ -12,7 +12,7 @@ import typer
 from rlcore_cli.arguments import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from rl_train.runtime.environment_rescore import Rescored
+    from rl_train.runtime.environment_rescore import RescoredRollout
 
 _SHOWN_CHARACTERS = 60
 
@@ -67,14 +67,14 @@ def _steps(text: str | None) -> list[int] | None:
         raise UserError(f"--steps {text} is not a list of integers. Separate them with commas: --steps 1,5,10.") from None
 
 
-def _rewards(row: Rescored, side: str) -> str:
+def _rewards(row: RescoredRollout, side: str) -> str:
     if not (row.was_scored if side == "before" else row.is_scored):
         return "not scored"
     rewards: dict[str, float] = getattr(row, side)
     return ", ".join(f"{name} {value:g}" for name, value in sorted(rewards.items())) or "no reward"
 
 
-def _plain(row: Rescored) -> dict[str, Any]:
+def _plain(row: RescoredRollout) -> dict[str, Any]:
     names = ("step", "task", "index", "sample", "completion", "before", "after", "was_scored", "is_scored")
     return {name: getattr(row, name) for name in names}
 

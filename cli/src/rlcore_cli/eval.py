@@ -142,15 +142,15 @@ def _print_head(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
     policy, weights = plan.loaded.run.policy, evaluated.weights
     engine = policy.generation
     assert engine is not None
-    given = weights.given
+    checkpoint = weights.checkpoint
     if weights.transport is None:
         print(
             f"engine {engine.backend} with its own weights ({engine.model_name or policy.model_name}), which are not verified"
         )
         _print_duration(evaluated, plan)
         return
-    what = policy.model_name if given is None else str(given.path)
-    print(f"weights {what}" + (f", step {given.step}" if given is not None and given.is_checkpoint else ""))
+    what = policy.model_name if checkpoint is None else str(checkpoint.path)
+    print(f"weights {what}" + (f", step {checkpoint.step}" if checkpoint is not None and checkpoint.is_checkpoint else ""))
     print(
         f"policy {policy.backend}, engine {engine.backend}; weights synchronized by {weights.transport}, "
         f"verified: {weights.fingerprint}"
@@ -159,7 +159,7 @@ def _print_head(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
 
 
 def _print_duration(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
-    seconds = ", ".join(f"{_title(found)} in {found.seconds:.1f} s" for found in evaluated.passes)
+    seconds = ", ".join(f"{_title(one)} in {one.seconds:.1f} s" for one in evaluated.passes)
     print(f"{evaluated.passes[0].scores.num_prompts} prompts of {plan.dataset_name}: {seconds}\n")
 
 
@@ -185,9 +185,7 @@ def _print_scores(passes: Sequence[Pass]) -> None:
 
 
 def _print_omissions(passes: Sequence[Pass]) -> None:
-    reasons = dict.fromkeys(
-        f"{name} is not reported: {why}" for found in passes for name, why in found.scores.not_reported.items()
-    )
+    reasons = dict.fromkeys(f"{name} is not reported: {why}" for one in passes for name, why in one.scores.not_reported.items())
     if reasons:
         print()
     for reason in reasons:
@@ -205,12 +203,12 @@ def _sort_key(name: str) -> tuple[int, str, int]:
 
 
 def _format(scores: Scores, name: str) -> str:
-    found = scores.metrics.get(name)
-    if found is None:
+    estimate = scores.metrics.get(name)
+    if estimate is None:
         return "-"
     digits = 1 if name == "length" else 4
-    error = "" if found.standard_error is None else f" ± {found.standard_error:.{digits}f}"
-    return f"{found.value:.{digits}f}{error}"
+    error = "" if estimate.standard_error is None else f" ± {estimate.standard_error:.{digits}f}"
+    return f"{estimate.value:.{digits}f}{error}"
 
 
 def _title(found: Pass) -> str:

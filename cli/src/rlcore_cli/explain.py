@@ -91,7 +91,7 @@ def _explain_anywhere(all_sections: SchemaIndex, key: str, component: str | None
 
     path = tuple(key.split("."))
     parts = [part for part in all_sections.parts if _matches(part, path)]
-    found = all_sections.find(path)
+    matches = all_sections.find(path)
     if not parts:
         # `env`, `data.mix` and `logger.loggers` hold one section for each task, dataset or logger.
         parts = [part for part in all_sections.parts if _holds_named_sections(path, part)]
@@ -103,11 +103,11 @@ def _explain_anywhere(all_sections: SchemaIndex, key: str, component: str | None
     if parts:
         _print_sections(key, parts)
         return
-    if not found:
+    if not matches:
         known = {dotted(field.path) for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)}
         raise _no_key(key, [*known, *(dotted(part.path) for part in all_sections.parts)], where="")
     by_declaration: dict[tuple[object, ...], list[tuple[SectionSchema, Field]]] = {}
-    for part, field in found:
+    for part, field in matches:
         by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((part, field))
     for group in by_declaration.values():
         field = group[0][1]
@@ -226,8 +226,8 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     # Those in the same section first.
     top = key.partition(".")[0]
     same_end.sort(key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top, "<" in name, name))
-    meant = same_end[0] if same_end else nearest(key, known)
-    hint = f" Did you mean {meant}?" if meant else ""
+    suggestion = same_end[0] if same_end else nearest(key, known)
+    hint = f" Did you mean {suggestion}?" if suggestion else ""
     return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
 
 

@@ -214,8 +214,8 @@ class HFGenerationConfig(GenerationConfig):
         }
         loaded_as = getattr(policy, "hf_cfg", None)
         if self.model_name is None and isinstance(loaded_as, HFModelConfig):
-            taken = ("trust_remote_code", "attn_implementation", "config_overrides")
+            shared_keys = ("trust_remote_code", "attn_implementation", "config_overrides")
             # Compared by value, because a resolved config contains all defaults and must mean the same.
-            unset = {key for key in taken if getattr(own, key) == getattr(_DEFAULTS, key)}
+            unset = {key for key in shared_keys if getattr(own, key) == getattr(_DEFAULTS, key)}
             filled.update({key: getattr(loaded_as, key) for key in unset})
         return super().for_policy(policy).model_copy(update={"hf_cfg": own.model_copy(update=filled)})

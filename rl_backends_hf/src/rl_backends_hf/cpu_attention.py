@@ -113,8 +113,8 @@ def is_plain(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
 def _has_short_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether rows in bfloat16 attend to themselves and have a gradient that is faster to compute in float32."""
     length, width = query.shape[2:]
-    same = key.shape[2] == length and value.shape[3] == width and torch.is_grad_enabled() and query.requires_grad
-    return same and query.dtype == torch.bfloat16 and query.device.type == "cpu" and length * width <= SHORT
+    is_supported = key.shape[2] == length and value.shape[3] == width and torch.is_grad_enabled() and query.requires_grad
+    return is_supported and query.dtype == torch.bfloat16 and query.device.type == "cpu" and length * width <= SHORT
 
 
 class _Float32Backward(torch.autograd.Function):
@@ -132,8 +132,8 @@ class _Float32Backward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, lse = ctx.saved_tensors
-        found = _flash_backward(*(each.float() for each in (grad, *tensors)), lse, 0.0, True, scale=ctx.scale)
-        return *(each.to(grad.dtype) for each in found), None
+        gradients = _flash_backward(*(each.float() for each in (grad, *tensors)), lse, 0.0, True, scale=ctx.scale)
+        return *(each.to(grad.dtype) for each in gradients), None
 
 
 class _SharedPrefixAttention(torch.autograd.Function):
@@ -194,10 +194,10 @@ def _attend(
     rows, row_lse = _flash(_by_row(q, segment), _by_row(k, segment), _by_row(v, segment), 0.0, True, scale=scale)
     own, own_lse = _by_token(rows, segment), _by_token(row_lse.unsqueeze(-1), segment)
     if segment.prefix:
-        seen, seen_lse = _flash(q[:, :, later], k[:, :, prefix], v[:, :, prefix], 0.0, False, scale=scale)
-        seen_lse = seen_lse.unsqueeze(-1)
-        whole = torch.logaddexp(own_lse, seen_lse)
-        own = own * (own_lse - whole).exp() + seen * (seen_lse - whole).exp()
+        prefix_output, prefix_lse = _flash(q[:, :, later], k[:, :, prefix], v[:, :, prefix], 0.0, False, scale=scale)
+        prefix_lse = prefix_lse.unsqueeze(-1)
+        whole = torch.logaddexp(own_lse, prefix_lse)
+        own = own * (own_lse - whole).exp() + prefix_output * (prefix_lse - whole).exp()
         own_lse = whole
     output[:, :, later], lse[:, :, later] = own, own_lse.squeeze(-1)
 
@@ -217,8 +217,8 @@ def _differentiate(
     prefix, later = slice(segment.start, segment.start + segment.prefix), slice(segment.start + segment.prefix, segment.end)
     if segment.prefix:
         one = (each[:, :, prefix] for each in (grad, q, k, v, output, lse))
-        for total, found in zip(gradients, _flash_backward(*one, 0.0, True, scale=scale), strict=True):
-            total[:, :, prefix] = found
+        for total, gradient in zip(gradients, _flash_backward(*one, 0.0, True, scale=scale), strict=True):
+            total[:, :, prefix] = gradient
     if later.start == later.stop:
         return
     # A padded token repeats its row's last one, so its log-sum-exp is finite; without a gradient it has no effect.
@@ -227,10 +227,10 @@ def _differentiate(
     row_grad = _by_row(grad, segment).masked_fill(padded.view(segment.own.shape[0], 1, -1, 1), 0.0)
     row_lse = _by_row(lse.unsqueeze(-1), segment).squeeze(-1)
     rows = (_by_row(each, segment) for each in (q, k, v, output))
-    for total, found in zip(gradients, _flash_backward(row_grad, *rows, row_lse, 0.0, True, scale=scale), strict=True):
-        total[:, :, later] = _by_token(found, segment)
+    for total, gradient in zip(gradients, _flash_backward(row_grad, *rows, row_lse, 0.0, True, scale=scale), strict=True):
+        total[:, :, later] = _by_token(gradient, segment)
     if segment.prefix:
-        found = _flash_backward(
+        shares = _flash_backward(
             grad[:, :, later],
             q[:, :, later],
             k[:, :, prefix],
@@ -241,7 +241,7 @@ def _differentiate(
             False,
             scale=scale,
         )
-        for total, share, where in zip(gradients, found, (later, prefix, prefix), strict=True):
+        for total, share, where in zip(gradients, shares, (later, prefix, prefix), strict=True):
             total[:, :, where] += share
 
 

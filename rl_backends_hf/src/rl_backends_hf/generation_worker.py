@@ -100,13 +100,13 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         return True
 
     def named_weights(self) -> Mapping[str, torch.Tensor]:
-        return self._names.views(self.held_weights())
+        return self._names.view_by_name(self.replaceable_weights())
 
-    def held_weights(self) -> Mapping[str, torch.Tensor]:
+    def replaceable_weights(self) -> Mapping[str, torch.Tensor]:
         return weights_of(self._model)
 
-    def as_held(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return self._names.together(tensors)
+    def to_replaceable(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self._names.merge(tensors)
 
     def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
         if is_quantized(self._model):

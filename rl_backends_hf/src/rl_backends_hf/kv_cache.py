@@ -63,12 +63,12 @@ class SlotLayer(CacheLayerMixin):
     def load_prompts(self, other: CacheLayerMixin, *, sources: Sequence[int], lengths: Sequence[int]) -> None:
         """Copy prompts that rows share from left-padded rows of a prefill."""
         pairs = zip(self.prompts or (None, None), (other.keys, other.values), strict=True)
-        self.prompts = _pair(_with_prompts(held, new, sources, lengths) for held, new in pairs)
+        self.prompts = _pair(_with_prompts(old, new, sources, lengths) for old, new in pairs)
 
     def keep_prompts(self, kept: Sequence[int]) -> None:
         """Drop all shared prompts except these."""
         if self.prompts is not None and len(kept) < len(self.prompts[0]):
-            self.prompts = _pair(held[list(kept)] for held in self.prompts) if kept else None
+            self.prompts = _pair(prompts[list(kept)] for prompts in self.prompts) if kept else None
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, *, width: int) -> None:
         """Copy whole slots, up to column `width`."""
@@ -250,15 +250,15 @@ class SlotCache(Cache):
     def copy_of(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values [heads, length, head_dim] of each layer, for the first tokens of a slot."""
         start, prompt = self.slots.prompts.start(slot), self.slots.prompts.of_slot[slot]
-        found = []
+        layers = []
         for layer in self.layers:
             pair = (layer.keys[slot, :, : max(0, length - start)], layer.values[slot, :, : max(0, length - start)])
             if start:
                 assert layer.prompts is not None
-                before = (held[prompt, :, : min(start, length)] for held in layer.prompts)
+                before = (prompts[prompt, :, : min(start, length)] for prompts in layer.prompts)
                 pair = _pair(torch.cat([first, rest], dim=1) for first, rest in zip(before, pair, strict=True))
-            found.append(_pair(held.clone() for held in pair))
-        return found
+            layers.append(_pair(prompts.clone() for prompts in pair))
+        return layers
 
     def attendable(self, *, window: int | None = None) -> torch.Tensor:
         """[N, K] bool, columns that each row's token may attend to, besides its shared prompt.
@@ -268,8 +268,8 @@ class SlotCache(Cache):
         """
         positions = self.slots.own_columns().unsqueeze(1)
         columns = torch.arange(self.slots.width, device=positions.device)
-        seen = columns <= positions
-        return seen if window is None else seen & (columns > positions - window)
+        attendable = columns <= positions
+        return attendable if window is None else attendable & (columns > positions - window)
 
     def ensure_slots(self, count: int, *, most: int) -> None:
         """Allocate slots for `count` rows in total; at least twice as many as before, but at most `most`."""
@@ -299,14 +299,14 @@ def _runs(sources: Sequence[int], lengths: Sequence[int], past: Sequence[int], *
 
 
 def _with_prompts(
-    held: torch.Tensor | None, prefilled: torch.Tensor, sources: Sequence[int], lengths: Sequence[int]
+    old: torch.Tensor | None, prefilled: torch.Tensor, sources: Sequence[int], lengths: Sequence[int]
 ) -> torch.Tensor:
-    """`held` [prompts, heads, P, D] and the last `lengths` columns of rows `sources` of `prefilled`, padded on the right."""
+    """`old` [prompts, heads, P, D] and the last `lengths` columns of rows `sources` of `prefilled`, padded on the right."""
     heads, width, depth = prefilled.shape[1:]
-    count, columns = (0, 0) if held is None else (held.shape[0], held.shape[2])
+    count, columns = (0, 0) if old is None else (old.shape[0], old.shape[2])
     joined = prefilled.new_zeros((count + len(sources), heads, max(columns, *lengths), depth))
-    if held is not None:
-        joined[:count, :, :columns] = held
+    if old is not None:
+        joined[:count, :, :columns] = old
     for number, (source, length) in enumerate(zip(sources, lengths, strict=True), start=count):
         joined[number, :, :length] = prefilled[source, :, width - length :]
     return joined

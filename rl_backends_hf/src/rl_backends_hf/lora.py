@@ -185,8 +185,8 @@ class LoraAdapters:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The adapter tensors under the names of peft's files."""
         # With `auto`, peft would check on the hub whether the vocabulary has grown; embeddings are never adapted here.
-        found: dict[str, torch.Tensor] = _peft().get_peft_model_state_dict(self._peft_model, save_embedding_layers=False)
-        return found if self._head is None else {**found, _HEAD_KEY: self._head.weight}
+        tensors: dict[str, torch.Tensor] = _peft().get_peft_model_state_dict(self._peft_model, save_embedding_layers=False)
+        return tensors if self._head is None else {**tensors, _HEAD_KEY: self._head.weight}
 
     @torch.no_grad()
     def _merged(self, layer: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -254,19 +254,19 @@ def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Modu
     """Names of the modules that peft would match: full names or suffixes in a list, or a regular expression for full names."""
     if isinstance(wanted, str):
         try:
-            found = {name for name in modules if re.fullmatch(wanted, name)}
+            matching_names = {name for name in modules if re.fullmatch(wanted, name)}
         except re.error as error:
             raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is not a regular expression: {error}.") from error
-        if not found:
+        if not matching_names:
             raise _no_match_error(wanted, linear, key=key, how="as a regular expression for full module names ")
-        return found
-    found = set()
+        return matching_names
+    matching_names = set()
     for each in wanted:
         matching = {name for name in modules if name == each or name.endswith(f".{each}")}
         if not matching:
             raise _no_match_error(each, linear, key=key, how="")
-        found |= matching
-    return found
+        matching_names |= matching
+    return matching_names
 
 
 def _no_match_error(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:

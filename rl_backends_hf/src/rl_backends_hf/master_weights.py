@@ -75,9 +75,9 @@ class MasterWeights:
             for name, master in self.parameters.items():
                 if id(master) not in rounded or name not in exact:
                     continue
-                found = exact[name].to(master.device)
-                if torch.equal(found.to(rounded[id(master)].dtype), rounded[id(master)]):
-                    master.copy_(found)
+                value = exact[name].to(master.device)
+                if torch.equal(value.to(rounded[id(master)].dtype), rounded[id(master)]):
+                    master.copy_(value)
                 else:
                     _log.warning(
                         "%s differs from its float32 value in the checkpoint, so its master starts at the rounded weight", name

@@ -54,13 +54,13 @@ def probe_scoring(
             padded,
             is_token & has_output,
             computed_in,
-            found="The model's output is not its head applied to its backbone",
+            finding="The model's output is not its head applied to its backbone",
             advice="This backend cannot train it: use a model whose head is a plain matrix",
         )
         if packing:
             packed = _packed_outputs(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
-            found = "Packed rows attend to each other in this model"
-            _compare(scoring, padded, packed, is_token, computed_in, found=found, advice=_DISABLE_PACKING)
+            finding = "Packed rows attend to each other in this model"
+            _compare(scoring, padded, packed, is_token, computed_in, finding=finding, advice=_DISABLE_PACKING)
 
 
 def tolerance(computed_in: torch.dtype) -> float:
@@ -132,13 +132,13 @@ def _compare(
     where: torch.Tensor,
     computed_in: torch.dtype,
     *,
-    found: str,
+    finding: str,
     advice: str,
 ) -> None:
     difference = float((own - ours).abs()[where.to(own.device)].max())
     allowed = tolerance(computed_in)
     if not difference <= allowed:
         raise NotSupportedError(
-            f"{type(scoring.model).__name__}: {found} ({scoring.column} of a test input differ by {difference:.3g}, "
+            f"{type(scoring.model).__name__}: {finding} ({scoring.column} of a test input differ by {difference:.3g}, "
             f"{allowed:g} is allowed), so training would be silently wrong. {advice}."
         )

@@ -51,8 +51,8 @@ class Row(SampledRow):
         self.tokens.append(token)
         self.logprobs.append(logprob)
         # The scanner must read every token, including end tokens.
-        found = self.scanner is not None and self.scanner.push(token)
-        self.stopped = found or token in end_ids
+        is_stopped = self.scanner is not None and self.scanner.push(token)
+        self.stopped = is_stopped or token in end_ids
         return self.stopped or len(self.tokens) >= self.prompt.limit
 
 

@@ -126,22 +126,22 @@ class RowsInFlight:
 
     def _collect(self, ended: Sequence[Row]) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         names = {id(row): name for name, row in self._rows.items()}
-        found: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
+        results: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
         for row in ended:
             name = names[id(row)]
             del self._rows[name]
-            found[name] = row.error or to_output([row.completion(weight_version=row.weight_version)])
-        return found
+            results[name] = row.error or to_output([row.completion(weight_version=row.weight_version)])
+        return results
 
     def _unfinished(self) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         """The rows that are streamed and have new tokens, with all their tokens."""
-        found: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
+        results: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
         for name, row in self._rows.items():
             if row.streams and len(row.tokens) > row.streamed:
                 row.streamed = len(row.tokens)
                 output = to_output([row.completion(weight_version=row.weight_version)])
-                found[name] = BatchedDataDict({**output, "unfinished": torch.tensor([True])})
-        return found
+                results[name] = BatchedDataDict({**output, "unfinished": torch.tensor([True])})
+        return results
 
     def _release(self) -> None:
         self._sessions.clear()

@@ -75,10 +75,10 @@ class PromptTable:
 
     def keep(self, slots: Sequence[int]) -> list[int]:
         """Keep only rows in `slots`, in this order; returns the prompts that are still used, in their new order."""
-        held = [self.of_slot[slot] for slot in slots]
-        used = sorted({prompt for prompt in held if prompt >= 0})
+        indices = [self.of_slot[slot] for slot in slots]
+        used = sorted({prompt for prompt in indices if prompt >= 0})
         number = {prompt: index for index, prompt in enumerate(used)}
-        self.of_slot = [number.get(prompt, -1) for prompt in held]
+        self.of_slot = [number.get(prompt, -1) for prompt in indices]
         self.lengths = [self.lengths[prompt] for prompt in used]
         self._lookup = None
         return used
@@ -114,11 +114,11 @@ class PromptTable:
         self._calls += 1
         if self._lookup is None:
             self._lookup = _Lookup.of(self.of_slot, self.lengths, columns=keys.shape[2], dtype=query.dtype)
-        seen, seen_lse = self._lookup.attend(query, keys, values, scale=scale)
-        share = torch.sigmoid(seen_lse - own_lse).unsqueeze(-1)
+        prompt_output, prompt_lse = self._lookup.attend(query, keys, values, scale=scale)
+        share = torch.sigmoid(prompt_lse - own_lse).unsqueeze(-1)
         if self._lookup.has_prompt is not None:
             share = share * self._lookup.has_prompt
-        return torch.lerp(own.float(), seen.float(), share).to(query.dtype)
+        return torch.lerp(own.float(), prompt_output.float(), share).to(query.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +163,15 @@ class _Lookup:
         """Attention [N, key heads, G, D] of each row to its prompt, and the log-sum-exp [N, key heads, G] of its scores."""
         heads, group, width = query.shape[1:]
         prompts = len(keys)
-        asked = query.index_select(0, self.rows).view(prompts, -1, heads, group, width).transpose(1, 2)
-        seen, lse = _flash(asked.reshape(prompts, heads, -1, width), keys, values, 0.0, False, attn_mask=self.mask, scale=scale)
-        return self._by_row(seen, query.shape), self._by_row(lse.unsqueeze(-1), query.shape).squeeze(-1)
+        queries = query.index_select(0, self.rows).view(prompts, -1, heads, group, width).transpose(1, 2)
+        output, lse = _flash(
+            queries.reshape(prompts, heads, -1, width), keys, values, 0.0, False, attn_mask=self.mask, scale=scale
+        )
+        return self._by_row(output, query.shape), self._by_row(lse.unsqueeze(-1), query.shape).squeeze(-1)
 
-    def _by_row(self, found: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def _by_row(self, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         heads, group = shape[1:3]
-        by_row = found.reshape(len(found), heads, -1, group, found.shape[-1]).transpose(1, 2).flatten(0, 1)
+        by_row = values.reshape(len(values), heads, -1, group, values.shape[-1]).transpose(1, 2).flatten(0, 1)
         return by_row.index_select(0, self.places)
 
 
@@ -185,5 +187,5 @@ def attend_own(
         mask: [N, 1, 1, K], added to the scores.
         scale: factor of the scores.
     """
-    found: tuple[Any, Any] = _flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
-    return found
+    result: tuple[Any, Any] = _flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    return result

@@ -21,7 +21,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts, StepResult
-from rl_core.training.steps import first_broken, reduce_metrics, step_not_taken
+from rl_core.training.steps import first_non_finite_loss, non_finite_step_error, reduce_metrics
 
 
 def optimizer_step(
@@ -86,11 +86,11 @@ def _forward_backward(
     metrics: list[Mapping[str, torch.Tensor]] = []
     with nullcontext() if learn else torch.no_grad():
         for inputs, batch in microbatches:
-            loss, found = loss_fn(_split_candidates(scoring.score(inputs), batch, loss_fn), batch, seqs, toks)
+            loss, loss_metrics = loss_fn(_split_candidates(scoring.score(inputs), batch, loss_fn), batch, seqs, toks)
             if learn:
                 loss.backward()
             losses.append(loss.detach().float())
-            metrics.append(found)
+            metrics.append(loss_metrics)
     return losses, metrics
 
 
@@ -118,7 +118,7 @@ def _step(state: TrainingState) -> float:
 def _non_finite(losses: list[torch.Tensor], state: TrainingState | None, parallel: Parallel, *, norm: float) -> NonFiniteError:
     """The error for the first non-finite value on this rank; clears the gradients."""
     where = "The non-finite value is on another rank; see its error."
-    broken = first_broken(losses)
+    broken = first_non_finite_loss(losses)
     if broken is not None:
         where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {parallel.rank} is {float(losses[broken])}."
     else:
@@ -130,4 +130,4 @@ def _non_finite(losses: list[torch.Tensor], state: TrainingState | None, paralle
     if state is not None:
         state.masters.clear_gradients()
         step = state.weight_version + 1
-    return step_not_taken(step, where, norm=norm)
+    return non_finite_step_error(step, where, norm=norm)

@@ -42,16 +42,16 @@ class StopStringScanner:
         text = self._decode(self._window)
         fresh = text[self._read_chars :]
         whole = fresh.rstrip(_REPLACEMENT) if self._unread < _MAX_CHARACTER_BYTES else fresh
-        seen = self._tail + whole
-        if any(string in seen for string in self._strings):
+        searched = self._tail + whole
+        if any(string in searched for string in self._strings):
             return True
         if len(whole) == len(fresh):
-            self._advance(seen, len(text))
+            self._advance(searched, len(text))
         return False
 
-    def _advance(self, seen: str, read_chars: int) -> None:
+    def _advance(self, text: str, read_chars: int) -> None:
         """Mark the decoded text as searched; keep the end that may start a stop string."""
-        self._tail = seen[-self._overlap :] if self._overlap else ""
+        self._tail = text[-self._overlap :] if self._overlap else ""
         self._read_chars, self._unread = read_chars, 0
         if len(self._window) > _WINDOW_TOKENS:
             self._window = self._window[-_CONTEXT_TOKENS:]

@@ -137,7 +137,7 @@ class TrainingState:
         state: dict[str, dict[str, Any]] = {}
         for key, metadata in stored.items():
             if not isinstance(metadata, TensorStorageMetadata):
-                raise CheckpointError(f"{folder} is damaged: its entry {key} is not a tensor.")
+                raise CheckpointError(f"{folder} is damaged: its entry {key} is not a tensor. Use another checkpoint.")
             if key == "empty":
                 continue
             kind, _, rest = key.partition(".")
@@ -185,9 +185,12 @@ def _empty_like_stored(metadata: TensorStorageMetadata, parameter: nn.Parameter,
     return empty
 
 
-def _check_shape(name: str, found: Any, expected: Any, folder: Path) -> None:
-    if tuple(found) != tuple(expected):
-        raise CheckpointError(f"{folder} is of another model: {name} has shape {tuple(found)}, not {tuple(expected)}.")
+def _check_shape(name: str, value: Any, expected: Any, folder: Path) -> None:
+    if tuple(value) != tuple(expected):
+        raise CheckpointError(
+            f"{folder} is of another model: {name} has shape {tuple(value)}, not {tuple(expected)}. Resume with the "
+            "`policy.model_name` that it was written with."
+        )
 
 
 def _rng_file(rank: int) -> str:

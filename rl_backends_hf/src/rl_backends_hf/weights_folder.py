@@ -123,7 +123,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
         there = adapter if (folder / "adapter_config.json").is_file() else ""
         raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
     try:
-        found, report = AUTO_CLASSES[head].from_pretrained(
+        loaded, report = AUTO_CLASSES[head].from_pretrained(
             folder,
             dtype=model.dtype,
             output_loading_info=True,
@@ -134,7 +134,7 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
         )
     except Exception as error:
         raise CheckpointError(f"Cannot read the weights in {folder}: {type(error).__name__}: {error}") from error
-    saved, own = weights_of(found), weights_of(model)
+    saved, own = weights_of(loaded), weights_of(model)
     _check_same_model(saved, own, report, folder)
     for name, tensor in own.items():
         fill(tensor, saved[name].detach())
@@ -149,10 +149,12 @@ def _check_same_model(
     odd = sorted(saved.keys() ^ own.keys())
     if odd:
         raise CheckpointError(
-            f"{folder} has a different model: {odd[0]} exists in only one of the two ({len(odd)} such names)."
+            f"{folder} has a different model: {odd[0]} exists either only in the folder or only in the policy ({len(odd)} such "
+            "names). Load it with the `policy.model_name` that it was written with."
         )
     for name, tensor in own.items():
         if saved[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{folder} has a different model: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} here."
+                f"{folder} has a different model: {name} has shape {tuple(saved[name].shape)}, but {tuple(tensor.shape)} in "
+                "the policy. Load it with the `policy.model_name` that it was written with."
             )

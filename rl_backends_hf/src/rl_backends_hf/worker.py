@@ -221,7 +221,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def save_weights(self, folder: Path) -> None:
         if self._quantized:
             raise NotSupportedError(
-                f"The weights of {self.config.model_name} are quantized. They cannot be trained, so they are not saved."
+                f"The weights of {self.config.model_name} are quantized: they cannot be trained, so there is nothing to save. "
+                "Remove load_in_8bit or load_in_4bit from `hf_cfg` to save them."
             )
         self._exported.save(folder, rank=self.context.rank)
 
@@ -252,8 +253,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         return self._names.manifest(self._exported.manifest())
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        holders = None if names is None else self._names.holders(names)
-        return self._names.apart(self._exported.iter_weights(holders), names)
+        holders = None if names is None else self._names.containers(names)
+        return self._names.split(self._exported.iter_weights(holders), names)
 
     def _check_config(self) -> None:
         """Refuse settings that cannot be combined, before anything is loaded."""

@@ -98,12 +98,12 @@ class Bridge:
     @property
     def manifest(self) -> dict[str, tuple[int, ...]]:
         """Name to shape of every tensor of the full model, in the order of `export`."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for stage in self._exports:
             for export in stage:
                 for names in export.names:
-                    found.update(zip(names, export.shapes, strict=True))
-        return found
+                    shapes.update(zip(names, export.shapes, strict=True))
+        return shapes
 
     @torch.no_grad()
     def export(
@@ -183,14 +183,14 @@ class Bridge:
 
     def _match(self, name: str, parameter: torch.nn.Parameter, layer: int | None) -> LocalParameter:
         for pattern, weight in self._patterns:
-            found = pattern.fullmatch(name)
-            if not found:
+            match = pattern.fullmatch(name)
+            if not match:
                 continue
             numbers: dict[str, int] = {}
             if layer is not None:
                 numbers["layer"] = layer
             if weight.is_expert:
-                numbers["expert"] = int(found["expert"]) + self._ranks.expert.rank() * self._experts_here
+                numbers["expert"] = int(match["expert"]) + self._ranks.expert.rank() * self._experts_here
             names = tuple(hf.format(**numbers) for hf in weight.hf)
             if self._tied and names == ("lm_head.weight",):
                 names = ("model.embed_tokens.weight",)

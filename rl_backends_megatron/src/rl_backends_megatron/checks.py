@@ -21,9 +21,9 @@ def check_compatibility(hf: Any, config: MegatronPolicyConfig, *, world_size: in
     Raises:
         ConfigError: lists every incompatible key with possible values.
     """
-    found = find_incompatibilities(hf, config, world_size=world_size, on_gpu=on_gpu)
-    if found:
-        raise ConfigError("\n".join(f"`policy.megatron_cfg.{key}`: {reason}" for key, reason in found))
+    problems = find_incompatibilities(hf, config, world_size=world_size, on_gpu=on_gpu)
+    if problems:
+        raise ConfigError("\n".join(f"`policy.megatron_cfg.{key}`: {reason}" for key, reason in problems))
 
 
 def find_incompatibilities(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> list[tuple[str, str]]:

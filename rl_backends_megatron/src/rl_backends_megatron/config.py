@@ -66,15 +66,15 @@ class MegatronConfig(Section):
     recompute_num_layers: int = Field(default=1, ge=1)
     """Number of layers; see `recompute_method`."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers implemented in PyTorch (`local`) or by Transformer Engine (GPU only). `auto` uses Transformer Engine if it is
-    installed."""
+    """Implementation of the layers: `local` (PyTorch) or `transformer_engine` (GPU only). `auto` uses Transformer Engine if
+    it is installed."""
     use_flash_attention: bool | None = None
-    """True requires a flash attention kernel and fails without one; false uses the plain kernel. By default, the fastest
-    available kernel is used."""
+    """Whether to use flash attention. True fails without a flash attention kernel; false uses the plain kernel. By default, the
+    fastest available kernel is used."""
     moe_grouped_gemm: bool = False
     """Whether to compute all experts of a rank in one kernel. Requires Transformer Engine."""
     make_vocab_size_divisible_by: int = Field(default=1, ge=1)
-    """Pad each rank's shard of the vocabulary to a multiple of this value. Padding never receives probability."""
+    """Pad each rank's shard of the vocabulary to a multiple of this value. Padding entries have probability 0."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Number of positions for which float32 logits are in memory at one time."""
     reference: bool = True
@@ -203,11 +203,11 @@ _SHAPE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "nu
 def _read_model_config(model_name: str) -> SimpleNamespace | None:
     """The config.json of a model folder; None if it is missing or lacks the values needed here."""
     try:
-        found = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((file_path(model_name).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, dict) and "model_type" in found and all(isinstance(found.get(key), int) for key in _SHAPE)
-    return SimpleNamespace(**found) if whole else None
+    whole = isinstance(content, dict) and "model_type" in content and all(isinstance(content.get(key), int) for key in _SHAPE)
+    return SimpleNamespace(**content) if whole else None
 
 
 ADAMS = ("torch.optim.AdamW", "torch.optim.Adam")

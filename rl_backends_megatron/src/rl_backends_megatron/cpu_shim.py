@@ -53,10 +53,10 @@ def check_megatron() -> None:
     Raises:
         UserError: it is another version, or lacks names that are changed here.
     """
-    found = version("megatron-core")
-    if found != MEGATRON_VERSION:
+    installed = version("megatron-core")
+    if installed != MEGATRON_VERSION:
         raise UserError(
-            f"megatron-core {found} is installed, but this backend requires {MEGATRON_VERSION}, because it relies on private "
+            f"megatron-core {installed} is installed, but this backend requires {MEGATRON_VERSION}, because it uses private "
             f"names. Install it with `pip install megatron-core=={MEGATRON_VERSION}`."
         )
     for module_name, names in _REQUIRED_NAMES.items():
@@ -66,9 +66,9 @@ def check_megatron() -> None:
             for attribute in name.split("."):
                 if not hasattr(owner, attribute):
                     raise UserError(
-                        f"{module_name} has no {name}, although megatron-core reports version {found}: the installation is "
+                        f"{module_name} has no {name}, although megatron-core reports version {installed}: the installation is "
                         f"modified or incomplete. Reinstall it with `pip install --force-reinstall --no-deps "
-                        f"megatron-core=={found}`."
+                        f"megatron-core=={installed}`."
                     )
                 owner = getattr(owner, attribute)
 

@@ -34,13 +34,13 @@ def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     # Raised inside Megatron, the error would be hidden among the tracebacks of several ranks.
     read_metadata(folder)
     with _data_only_strategies():
-        found: dict[str, Any] = dist_checkpointing.load(
+        state: dict[str, Any] = dist_checkpointing.load(
             requested,
             str(folder),
             sharded_strategy=strategies.TorchDistLoadShardedStrategy(),
             common_strategy=_DataOnlyCommonStrategy(),
         )
-    return found
+    return state
 
 
 class _DataOnlyCommonStrategy(TorchCommonLoadStrategy):

@@ -61,9 +61,9 @@ _HF_LAYER = "model.layers.{layer}."
 
 
 def _in_layer(megatron: str | tuple[str, ...], hf: str | tuple[str, ...], layout: WeightLayout) -> Weight:
-    ours = (megatron,) if isinstance(megatron, str) else megatron
-    theirs = (hf,) if isinstance(hf, str) else hf
-    return Weight(tuple(_LAYER + name for name in ours), tuple(_HF_LAYER + name for name in theirs), layout)
+    megatron_names = (megatron,) if isinstance(megatron, str) else megatron
+    hf_names = (hf,) if isinstance(hf, str) else hf
+    return Weight(tuple(_LAYER + name for name in megatron_names), tuple(_HF_LAYER + name for name in hf_names), layout)
 
 
 def _qkv(kind: str) -> Weight:
@@ -194,10 +194,10 @@ def family_of(hf: Any, *, model_name: str) -> Family:
             f"{did_you_mean(hf.model_type, sorted(FAMILIES))} Add one (docs/adding_a_model.md), or use `backend: hf`."
         )
     for name, supported in family.supported.items():
-        found = getattr(hf, name, supported[0])
-        if found not in supported:
+        value = getattr(hf, name, supported[0])
+        if value not in supported:
             raise NotSupportedError(
-                f"{model_name} has `{name}: {found!r}` in its config.json, but the Megatron backend supports "
+                f"{model_name} has `{name}: {value!r}` in its config.json, but the Megatron backend supports "
                 f"{hf.model_type} only with {' or '.join(map(repr, supported))}. Use `backend: hf`."
             )
     _check_rotary_positions(hf, model_name)

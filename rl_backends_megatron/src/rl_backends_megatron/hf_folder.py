@@ -121,8 +121,8 @@ class SafetensorsFolder:
 
     def dtype(self, name: str) -> str:
         """The tensor's dtype, as named by safetensors."""
-        found: str = self._read(name).get_dtype()
-        return found
+        dtype: str = self._read(name).get_dtype()
+        return dtype
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor."""
@@ -162,16 +162,16 @@ def write_folder(folder: Path, weights: Iterator[tuple[str, torch.Tensor]], conf
     for old in (*folder.glob("model*.safetensors"), folder / _INDEX, folder / "config.json"):
         old.unlink(missing_ok=True)
     shards: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
+    tensors_of_file: dict[str, torch.Tensor] = {}
     size = total = 0
     for name, tensor in weights:
-        if held and size + tensor.nbytes > _SHARD_BYTES:
-            shards.append(_write_shard(folder, held, len(shards)))
-            held, size = {}, 0
-        held[name] = tensor.detach().cpu().contiguous().clone()
+        if tensors_of_file and size + tensor.nbytes > _SHARD_BYTES:
+            shards.append(_write_shard(folder, tensors_of_file, len(shards)))
+            tensors_of_file, size = {}, 0
+        tensors_of_file[name] = tensor.detach().cpu().contiguous().clone()
         size += tensor.nbytes
         total += tensor.nbytes
-    shards.append(_write_shard(folder, held, len(shards)))
+    shards.append(_write_shard(folder, tensors_of_file, len(shards)))
     _name_shards(folder, shards, total)
     config.save_pretrained(folder)
 

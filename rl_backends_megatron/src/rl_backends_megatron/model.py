@@ -80,13 +80,13 @@ def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> boo
             "`policy.megatron_cfg.transformer_impl: transformer_engine` needs a GPU and the package transformer-engine "
             f"(here: {device}, {'installed' if installed else 'not installed'}). Set it to `auto` or `local`."
         )
-    taken = wanted != "local" and installed and device == "cuda"
-    if config.megatron_cfg.moe_grouped_gemm and not taken:
+    is_used = wanted != "local" and installed and device == "cuda"
+    if config.megatron_cfg.moe_grouped_gemm and not is_used:
         raise NotSupportedError(
             "`policy.megatron_cfg.moe_grouped_gemm` needs a GPU and the package transformer-engine "
             f"(here: {device}, {'installed' if installed else 'not installed'}). Leave it out."
         )
-    return taken
+    return is_used
 
 
 def build_chunks(hf: Any, family: Family, config: MegatronPolicyConfig, *, device: str) -> Chunks:

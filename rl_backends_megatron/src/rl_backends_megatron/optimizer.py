@@ -177,8 +177,8 @@ class TrainableModel:
     def _local_slice(self, parameter: torch.nn.Parameter) -> slice:
         """The parameter's flat entries that this data-parallel rank updates."""
         sub_optimizer = next(each for each in self.sub_optimizers if parameter in each.model_param_gbuf_map)
-        found = sub_optimizer._get_model_param_range_map(parameter)["param"]
-        return slice(found.start, found.end)
+        ranges = sub_optimizer._get_model_param_range_map(parameter)["param"]
+        return slice(ranges.start, ranges.end)
 
     def _apply_proxy_settings(self) -> None:
         # These factors are otherwise applied by Megatron's own scheduler.

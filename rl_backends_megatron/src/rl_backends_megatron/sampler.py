@@ -110,10 +110,10 @@ class Sampler:
         inputs = self._input(rows)
         # An interleaved pipeline needs a multiple of its number of stages.
         copies = self._ranks.pipeline.size() if len(models) > 1 else 1
-        found = forward(models, [inputs] * copies, lambda logits, _: self._gather_vocab(logits))
+        logits_of_copies = forward(models, [inputs] * copies, lambda logits, _: self._gather_vocab(logits))
         drawn = torch.zeros(2, len(rows), dtype=torch.float64)
-        if found:
-            logprobs = torch.log_softmax(found[0].float().cpu() / self._config.temperature, dim=-1)
+        if logits_of_copies:
+            logprobs = torch.log_softmax(logits_of_copies[0].float().cpu() / self._config.temperature, dim=-1)
             for number, row in enumerate(rows):
                 token = self._choose(row, logprobs[number], greedy=greedy)
                 drawn[0, number], drawn[1, number] = token, logprobs[number, token]

@@ -19,7 +19,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts, StepResult
-from rl_core.training.steps import first_broken, reduce_metrics, step_not_taken
+from rl_core.training.steps import first_non_finite_loss, non_finite_step_error, reduce_metrics
 
 Found = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Loss and metrics of a microbatch."""
@@ -64,7 +64,7 @@ def optimizer_step(
     found: list[Found] = [answer for answer in answers if answer is not None]
     losses = torch.stack([loss for loss, _ in found]).tolist() if found else []
     reduced = reduce_metrics([metrics for _, metrics in found], loss_fn.metric_reductions)
-    if ranks.any(first_broken([norm, *losses]) is not None):
+    if ranks.any(first_non_finite_loss([norm, *losses]) is not None):
         raise _non_finite(losses, trainable, ranks, norm=norm)
     lr = trainable.step(norm, max_grad_norm) if trainable is not None else 0.0
     numbers = {name: float(value) for name, value in reduced.items()}
@@ -107,11 +107,11 @@ def _split_candidates(
 def _non_finite(losses: Sequence[float], trainable: TrainableModel | None, ranks: Ranks, *, norm: float) -> NonFiniteError:
     """The error for the first non-finite value on this rank; clears the gradients."""
     where = "The losses on this rank are finite; see the errors of other ranks, or a gradient overflowed."
-    broken = first_broken(losses)
+    broken = first_non_finite_loss(losses)
     if broken is not None:
         where = f"The loss of microbatch {broken + 1} of {len(losses)} on rank {ranks.rank} is {losses[broken]}."
     step = 1
     if trainable is not None:
         trainable.clear_gradients()
         step = trainable.weight_version + 1
-    return step_not_taken(step, where, norm=norm)
+    return non_finite_step_error(step, where, norm=norm)

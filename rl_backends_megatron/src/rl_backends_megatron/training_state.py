@@ -75,7 +75,7 @@ def load(trainable: TrainableModel, folder: Path, settings: dict[str, Any]) -> N
     """
     values = read_trainer_file(folder, expected_format=_FORMAT)
     if missing := {"weight_version", "schedule", "facts"} - values.keys():
-        raise CheckpointError(f"{folder / TRAINER_FILE} is damaged: it has no `{min(missing)}`.")
+        raise CheckpointError(f"{folder / TRAINER_FILE} is damaged: it has no `{min(missing)}`. Use another checkpoint.")
     for name, value in settings.items():
         saved = values["facts"].get(name)
         if saved != value:
@@ -88,8 +88,8 @@ def load(trainable: TrainableModel, folder: Path, settings: dict[str, Any]) -> N
     try:
         with cpu_shim(), patched_state_io(trainable.sub_optimizers):
             target = _sharded(trainable, loading=True)
-            found = load_as_data(target, folder / _TENSORS)["optimizer"]
-            trainable.optimizer.load_state_dict(match_layout(target["optimizer"], found, steps=values["weight_version"]))
+            state = load_as_data(target, folder / _TENSORS)["optimizer"]
+            trainable.optimizer.load_state_dict(match_layout(target["optimizer"], state, steps=values["weight_version"]))
     except (CheckpointingException, CheckpointException, *DAMAGE_ERRORS) as error:
         raise CheckpointError(f"{folder} is damaged, or of another model: {type(error).__name__}: {error}") from error
     for part in trainable.sub_optimizers:

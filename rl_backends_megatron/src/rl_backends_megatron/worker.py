@@ -151,7 +151,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
 
     def load_weights(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} has no config.json, so no weights were saved there.")
+            raise CheckpointError(f"{folder} has no config.json, so it contains no weights: use another checkpoint.")
         hf = read_config(folder)
         if hf.model_type != self._model.hf.model_type:
             raise CheckpointError(f"{folder} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")

@@ -159,7 +159,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
         return self._run(self._receiving("weight_digests").digests())[1]
 
     def invalidate_kv_cache(self) -> bool:
-        """Also ends the pause in which the weights were updated."""
+        """Empty the server's cache and resume sampling, which was paused for the weight update; True if the cache is empty."""
         updates = self._receiving("invalidate_kv_cache")
         is_empty = self._run(updates.resume())
         self._synced_version = self._run(updates.version())

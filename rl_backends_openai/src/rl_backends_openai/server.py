@@ -110,20 +110,20 @@ class OpenAIServer:
 
     def _sampling(self, prompt: Prompt, *, greedy: bool, top_k: int | None) -> dict[str, Any]:
         config = self._config
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "temperature": 0.0 if greedy else config.temperature,
             "seed": prompt.seed & _MAX_SEED,
             "max_tokens": prompt.limit,
         }
         if not greedy and config.top_p != 1.0:
-            found["top_p"] = config.top_p
+            fields["top_p"] = config.top_p
         if not greedy and (top_k or config.top_k) is not None:
-            found["top_k"] = top_k or config.top_k
+            fields["top_k"] = top_k or config.top_k
         if prompt.stop_strings:
-            found["stop"] = list(prompt.stop_strings)
+            fields["stop"] = list(prompt.stop_strings)
         if config.stop_token_ids:
-            found["stop_token_ids"] = config.stop_token_ids
-        return found
+            fields["stop_token_ids"] = config.stop_token_ids
+        return fields
 
     async def _inference(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Reply:
         body = {"token_ids": prompt.tokens, "sampling_params": {**sampling, "logprobs": 0}}
@@ -209,7 +209,7 @@ def version_label(version: int) -> str:
 
 
 def version_of_label(label: str) -> int:
-    """The weight version; -1 for a label that is not ours, such as that of a server that was restarted."""
+    """The weight version; -1 for a label that this backend did not set, such as that of a server that was restarted."""
     number = label.removeprefix(_LABEL)
     return int(number) if label.startswith(_LABEL) and number.isdigit() else -1
 

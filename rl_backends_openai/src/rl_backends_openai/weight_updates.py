@@ -159,8 +159,8 @@ class RlcoreUpdates(WeightUpdates):
         return int((await self._post("weights/version", {}))["weight_version"])
 
     async def digests(self) -> tuple[str, dict[str, str]]:
-        found = await self._post("weights/fingerprint", {})
-        return found["fingerprint"], found["digests"]
+        response = await self._post("weights/fingerprint", {})
+        return response["fingerprint"], response["digests"]
 
     async def resume(self) -> bool:
         return bool((await self._post("resume", {}))["cache_is_empty"])
@@ -194,8 +194,8 @@ class VllmUpdates(WeightUpdates):
         return int((await self._call("rlcore_version"))["weight_version"])
 
     async def digests(self) -> tuple[str, dict[str, str]]:
-        found = await self._call("rlcore_fingerprint")
-        return found["fingerprint"], found["digests"]
+        response = await self._call("rlcore_fingerprint")
+        return response["fingerprint"], response["digests"]
 
     async def resume(self) -> bool:
         done = await self._post("reset_prefix_cache", {})
@@ -207,13 +207,13 @@ class VllmUpdates(WeightUpdates):
         """The response of the extension in all processes of the server, which must agree."""
         body = {"method": method, "args": list(arguments)}
         answers = (await self._post("collective_rpc", body, once=once))["results"]
-        found = [json.loads(answer) if isinstance(answer, str) else answer for answer in answers]
-        for one in found:
+        results = [json.loads(answer) if isinstance(answer, str) else answer for answer in answers]
+        for one in results:
             if "error" in one:
                 raise WeightSyncError(f"{self.url}: {one['error']}")
-        if any(one != found[0] for one in found):
+        if any(one != results[0] for one in results):
             raise WeightSyncError(f"The processes of the server {self.url} have different weights ({method} differs).")
-        first: dict[str, Any] = found[0]
+        first: dict[str, Any] = results[0]
         return first
 
     def _how_to_start(self) -> str:

@@ -42,7 +42,7 @@ class VllmEngineConfig(Section):
     """Whether to disable compilation and graph capture. By default, true on a CPU, where compiling takes a minute, and false on
     a GPU."""
     enable_prefix_caching: bool = True
-    """Whether to compute a common prefix of prompts, such as the rows of a group, only once."""
+    """Whether to compute a common prefix of prompts, such as the prompt of a group, only once."""
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of weights and activations; defaults to that of the policy."""
     kv_cache_dtype: str = "auto"

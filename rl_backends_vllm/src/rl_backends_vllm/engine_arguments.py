@@ -53,10 +53,10 @@ OWNED = {
 @lru_cache(maxsize=1)
 def known_engine_arguments() -> frozenset[str]:
     """Field names of `vllm.EngineArgs`; empty if vLLM is not installed, which is reported elsewhere."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         return frozenset()
-    source = Path(found.origin).parent / "engine" / "arg_utils.py"
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             return frozenset(

@@ -68,13 +68,13 @@ class InFlightRequests:
 
     def unfinished(self) -> dict[str, Completion]:
         """Rows that stream and have tokens that were not returned yet, with all their tokens."""
-        found: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}
         for name, row in self._rows.items():
             if row.latest is not None and row.done is None:
                 so_far = completion_so_far(row.latest, prompt=row.tokens, weight_version=row.weight_version)
                 if len(so_far.tokens) > row.streamed:
-                    row.streamed, found[name] = len(so_far.tokens), so_far
-        return found
+                    row.streamed, completions[name] = len(so_far.tokens), so_far
+        return completions
 
     def cancel(self, names: Sequence[str]) -> None:
         """Cancel rows; unknown and collected ones are skipped."""

@@ -23,7 +23,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.checkpoint_names import CheckpointNames
 from rl_core.weights.fingerprint import natural_kind, tensor_digest
-from rl_core.weights.manifest import as_sent, dtype_name, dtype_of, manifest_of, weights_of
+from rl_core.weights.manifest import dtype_name, dtype_of, manifest_of, manifest_to_send, weights_of
 from rl_core.weights.receiver import WeightReceiver
 
 
@@ -71,7 +71,7 @@ class VllmWeightReceiver(WeightReceiver):
         """Begin a refit and return the dtypes to send; digests are computed on weights as they are transferred."""
         receiver_dtypes = super().prepare_refit_info(info)
         self._sent_dtypes = {
-            name: dtype for name, (_, dtype) in as_sent(info, receiver_dtypes if self._rounds_to else {}).items()
+            name: dtype for name, (_, dtype) in manifest_to_send(info, receiver_dtypes if self._rounds_to else {}).items()
         }
         return self._sent_dtypes
 
@@ -111,7 +111,7 @@ class VllmWeightReceiver(WeightReceiver):
     def weights_changed(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        incomplete = [f"{name} ({found})" for name, found in self._incomplete_layers()]
+        incomplete = [f"{name} ({reason})" for name, reason in self._incomplete_layers()]
         if incomplete:
             raise WeightSyncError(
                 "vLLM did not update all layers in this refit: " + ", ".join(incomplete[:5]) + ". "
@@ -209,8 +209,8 @@ def _uniform_dtype(model: torch.nn.Module) -> str | None:
 
 def _moe_methods(model: torch.nn.Module) -> dict[str, Any]:
     """Layer name to the method that computes the experts of a mixture."""
-    found = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
-    return {name: method for name, method in found.items() if hasattr(method, "moe_kernel")}
+    methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    return {name: method for name, method in methods.items() if hasattr(method, "moe_kernel")}
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:

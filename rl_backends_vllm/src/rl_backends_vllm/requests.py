@@ -68,10 +68,10 @@ def engine_seed(seed: int) -> int:
 
 def completion_so_far(output: Any, *, prompt: Sequence[int], weight_version: int) -> Completion:
     """An unfinished `vllm.RequestOutput` as a row with the tokens that also have a log-probability."""
-    [found] = output.outputs
+    [sample] = output.outputs
     # vLLM continues to append to both lists, perhaps in another thread.
-    logprobs = [] if found.logprobs is None else list(found.logprobs.logprobs)
-    tokens = list(found.token_ids)[: len(logprobs)]
+    logprobs = [] if sample.logprobs is None else list(sample.logprobs.logprobs)
+    tokens = list(sample.token_ids)[: len(logprobs)]
     return Completion(
         prompt=prompt, tokens=tokens, logprobs=logprobs[: len(tokens)], truncated=False, weight_version=weight_version
     )
@@ -83,14 +83,14 @@ def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) ->
     Raises:
         RLCoreError: vLLM aborted the row, or returned a wrong number of log-probabilities.
     """
-    [found] = output.outputs
-    if found.finish_reason not in ("stop", "length"):
+    [sample] = output.outputs
+    if sample.finish_reason not in ("stop", "length"):
         raise RLCoreError(
-            f"vLLM ended request {output.request_id} after {len(found.token_ids)} tokens with {found.finish_reason!r} instead "
-            "of a stop or the length limit, so the row is not a valid sample. Remove the setting in vllm_kwargs that causes it."
+            f"vLLM ended request {output.request_id} after {len(sample.token_ids)} tokens with {sample.finish_reason!r}, not "
+            "at a stop or the length limit, so the row is not a valid sample. Remove the setting in vllm_kwargs that causes it."
         )
-    tokens = list(found.token_ids)
-    logprobs = [] if found.logprobs is None else list(found.logprobs.logprobs)
+    tokens = list(sample.token_ids)
+    logprobs = [] if sample.logprobs is None else list(sample.logprobs.logprobs)
     if len(logprobs) != len(tokens):
         raise RLCoreError(
             f"vLLM returned {len(logprobs)} log-probabilities for {len(tokens)} tokens of request {output.request_id}. "
@@ -100,6 +100,6 @@ def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) ->
         prompt=prompt,
         tokens=tokens,
         logprobs=logprobs,
-        truncated=found.finish_reason == "length",
+        truncated=sample.finish_reason == "length",
         weight_version=weight_version,
     )

@@ -65,7 +65,8 @@ class ServerWeights:
             path = resolve_below(_folder(), file)
             if file_digest(path) != digest:
                 raise WeightSyncError(
-                    f"{file} differs from the file that was written: the folder is another one or out of date."
+                    f"{file} differs from the file that was written: this server's folder is another one or out of date. "
+                    "Start the server with the policy's refit_folder."
                 )
             handles = {"kind": "disk", "file": str(path), "refit": refit, "weight_version": int(version)}
             self._rlcore_receiver().update_weights(handles)

@@ -141,17 +141,17 @@ class VllmGenerationWorker(GenerationWorker):
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
         self._requests.cancel(cancelled)
-        found: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
+        results: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
         for arrival in arrivals:
             try:
                 self._start_request(arrival)
             except DataError as error:
-                found[arrival.name] = error
-        for name, row in self._requests.collect(0.0 if found else wait_s).items():
-            found[name] = row if isinstance(row, RLCoreError) else to_output([row])
+                results[arrival.name] = error
+        for name, row in self._requests.collect(0.0 if results else wait_s).items():
+            results[name] = row if isinstance(row, RLCoreError) else to_output([row])
         for name, so_far in self._requests.unfinished().items():
-            found[name] = BatchedDataDict({**to_output([so_far]), "unfinished": torch.tensor([True])})
-        return found
+            results[name] = BatchedDataDict({**to_output([so_far]), "unfinished": torch.tensor([True])})
+        return results
 
     def prepare_for_generation(self) -> None:
         for tag in ("weights", "kv_cache"):

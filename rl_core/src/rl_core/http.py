@@ -129,8 +129,8 @@ class HttpClient:
                 "`base_url` has a user name, a password, a query or a fragment, which logs would show. Write it as "
                 "http://host:port/v1, and pass secrets as `api_key` or as headers."
             )
-        given = dict(self.headers) | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
-        for name, value in given.items():
+        headers = dict(self.headers) | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
+        for name, value in headers.items():
             if not _HEADER_VALUE.fullmatch(value):
                 what = "The API key" if name == "Authorization" and self.api_key else f"The value of the header {name!r}"
                 raise ConfigError(
@@ -138,7 +138,7 @@ class HttpClient:
                     "because it may be secret. Remove the character; a key read from a file often ends with a line break."
                 )
         limits = httpx.Limits(max_connections=self.limits.concurrency)
-        client = httpx.AsyncClient(headers=given, timeout=self.limits.timeout_s, limits=limits)
+        client = httpx.AsyncClient(headers=headers, timeout=self.limits.timeout_s, limits=limits)
         object.__setattr__(self, "_client", client)
         object.__setattr__(self, "_turn", asyncio.Semaphore(self.limits.concurrency))
 
@@ -163,12 +163,12 @@ class HttpClient:
             started = time.monotonic()
             for attempt in range(1, self.limits.max_retries + 2):
                 left = self.limits.deadline_s - (time.monotonic() - started)
-                found = await self._attempt(method, path, body, timeout_s=min(left, self.limits.timeout_s))
+                outcome = await self._attempt(method, path, body, timeout_s=min(left, self.limits.timeout_s))
                 seconds = time.monotonic() - started
-                if isinstance(found, tuple):
+                if isinstance(outcome, tuple):
                     self.counts.requests += 1
-                    return JsonResponse(status=found[0], body=found[1], attempts=attempt, seconds=seconds)
-                failure, pause = found, self._pause(found, attempt)
+                    return JsonResponse(status=outcome[0], body=outcome[1], attempts=attempt, seconds=seconds)
+                failure, pause = outcome, self._pause(outcome, attempt)
                 if not failure.is_temporary or attempt > self.limits.max_retries or seconds + pause >= self.limits.deadline_s:
                     break
                 self.counts.retries += 1

@@ -67,11 +67,12 @@ class ArithmeticDatasetConfig(DatasetConfig):
     seed: int = 0
     """Random seed. Record i depends only on the seed, the split and i."""
     style: Literal["plain", "chat"] = "plain"
-    """`plain` is the bare `12+34=`; `chat` asks in words for an answer in a box."""
+    """`plain`: the prompt is `12+34=`; `chat`: a question in words that asks for the answer in `\\boxed{}`."""
     with_response: bool = False
     """Whether to add the answer as the assistant's message, for supervised training."""
     forgotten_carries: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Fraction of those answers that are sums with dropped carries: 38+24 gives 52. The expected answer stays correct."""
+    """Fraction of the answers of `with_response` that drop the carry, such as 38+24=52, to train a model that makes this
+    mistake. The expected answer stays correct."""
 
     @model_validator(mode="after")
     def _carries_need_sums(self) -> ArithmeticDatasetConfig:

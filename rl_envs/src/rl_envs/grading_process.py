@@ -76,8 +76,8 @@ class GradingProcess:
             WorkerDiedError: The process does not start.
         """
         line = json.dumps({**request, "timeout_s": timeout_s}).encode("ascii") + b"\n"
-        found = self._ask(line, timeout_s)
-        return self._ask(line, timeout_s) if found in (Ending.CRASHED, Ending.KILLED) else found
+        reply = self._ask(line, timeout_s)
+        return self._ask(line, timeout_s) if reply in (Ending.CRASHED, Ending.KILLED) else reply
 
     def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any] | Ending:
         child = self._running()

@@ -36,17 +36,17 @@ class Capture:
     def read(self) -> bool:
         """Read what is there; returns whether there was anything."""
         try:
-            found = os.read(self.descriptor, _CHUNK)
+            chunk = os.read(self.descriptor, _CHUNK)
         except BlockingIOError:
             return False
         except OSError:
-            found = b""
-        if not found:
+            chunk = b""
+        if not chunk:
             self.open = False
             return False
         space = self.limit - len(self.data)
-        self.data += found[:space]
-        self.truncated |= len(found) > space
+        self.data += chunk[:space]
+        self.truncated |= len(chunk) > space
         return True
 
     def drain(self, seconds: float = 1.0) -> None:
@@ -258,10 +258,10 @@ def _kill_group(group: int) -> None:
 def _read(channel: int, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        found = os.read(channel, min(size - len(data), _CHUNK))
-        if not found:
+        chunk = os.read(channel, min(size - len(data), _CHUNK))
+        if not chunk:
             return b""
-        data += found
+        data += chunk
     return bytes(data)
 
 

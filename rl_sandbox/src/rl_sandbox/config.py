@@ -17,7 +17,7 @@ class SandboxConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of another backend. `local` has none; its settings are the other keys."""
     require: Literal["isolated_uid", "user_namespace", "rlimits"] = "user_namespace"
-    """Weakest acceptable isolation. The strongest level that works is used; the run is refused if it is weaker than this.
+    """Weakest acceptable isolation. The strongest level that works is used; it is an error if that is weaker than this.
     `rlimits` only limits resources: programs can then read the files and use the network of the user who started the run."""
     python: str | None = None
     """Python interpreter that runs the programs; defaults to the interpreter of the worker."""
@@ -27,11 +27,11 @@ class SandboxConfig(Section):
     timeout_s: float = Field(default=10.0, gt=0.0)
     """Time limit of one call, in seconds of wall-clock time."""
     memory_mb: int = Field(default=512, ge=64)
-    """Memory of each process in MiB. With cgroups also the memory of all processes of a session together, files not counted."""
+    """Memory limit of each process in MiB. With cgroups, also of all processes of a session together, without files."""
     max_processes: int = Field(default=32, ge=4)
     """Maximum number of processes and threads in a session."""
     disk_mb: int = Field(default=64, ge=1)
-    """Disk space of a session in MiB. It is kept in memory. Shared memory (`/dev/shm`) has a limit of the same size."""
+    """Disk space of a session in MiB, which is held in memory. Shared memory (`/dev/shm`) has a limit of the same size."""
     output_kb: int = Field(default=64, ge=1)
     """Maximum size of the returned stdout and of stderr, in KiB each. The rest is discarded."""
 

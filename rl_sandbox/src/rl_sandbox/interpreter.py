@@ -55,8 +55,8 @@ def find_interpreter(python: str | None) -> Interpreter:
     """
     path = python or sys.executable
     try:
-        found = subprocess.run([path, "-I", "-c", _QUERY], capture_output=True, text=True, timeout=60, check=True, env={})
-        facts = json.loads(found.stdout)
+        process = subprocess.run([path, "-I", "-c", _QUERY], capture_output=True, text=True, timeout=60, check=True, env={})
+        facts = json.loads(process.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise SandboxUnavailableError(
             f"sandbox.python: {path!r} did not run as a Python interpreter ({error}). Give the path of one."

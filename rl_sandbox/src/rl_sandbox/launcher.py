@@ -75,15 +75,15 @@ class Launcher:
             self.cgroups.remove_abandoned()
 
     def describe(self) -> dict[str, Any]:
-        """What limits the sessions, for the log: the cgroup controllers."""
+        """The cgroup controllers that limit the sessions, for the log."""
         return {"controllers": sorted(self.cgroups.parents) if self.cgroups else []}
 
     def open(self, number: int, descriptors: list[int]) -> dict[str, Any]:
         """Start a session.
 
         Args:
-            number: What the user of the sandbox calls it.
-            descriptors: Its end of the channel, and a file for its error messages.
+            number: Number by which the client refers to the session.
+            descriptors: The session's end of the channel, and a file for its error messages.
         """
         channel, errors = descriptors
         try:

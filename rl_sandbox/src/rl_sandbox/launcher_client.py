@@ -79,10 +79,11 @@ class LauncherClient:
             return number
 
     def end(self, number: int) -> str | None:
-        """Kill a session and remove what belongs to it.
+        """Kill a session and delete its files and cgroups.
 
         Returns:
-            Why it had ended before, if something other than its programs has ended it, such as the end of the launcher.
+            Reason, if the session had already been ended by something other than its programs, such as an exit of the
+            launcher; otherwise None.
         """
         with self._lock:
             try:

@@ -136,17 +136,17 @@ class LocalSandbox(SandboxInterface):
         return self._open(launcher)
 
     def _open(self, launcher: LauncherClient, *, check: bool = False) -> LocalSession:
-        ours, theirs = socket.socketpair()
+        own_end, other_end = socket.socketpair()
         errors = os.memfd_create("rl_sandbox_errors")
         try:
-            with theirs:
-                number = launcher.open(theirs, errors)
+            with other_end:
+                number = launcher.open(other_end, errors)
         except SandboxError:
-            ours.close()
+            own_end.close()
             os.close(errors)
             raise
         session = LocalSession(
-            ours,
+            own_end,
             errors,
             lambda: self._ended(session, launcher, number),
             timeout_s=self.config.timeout_s,

@@ -180,8 +180,8 @@ def _flushed(status: int) -> int:
 def _read(descriptor: int, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        found = os.read(descriptor, size - len(data))
-        if not found:
+        chunk = os.read(descriptor, size - len(data))
+        if not chunk:
             return b""
-        data += found
+        data += chunk
     return data

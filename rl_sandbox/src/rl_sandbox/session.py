@@ -142,10 +142,10 @@ class LocalSession(SessionInterface):
         data = bytearray()
         while len(data) < size:
             self._limit(end)
-            found = self._channel.recv(min(size - len(data), _CHUNK))
-            if not found:
+            chunk = self._channel.recv(min(size - len(data), _CHUNK))
+            if not chunk:
                 raise EOFError
-            data += found
+            data += chunk
         return bytes(data)
 
     def _limit(self, end: float) -> None:

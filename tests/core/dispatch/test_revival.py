@@ -26,7 +26,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.replica_rows import of_one_version
+from rl_core.dispatch.replica_rows import newest_version
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
 from rl_core.weights.shared_memory import sweep
@@ -325,6 +325,6 @@ def test_answers_of_older_weights_are_dropped():
         return part, BatchedDataDict(weight_version=torch.full((len(part),), version))
 
     old, new = answer([0, 2], 3), answer([1], 4)
-    assert of_one_version([old, new]) == [new]
-    assert of_one_version([old]) == [old]
-    assert of_one_version([]) == []
+    assert newest_version([old, new]) == [new]
+    assert newest_version([old]) == [old]
+    assert newest_version([]) == []

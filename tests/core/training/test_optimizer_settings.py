@@ -95,5 +95,5 @@ def test_another_optimizer_or_other_parameter_groups_are_an_error():
         make(torch.optim.SGD, {"lr": 0.01}).load_state_dict(saved, steps=0, source="checkpoint")
     with pytest.raises(CheckpointError, match=r"1 parameter groups, but the config has 2.*decay_matrices_only"):
         make(torch.optim.AdamW, {"lr": 0.01}, groups=2).load_state_dict(saved, steps=0, source="checkpoint")
-    with pytest.raises(CheckpointError, match="damaged: its training state has no `param_groups`"):
+    with pytest.raises(CheckpointError, match="damaged: its state has no `param_groups`"):
         make(torch.optim.AdamW, {"lr": 0.01}).load_state_dict({}, steps=0, source="checkpoint")

@@ -10,7 +10,7 @@ from rl_core.plugins.import_path import resolve
 from rl_core.training.microbatches import MicrobatchCutter
 from rl_core.training.named import call
 from rl_core.training.schedules import build_scheduler
-from rl_core.training.steps import first_broken, reduce_metrics, step_not_taken
+from rl_core.training.steps import first_non_finite_loss, non_finite_step_error, reduce_metrics
 
 LENGTHS = [3, 9, 5, 2, 7, 4]
 BUDGET = {"max_tokens_per_microbatch": 18, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
@@ -90,10 +90,10 @@ def test_metrics_are_reduced_as_the_loss_declares_and_summed_by_default():
 
 
 def test_the_first_non_finite_loss_is_found_and_reported():
-    assert first_broken([1.0, torch.tensor(2.0)]) is None
-    assert first_broken([torch.tensor(1.0), float("inf"), torch.tensor(float("nan"))]) == 1
+    assert first_non_finite_loss([1.0, torch.tensor(2.0)]) is None
+    assert first_non_finite_loss([torch.tensor(1.0), float("inf"), torch.tensor(float("nan"))]) == 1
     assert "Optimizer step 4 was not taken: its gradient norm is nan. Here." in str(
-        step_not_taken(4, "Here.", norm=float("nan"))
+        non_finite_step_error(4, "Here.", norm=float("nan"))
     )
 
 

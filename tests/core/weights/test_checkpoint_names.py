@@ -46,9 +46,9 @@ def test_names_and_values_equal_those_written_by_transformers(kind, tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for each in (model, loaded):
         names, live = names_of(each), weights_of(each)
-        found = names.views(live)
+        found = names.view_by_name(live)
         assert found.keys() == written.keys() == names.manifest(manifest_of(live)).keys()
-        assert list(found) == list(names.manifest(manifest_of(live))) == [name for name, _ in names.apart(live.items())]
+        assert list(found) == list(names.manifest(manifest_of(live))) == [name for name, _ in names.split(live.items())]
         assert len(found) == len(written)
         for name, tensor in written.items():
             assert torch.equal(found[name], tensor), name
@@ -61,7 +61,7 @@ def test_a_folder_that_was_written_fused_gives_the_same_names(kind, tmp_path):
     model.save_pretrained(tmp_path, save_original_format=False)
     assert any("gate_up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert list(names_of(loaded).views(weights_of(loaded))) == list(names_of(model).views(weights_of(model)))
+    assert list(names_of(loaded).view_by_name(weights_of(loaded))) == list(names_of(model).view_by_name(weights_of(model)))
 
 
 def test_values_copied_into_a_view_are_used_by_the_model():
@@ -69,8 +69,8 @@ def test_values_copied_into_a_view_are_used_by_the_model():
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-        views = names_of(model).views(weights_of(model))
-        for name, tensor in names_of(other).apart(weights_of(other).items()):
+        views = names_of(model).view_by_name(weights_of(model))
+        for name, tensor in names_of(other).split(weights_of(other).items()):
             views[name].copy_(tensor)
         ids = torch.arange(10)[None]
         assert torch.equal(model(ids).logits, other(ids).logits)
@@ -84,9 +84,9 @@ def test_exporting_some_names_reads_only_their_tensors():
         "model.norm.weight",
         "model.layers.1.block_sparse_moe.experts.0.w1.weight",
     ]
-    holders = names.holders(some)
+    holders = names.containers(some)
     assert holders == ["model.layers.1.mlp.experts.gate_up_proj", "model.norm.weight"]
-    found = dict(names.apart(((name, live[name]) for name in holders), some))
+    found = dict(names.split(((name, live[name]) for name in holders), some))
     assert found.keys() == set(some)
     assert torch.equal(found[some[0]], live[holders[0]][2, 24:])
 
@@ -94,9 +94,9 @@ def test_exporting_some_names_reads_only_their_tensors():
 def test_views_of_one_tensor_are_exported_as_that_tensor():
     model = make("qwen3_moe")
     names, live = names_of(model), weights_of(model)
-    views = names.views(live)
+    views = names.view_by_name(live)
     some = {name: views[name] for name in list(views)[5:20]}
-    for holder, tensor in names.together(some).items():
+    for holder, tensor in names.merge(some).items():
         assert tensor.data_ptr() == live[holder].data_ptr()
         assert torch.equal(tensor, live[holder])
 
@@ -104,13 +104,13 @@ def test_views_of_one_tensor_are_exported_as_that_tensor():
 def test_tensors_in_separate_memory_cannot_be_shared_by_reference():
     model = make("qwen3_moe")
     names = names_of(model)
-    apart = {name: view.clone() for name, view in names.views(weights_of(model)).items()}
+    apart = {name: view.clone() for name, view in names.view_by_name(weights_of(model)).items()}
     with pytest.raises(WeightSyncError, match=r"separate tensor in the policy but a part of .*refit_transport: shared_memory"):
-        names.together(apart)
+        names.merge(apart)
 
 
 def test_tensors_of_a_dense_model_are_exported_unchanged():
     model = make("qwen3")
     live = weights_of(model)
-    views = names_of(model).views(live)
+    views = names_of(model).view_by_name(live)
     assert all(views[name] is tensor for name, tensor in live.items())

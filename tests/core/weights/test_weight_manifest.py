@@ -10,10 +10,10 @@ from tiny_refit_workers import TinyModel
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights.manifest import (
-    as_sent,
     fill,
     lay_out,
     manifest_of,
+    manifest_to_send,
     refuse_differences,
     split_into_buckets,
     weights_of,
@@ -56,7 +56,7 @@ def test_tensors_packed_into_a_bucket_are_unpacked_bit_for_bit(manifest, transpo
 
 def test_weights_are_sent_in_the_receivers_dtype_if_narrower_and_rounded_as_by_torch():
     manifest = {"a": ((3, 2), "float32"), "b": ((2,), "bfloat16"), "c": ((2,), "int64"), "d": ((2,), "float32")}
-    sent = as_sent(manifest, {"a": "bfloat16", "b": "float32", "c": "int32"})
+    sent = manifest_to_send(manifest, {"a": "bfloat16", "b": "float32", "c": "int32"})
     assert [dtype for _, dtype in sent.values()] == ["bfloat16", "bfloat16", "int64", "float32"]
     placements, size = lay_out({"a": sent["a"]}, ["a"])
     buffer = torch.empty(size, dtype=torch.uint8)

@@ -419,14 +419,16 @@ def test_an_engine_that_loads_too_slowly_exceeds_the_deadline():
 
 def test_the_first_transport_that_both_sides_support_is_chosen():
     def chosen(policy, engine, name=None):
-        return choose_transport(ALL, policy_speaks=policy, generation_speaks=engine, name=name).name
+        return choose_transport(ALL, policy_supports=policy, generation_supports=engine, name=name).name
 
     assert chosen(NAMES, ["collective", "shared_memory", "packing"]) == "shared_memory"
     assert chosen(["collective"], NAMES) == "collective"
     assert chosen(NAMES, NAMES, "collective") == "collective"
     with pytest.raises(MissingCapabilityError, match="the generation backend collective"):
         chosen(["shared_memory"], ["collective"])
-    with pytest.raises(MissingCapabilityError, match=r"'nvlink'.*Known are by_reference, shared_memory, collective"):
+    with pytest.raises(
+        MissingCapabilityError, match=r"'nvlink'.*Registered transports: by_reference, shared_memory, collective"
+    ):
         chosen(NAMES, NAMES, "nvlink")
 
 

@@ -10,7 +10,7 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import collate_datums
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
-from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
+from rl_train.rollouts.eval_metrics import default_ks, grouped, score
 from rl_train.rollouts.evaluate import Evaluation
 
 
@@ -168,4 +168,4 @@ def test_fractional_accuracy_is_not_counted_as_correct_or_wrong(evaluation_of, e
 
 @pytest.mark.parametrize(("n", "ks"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
 def test_the_usual_ks_are_powers_of_two_and_all(n, ks):
-    assert usual_ks(n) == ks
+    assert default_ks(n) == ks

@@ -25,7 +25,7 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
     """
     for name, run in zip(comparison.letters, comparison.runs, strict=True):
         yield f"{name} = {run.path} ({run.last_step or 0} steps)"
-    shared = [found.metric for found in comparison.metrics]
+    shared = [row.metric for row in comparison.metrics]
     for metric in [name for name in DRAWN if name in shared][:MOST_DRAWN]:
         yield ""
         runs = zip(comparison.letters, comparison.runs, strict=True)
@@ -79,22 +79,22 @@ def _differing(what: str, comparison: Comparison, rows: tuple[tuple[str, tuple[s
 
 
 def _metric_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
-    chosen, _, _ = choose_panels([found.metric for found in comparison.metrics])
+    chosen, _, _ = choose_panels([row.metric for row in comparison.metrics])
     first_shown = {name for panel in chosen for name in panel.names}
-    metrics = [found for found in comparison.metrics if everything or found.metric in first_shown]
+    metrics = [row for row in comparison.metrics if everything or row.metric in first_shown]
     if not metrics:
         yield "The runs have no metric in common."
         return
     letters = comparison.letters
     table = [["metric", *(f"{name} final" for name in letters), *(f"{name} best" for name in letters), "better run"]]
-    for found in metrics:
-        bests = found.bests or ()
+    for row in metrics:
+        bests = row.bests or ()
         table.append(
             [
-                found.metric,
-                *_cells(found.finals),
+                row.metric,
+                *_cells(row.finals),
                 *(_cells(bests) or [""] * len(letters)),
-                better_runs(found, letters),
+                better_runs(row, letters),
             ]
         )
     yield from _aligned(table)

@@ -123,10 +123,10 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
         )
     lines = [_line(path, value, written, table, foreign) for path, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
-        found = listed(sorted({line.key.split(".")[0] for line in lines})) or "none"
+        sections = listed(sorted({line.key.split(".")[0] for line in lines})) or "none"
         raise ConfigError(
             f"{os.fspath(path)} is not a {table.framework} config: it should have sections such as {listed(table.sections)}, "
-            f"but has {found}."
+            f"but has {sections}."
         )
     lines += _defaults(table, foreign)
     native: dict[str, Any] = {}
@@ -257,8 +257,8 @@ def _defaults(table: Table, foreign: ForeignConfig) -> list[Line]:
 
 def _is_silent(foreign: ForeignConfig, key: str) -> bool:
     section, _, name = key.rpartition(".")
-    found = foreign.get(section, {})
-    return not (isinstance(found, Mapping) and name in found)
+    value = foreign.get(section, {})
+    return not (isinstance(value, Mapping) and name in value)
 
 
 def _tree(native: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,18 +52,18 @@ class ForeignConfig:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key; the default if it is absent, null or `???`."""
-        found: Any = self.values
+        value: Any = self.values
         for part in key.split("."):
-            if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-                found = found[int(part)]
+            if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
             else:
-                found = found.get(part) if isinstance(found, Mapping) else None
-        return default if found is None or found == MISSING else found
+                value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None or value == MISSING else value
 
     def number(self, key: str, default: int) -> int:
         """The integer at a dotted key, or the default."""
-        found = self.get(key, default)
-        return found if isinstance(found, int) and not isinstance(found, bool) else default
+        value = self.get(key, default)
+        return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
 @dataclass(frozen=True, kw_only=True)

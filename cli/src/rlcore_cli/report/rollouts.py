@@ -139,16 +139,16 @@ def _tokens(record: Mapping[str, Any], texts: Mapping[int, str]) -> dict[str, An
         values = record.get(source)
         if isinstance(values, list) and len(values) == len(tokens):
             per_token[key] = [None if value is None else round(value, 4) for value in values]
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if isinstance(record.get("advantage"), int | float):
-        found["advantage"] = round(record["advantage"], 4)
+        fields["advantage"] = round(record["advantage"], 4)
     if pieces is None:
-        found |= {"completion": _shortened(completion), "no_text": True}
+        fields |= {"completion": _shortened(completion), "no_text": True}
     if len(tokens) > HEAD_TOKENS + TAIL_TOKENS:
-        found["left_out"] = len(tokens) - HEAD_TOKENS - TAIL_TOKENS
-        found["left_out_at"] = HEAD_TOKENS
+        fields["left_out"] = len(tokens) - HEAD_TOKENS - TAIL_TOKENS
+        fields["left_out_at"] = HEAD_TOKENS
         per_token = {key: [*values[:HEAD_TOKENS], *values[-TAIL_TOKENS:]] for key, values in per_token.items()}
-    return found | {"num_tokens": len(tokens)} | per_token
+    return fields | {"num_tokens": len(tokens)} | per_token
 
 
 def _prompt(record: Mapping[str, Any]) -> str:
@@ -167,10 +167,10 @@ def _optimizer_steps_before(run: RunFolder) -> dict[int, int]:
     """The weight version at the start of each step, as far as all earlier steps are recorded."""
     before: dict[int, int] = {0: 0, 1: 0}
     for step in range(1, (run.last_step or 0) + 1):
-        taken = run.metrics.get(step, {}).get("num_optimizer_steps")
-        if taken is None:
+        steps = run.metrics.get(step, {}).get("num_optimizer_steps")
+        if steps is None:
             break
-        before[step + 1] = before[step] + int(taken)
+        before[step + 1] = before[step] + int(steps)
     return before
 
 

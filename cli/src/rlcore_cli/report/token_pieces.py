@@ -30,11 +30,11 @@ def token_pieces(tokens: Sequence[int], completion: str, texts: Mapping[int, str
             run_began = index if run_began is None else run_began
             pieces.append(("", True))
             continue
-        found = _find(text, completion, at, is_next=run_began is None)
-        if found is None:
+        piece = _find(text, completion, at, is_next=run_began is None)
+        if piece is None:
             pieces.append((text, False))
             continue
-        start, text = found
+        start, text = piece
         if run_began is not None:
             pieces[run_began] = (completion[at:start], True)
             run_began = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.remote_actor import ActorCall, RemoteActor, wait_gone
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, wait_exited
 from rl_core.cluster.virtual_cluster import Bundle, RayVirtualCluster
 from rl_core.errors import ResourceInsufficientError
 
@@ -44,18 +44,18 @@ class BundleAllocator:
         """The bundle of the rank's own process."""
         return self._all(rank)[0]
 
-    def hold(self, rank: int, *, share: Mapping[str, float], runtime_env: Mapping[str, Any], name: str) -> list[ActorCall]:
+    def reserve(self, rank: int, *, share: Mapping[str, float], runtime_env: Mapping[str, Any], name: str) -> list[ActorCall]:
         """Start reserving the rank's other GPUs, if it has any that are not reserved yet."""
         if self._per_worker == 1 or not self._cluster.use_gpus or rank in self._holders:
             return []
         self._holders[rank] = [
             RemoteActor(
-                f"place {place} of rank {rank} of '{name}'",
-                options={**share, "scheduling_strategy": strategy_of(bundle)},
+                f"GPU {gpu} of rank {rank} of '{name}'",
+                options={**share, "scheduling_strategy": scheduling_strategy(bundle)},
                 env={},
                 runtime_env=runtime_env,
             )
-            for place, bundle in enumerate(self._all(rank)[1:], 1)
+            for gpu, bundle in enumerate(self._all(rank)[1:], 1)
         ]
         return [holder.started() for holder in self._holders[rank]]
 
@@ -64,21 +64,21 @@ class BundleAllocator:
         holders = self._holders.get(rank)
         if not holders:
             return {}
-        seen = [actor.identity.visible_gpus for actor in (own, *holders) if actor.identity is not None]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
+        device_lists = [actor.identity.visible_gpus for actor in (own, *holders) if actor.identity is not None]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(device_lists)}
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Stop the processes that reserve GPUs; calling it twice is fine."""
         holders = [holder for several in self._holders.values() for holder in several]
         self._holders = {}
         for holder in holders:
             holder.kill()
-        wait_gone(holders)
+        wait_exited(holders)
 
     def _all(self, rank: int) -> Sequence[Bundle]:
         return self._cluster.bundles[rank * self._per_worker : (rank + 1) * self._per_worker]
 
 
-def strategy_of(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
+def scheduling_strategy(bundle: Bundle) -> PlacementGroupSchedulingStrategy:
     """The scheduling strategy that places a process in a bundle."""
     return PlacementGroupSchedulingStrategy(placement_group=bundle.group, placement_group_bundle_index=bundle.index)

@@ -102,9 +102,9 @@ class DaemonWatch:
         for descriptor in (*of, self._stop_read):
             os.close(descriptor)
         if gone is not None and _watch is self and ray.is_initialized():
-            self._tell(gone)
+            self._report_death(gone)
 
-    def _tell(self, daemon: _Daemon) -> None:
+    def _report_death(self, daemon: _Daemon) -> None:
         if sys.excepthook is ray_worker.custom_excepthook:  # it reports to the GCS server, and would wait for it
             sys.excepthook = ray_worker.normal_excepthook
         self.death = _text(daemon, _keep_logs(daemon))
@@ -182,7 +182,7 @@ def wait(refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
 
 def _find(node: Any) -> list[_Daemon]:
     session, logs = str(node.get_session_dir_path()), Path(node.get_logs_dir_path())
-    found = []
+    daemons = []
     for process in psutil.process_iter(["name", "cmdline"]):
         name, command = process.info["name"], process.info["cmdline"] or ()
         if name == "raylet":  # if several run on one host, as in tests, the one of this process's node
@@ -190,8 +190,8 @@ def _find(node: Any) -> list[_Daemon]:
         else:
             is_ours = name in _DAEMONS and any(session in argument for argument in command)
         if is_ours:
-            found.append(_Daemon(name=name, pid=process.pid, logs=logs))
-    return found
+            daemons.append(_Daemon(name=name, pid=process.pid, logs=logs))
+    return daemons
 
 
 def _keep_logs(daemon: _Daemon) -> list[Path]:

@@ -51,17 +51,17 @@ def _check(path: str) -> None:
             f"python: {path} does not exist. Create the environment (`python -m venv DIR`, then install rl-core and "
             "the backend into it) and set the path of its bin/python."
         )
-    found = _probe(path)
-    ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    versions = _probe(path)
+    driver = f"{sys.version_info[0]}.{sys.version_info[1]}"
     problems = []
-    if found["python"] != ours:
-        problems.append(f"it is Python {found['python']}, but the driver is {ours}: create it with python{ours}")
-    if found["ray"] is None:
-        problems.append(f"it cannot import ray ({found['ray_error']}): install ray=={ray.__version__} into it")
-    elif found["ray"] != ray.__version__:
-        problems.append(f"it has ray {found['ray']}, but the driver {ray.__version__}: install ray=={ray.__version__}")
-    if found["rl_core"] is None:
-        problems.append(f"it cannot import rl_core ({found['rl_core_error']}): install rl-core into it")
+    if versions["python"] != driver:
+        problems.append(f"it is Python {versions['python']}, but the driver is {driver}: create it with python{driver}")
+    if versions["ray"] is None:
+        problems.append(f"it cannot import ray ({versions['ray_error']}): install ray=={ray.__version__} into it")
+    elif versions["ray"] != ray.__version__:
+        problems.append(f"it has ray {versions['ray']}, but the driver {ray.__version__}: install ray=={ray.__version__}")
+    if versions["rl_core"] is None:
+        problems.append(f"it cannot import rl_core ({versions['rl_core_error']}): install rl-core into it")
     if problems:
         raise UserError(f"python: {path} cannot run workers of this Ray:\n" + "\n".join(f"- {one}" for one in problems))
 
@@ -73,8 +73,8 @@ def _probe(path: str) -> dict[str, Any]:
         raise UserError(f"python: {path} does not run: {error}. Set the path of an interpreter.") from error
     for line in run.stdout.splitlines():
         if line.startswith("rlcore-probe "):
-            found: dict[str, Any] = json.loads(line.removeprefix("rlcore-probe "))
-            return found
+            versions: dict[str, Any] = json.loads(line.removeprefix("rlcore-probe "))
+            return versions
     raise UserError(
         f"python: {path} does not behave like a Python interpreter (exit status {run.returncode}): "
         f"{run.stderr.strip()[-500:] or 'it printed nothing'}. Set the path of a bin/python."

@@ -48,17 +48,17 @@ def marked_processes(variable: str, *values: str) -> list[int]:
     """
     wanted = {f"{variable}={value}".encode() for value in values}
     folders = tuple(f"{value}/" for value in values)
-    found = []
+    marked = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as environ:
                 if wanted & set(environ.read().split(b"\0")) or _logs_into(entry, folders):  # a zombie has neither
-                    found.append(int(entry))
+                    marked.append(int(entry))
         except OSError:  # it has ended meanwhile, or belongs to another user
             continue
-    return found
+    return marked
 
 
 def _logs_into(entry: str, folders: tuple[str, ...]) -> bool:

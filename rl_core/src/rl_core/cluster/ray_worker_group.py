@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from rl_core.cluster import daemons
-from rl_core.cluster.bundle_allocator import BundleAllocator, strategy_of
+from rl_core.cluster.bundle_allocator import BundleAllocator, scheduling_strategy
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pending_call import PendingCall, collect
-from rl_core.cluster.remote_actor import ActorCall, RemoteActor, own_options, pack_worker, wait_gone
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_exited
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
@@ -72,7 +72,7 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         self._cluster = cluster
         self._sharding = _grid(cluster.world_size() // bundles_per_worker, sharding, num_workers)
-        self._places = BundleAllocator(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
+        self._allocator = BundleAllocator(cluster, per_worker=bundles_per_worker, num_workers=self._sharding.size)
         self._class = worker_class
         self._name = name or getattr(worker_class, "__name__", None) or type(worker_class).__name__
         self._deadlines = deadlines or Deadlines()
@@ -151,7 +151,7 @@ class RayWorkerGroup(WorkerGroup):
         for one in ranks:
             self._sharding.get_worker_coords(one)
             self._actors[one].kill()
-        wait_gone([self._actors[one] for one in ranks])
+        wait_exited([self._actors[one] for one in ranks])
         for one in ranks:
             self._actors[one] = self._start(one)
         if rank is None:
@@ -177,18 +177,18 @@ class RayWorkerGroup(WorkerGroup):
             return
         for actor in actors:
             actor.kill()
-        wait_gone(actors)
-        self._places.give_back()
+        wait_exited(actors)
+        self._allocator.release()
 
     def _start(self, rank: int) -> RemoteActor:
         """Request the process of one rank from Ray."""
-        bundle = self._places.first(rank)
+        bundle = self._allocator.first(rank)
         coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
         env = {
             # Ray makes all GPUs of the node visible to a process without any.
             **({} if share["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}),
-            **interface_variables(self._places.first(0).node.address),
+            **interface_variables(self._allocator.first(0).node.address),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self._local_rank(rank)),
@@ -200,7 +200,7 @@ class RayWorkerGroup(WorkerGroup):
         return RemoteActor(
             f"rank {rank} ({coords}) of '{self._name}'",
             group=self._name,
-            options={**own_options(self._class), **share, "scheduling_strategy": strategy_of(bundle)},
+            options={**ray_options(self._class), **share, "scheduling_strategy": scheduling_strategy(bundle)},
             env=env,
             runtime_env=self._runtime_env,
         )
@@ -210,7 +210,9 @@ class RayWorkerGroup(WorkerGroup):
         actors = [self._actors[rank] for rank in ranks]
         share, name = self._cluster.worker_share(), self._name
         holding = [
-            call for rank in ranks for call in self._places.hold(rank, share=share, runtime_env=self._runtime_env, name=name)
+            call
+            for rank in ranks
+            for call in self._allocator.reserve(rank, share=share, runtime_env=self._runtime_env, name=name)
         ]
         self._collect_start([*(actor.started() for actor in actors), *holding])
         if not self._contexts:
@@ -226,7 +228,7 @@ class RayWorkerGroup(WorkerGroup):
         self._collect_start(
             [
                 self._actors[rank].build(
-                    self._packed, self._contexts[rank], env | self._places.visible_gpus(rank, self._actors[rank])
+                    self._packed, self._contexts[rank], env | self._allocator.visible_gpus(rank, self._actors[rank])
                 )
                 for rank in ranks
             ]
@@ -237,7 +239,7 @@ class RayWorkerGroup(WorkerGroup):
             rank=rank,
             world_size=self.world_size,
             local_rank=self._local_rank(rank),
-            node_rank=self._places.first(rank).node_rank,
+            node_rank=self._allocator.first(rank).node_rank,
             master_address=address,
             master_port=port,
             coords=self._sharding.get_worker_coords(rank),
@@ -246,11 +248,11 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _threads(self, rank: int) -> int:
-        return self._cluster.threads_of(self._places.first(rank))
+        return self._cluster.threads_of(self._allocator.first(rank))
 
     def _local_rank(self, rank: int) -> int:
-        before = Counter(self._places.first(other).node.node_id for other in range(rank))
-        return before[self._places.first(rank).node.node_id]
+        before = Counter(self._allocator.first(other).node.node_id for other in range(rank))
+        return before[self._allocator.first(rank).node.node_id]
 
     def _reject_if_shut_down(self) -> None:
         if not self._actors:

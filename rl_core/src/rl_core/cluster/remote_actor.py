@@ -35,8 +35,8 @@ def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
 
 def plain_class(worker_class: Any) -> type:
     """The class itself, unwrapped if it is wrapped in `@ray.remote`."""
-    found: type = worker_class.__ray_metadata__.modified_class if is_wrapped(worker_class) else worker_class
-    return found
+    plain: type = worker_class.__ray_metadata__.modified_class if is_wrapped(worker_class) else worker_class
+    return plain
 
 
 def is_wrapped(worker_class: Any) -> bool:
@@ -44,7 +44,7 @@ def is_wrapped(worker_class: Any) -> bool:
     return isinstance(worker_class, ray.actor.ActorClass)
 
 
-def own_options(worker_class: Any) -> dict[str, Any]:
+def ray_options(worker_class: Any) -> dict[str, Any]:
     """The options of a class wrapped in `@ray.remote(...)`, without those that a pool or group decides."""
     if not is_wrapped(worker_class):
         return {}
@@ -136,19 +136,19 @@ class RemoteActor:
 
     def kill(self) -> None:
         """Kill the process and its children."""
-        if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_gone` ends the process
+        if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_exited` ends the process
             with suppress(ray.exceptions.RayError):  # it may already be dead
                 ray.kill(self._handle, no_restart=True)
 
-    def process_here(self) -> psutil.Process | None:
+    def local_process(self) -> psutil.Process | None:
         """The process, if it is alive and on this host."""
         identity = self.identity
         if identity is None or identity.host != gethostname():
             return None
         try:
             process = psutil.Process(identity.pid)
-            same = abs(process.create_time() - identity.created) < _CLOCK_S
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            is_same_process = abs(process.create_time() - identity.created) < _CLOCK_S
+            return process if is_same_process and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
 
@@ -157,7 +157,7 @@ class RemoteActor:
         if self._death_seen:
             return False
         if self.identity is not None and self.identity.host == gethostname():
-            return self.process_here() is not None
+            return self.local_process() is not None
         # The public state API requires the dashboard; this is the table that it reads.
         row = ray._private.state.actors(self._handle._actor_id.hex())
         return bool(row) and row["State"] != "DEAD"
@@ -193,11 +193,11 @@ class RemoteActor:
         return f"The end of its log, {log}:\n" + "\n".join(f"    {line}" for line in tail) if tail else ""
 
 
-def wait_gone(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
+def wait_exited(actors: Sequence[RemoteActor], timeout_s: float = 3.0) -> None:
     """Wait until killed processes on this host are gone, then kill them directly; other nodes do so themselves."""
     here = [actor for actor in actors if actor.identity is not None and actor.identity.host == gethostname()]
     until = time.monotonic() + timeout_s
-    while not daemons.is_dead() and any(actor.process_here() is not None for actor in here) and time.monotonic() < until:
+    while not daemons.is_dead() and any(actor.local_process() is not None for actor in here) and time.monotonic() < until:
         time.sleep(0.02)
     if here:
         # Ray asks a process to exit, but a stopped process does not respond. Its children are killed with it.

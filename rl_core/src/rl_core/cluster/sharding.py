@@ -21,12 +21,12 @@ class NamedSharding:
 
     def __init__(self, layout: Sequence[Any] | NDArray[np.integer[Any]], names: Sequence[str]) -> None:
         try:
-            given = np.asarray(layout)
+            ranks = np.asarray(layout)
         except ValueError:
             raise UserError(f"the layout is ragged: its rows differ in length, found {layout}") from None
-        if given.size and not np.issubdtype(given.dtype, np.integer):
-            raise UserError(f"ranks must be integers, found {given.ravel().tolist()} ({given.dtype})")
-        grid = given.astype(np.int64)
+        if ranks.size and not np.issubdtype(ranks.dtype, np.integer):
+            raise UserError(f"ranks must be integers, found {ranks.ravel().tolist()} ({ranks.dtype})")
+        grid = ranks.astype(np.int64)
         self._names = tuple(names)
         if grid.ndim != len(self._names):
             raise UserError(
@@ -89,10 +89,10 @@ class NamedSharding:
 
     def get_worker_coords(self, rank: int) -> dict[str, int]:
         """Axis name to coordinate of that rank."""
-        found = np.argwhere(self._grid == rank)
-        if not len(found):
+        coordinates = np.argwhere(self._grid == rank)
+        if not len(coordinates):
             raise UserError(f"rank {rank} is not in the grid {self.shape}")
-        return {name: int(at) for name, at in zip(self._names, found[0], strict=True)}
+        return {name: int(at) for name, at in zip(self._names, coordinates[0], strict=True)}
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """All ranks at these coordinates, in row-major order; unnamed axes are free."""

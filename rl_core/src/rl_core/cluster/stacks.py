@@ -44,13 +44,13 @@ def read_stack(pid: int, path: str, *, timeout_s: float) -> str:
 
 def _wait_for_growth(path: str, size: int, timeout_s: float) -> str:
     until = time.monotonic() + timeout_s
-    seen = size
+    last_size = size
     while time.monotonic() < until:
         time.sleep(0.05)
-        now = Path(path).stat().st_size
-        if now > size and now == seen:
+        current_size = Path(path).stat().st_size
+        if current_size > size and current_size == last_size:
             break
-        seen = now
+        last_size = current_size
     with open(path, "rb") as answers:
         answers.seek(size)
         return answers.read().decode(errors="replace")

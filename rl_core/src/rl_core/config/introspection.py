@@ -137,13 +137,13 @@ def allows_bool(annotation: Any) -> bool:
 
 def choices(annotation: Any) -> list[Any]:
     """The values that a choice (`Literal` or an enum) allows."""
-    found: list[Any] = []
+    options: list[Any] = []
     for option in _options(annotation):
         if get_origin(option) is Literal:
-            found.extend(get_args(option))
+            options.extend(get_args(option))
         elif isinstance(option, type) and issubclass(option, enum.Enum):
-            found.extend(member.value for member in option)
-    return found
+            options.extend(member.value for member in option)
+    return options
 
 
 def inner_annotation(annotation: Any, path: KeyPath) -> Any:

@@ -42,24 +42,24 @@ def section_from_keywords(
     Raises:
         ConfigError: a whole section and additional fields, no model, an unknown field, or an invalid value.
     """
-    given = dict(fields)
+    keywords = dict(fields)
     if model_name is not None:
-        given["model_name"] = model_name
+        keywords["model_name"] = model_name
     if torch_dtype is not None:
-        given["precision"] = str(torch_dtype).removeprefix("torch.")
+        keywords["precision"] = str(torch_dtype).removeprefix("torch.")
     if config is not None:
-        if given:
+        if keywords:
             raise ConfigError(
                 f"{who} got a whole `config` and additional fields. Put the fields into the config, for example with "
                 "`config.model_copy(update={...})`."
             )
         return config
-    if given.get("model_name") is None:
+    if keywords.get("model_name") is None:
         raise ConfigError(f"{who} needs a model: model_name='path/to/model', or config={model.__name__}(...).")
     own_model = model.model_fields[own].annotation
     assert isinstance(own_model, type)
     assert issubclass(own_model, BaseModel)
-    values, own_values = _sorted_out(who, given, model, own, own_model)
+    values, own_values = _split_keywords(who, keywords, model, own, own_model)
     for key, nested_model in (nested or {}).items():
         if isinstance(values.get(key), Mapping):
             defaults = nested_model.keywords if isinstance(nested_model, partial) else {}
@@ -70,13 +70,13 @@ def section_from_keywords(
     return section_of_values(model, {**values, own: own_values}, name="", who=who)
 
 
-def _sorted_out(
-    who: str, given: dict[str, Any], model: type[Section], own: str, own_model: type[BaseModel]
+def _split_keywords(
+    who: str, keywords: dict[str, Any], model: type[Section], own: str, own_model: type[BaseModel]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of the section, and those of the backend's own section in it."""
-    own_values = dict(given.pop(own, None) or {})
+    own_values = dict(keywords.pop(own, None) or {})
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in keywords.items():
         if key in model.model_fields or key in getattr(model, "transformers_keys", ()):
             values[key] = value
         elif key in own_model.model_fields:

@@ -49,10 +49,10 @@ def _checkpoint_hint(path: Path) -> str:
 def model_config(name_or_path: str) -> dict[str, Any] | None:
     """The `config.json` of a model folder; None if it is missing or unreadable."""
     try:
-        found = json.loads((Path(name_or_path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(name_or_path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def weight_names(name_or_path: str) -> set[str] | None:

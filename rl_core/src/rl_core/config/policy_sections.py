@@ -76,7 +76,7 @@ class DynamicBatchingConfig(Section):
     """Microbatches with a token budget: rows are sorted by length and padded to the longest row of their microbatch."""
 
     enabled: bool = False
-    """Whether to use dynamic batching."""
+    """Whether to form microbatches by the token budgets below instead of by numbers of rows."""
     train_mb_tokens: int = Field(default=4096, ge=1)
     """Maximum number of tokens in a training microbatch, including padding."""
     logprob_mb_tokens: int = Field(default=8192, ge=1)
@@ -89,7 +89,7 @@ class SequencePackingConfig(Section):
     """Microbatches of several rows packed into one sequence, with block-diagonal attention."""
 
     enabled: bool = False
-    """Whether to use sequence packing."""
+    """Whether to pack rows, up to the token budgets below, instead of padding them."""
     train_mb_tokens: int = Field(default=4096, ge=1)
     """Maximum number of tokens in a training microbatch."""
     logprob_mb_tokens: int = Field(default=8192, ge=1)
@@ -127,7 +127,7 @@ class GenerationConfig(ComponentSection):
     val_temperature: float = Field(default=0.0, ge=0.0)
     """Sampling temperature in validation; 0 means greedy decoding."""
     python: Annotated[str | None, NAME_OR_PATH] = None
-    """Python interpreter of another environment to run the workers with, such as `venvs/sampler/bin/python`."""
+    """Python interpreter that runs the workers, such as `venvs/sampler/bin/python`; that of the driver by default."""
     num_workers: int | None = Field(default=None, ge=1)
     """Number of engine replicas; defaults to the number of policy ranks."""
     max_restarts: int = Field(default=3, ge=0)
@@ -251,7 +251,7 @@ class PolicyConfig(ComponentSection):
     generation: GenerationConfig | None = None
     """Generation backend. Required by algorithms that sample."""
     python: Annotated[str | None, NAME_OR_PATH] = None
-    """Python interpreter of another environment to run the workers with."""
+    """Python interpreter that runs the workers; that of the driver by default."""
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Settings of the run that the backend cannot support: each conflicting key of this section, and the reason.
@@ -276,9 +276,9 @@ class PolicyConfig(ComponentSection):
         return self
 
 
-def rows_per_optimizer_step(rows: int, *, asked: int | None, multiple_of: int) -> int:
+def rows_per_optimizer_step(rows: int, *, batch_size: int | None, multiple_of: int) -> int:
     """Number of rows of one optimizer step, including filler rows, so that each data-parallel rank has the same number.
 
-    `asked` is `train_global_batch_size`; None takes all rows at once.
+    `batch_size` is `train_global_batch_size`; None means all rows at once.
     """
-    return -(-(asked or rows) // multiple_of) * multiple_of
+    return -(-(batch_size or rows) // multiple_of) * multiple_of

@@ -61,7 +61,7 @@ class EnvironmentConfig(ComponentSection):
     `rollout.retries` times."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weights of the named rewards in the reward of a row, 1 by default. A name that the environment does not return is
-    refused."""
+    an error."""
     max_concurrency: int = Field(default=1, ge=1)
     """Number of calls that a worker runs at the same time. With 1, rows that are ready at the same moment share a call, and
     later rows wait until a worker is free. Above 1, each row is a separate call in a thread, so a slow row does not delay the

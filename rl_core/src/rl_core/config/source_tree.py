@@ -57,29 +57,29 @@ class Node:
 
     def child(self, part: str | int) -> Node | None:
         """The value under a key or at an index of a list, or None."""
-        found: Node | None = None
+        child: Node | None = None
         if isinstance(self.value, dict):
-            found = self.value.get(part)
+            child = self.value.get(part)
         elif isinstance(self.value, list) and isinstance(part, int) and 0 <= part < len(self.value):
-            found = self.value[part]
-        return found
+            child = self.value[part]
+        return child
 
     def at(self, path: KeyPath) -> Node | None:
         """The value at a path, or None if nothing is written there."""
-        found: Node | None = self
+        node: Node | None = self
         for part in path:
-            found = None if found is None else found.child(part)
-        return found
+            node = None if node is None else node.child(part)
+        return node
 
     def nearest(self, path: KeyPath) -> Node:
         """The value at a path, or the innermost value on the way to it."""
-        found = self
+        node = self
         for part in path:
-            inner = found.child(part)
+            inner = node.child(part)
             if inner is None:
-                return found
-            found = inner
-        return found
+                return node
+            node = inner
+        return node
 
     def plain(self) -> Any:
         """The plain values: dicts, lists and scalars."""

@@ -18,7 +18,7 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     max_concurrent_calls: int = Field(default=16, ge=1)
     """Maximum number of tool calls that run at the same time in a worker process."""
     max_result_chars: int = Field(default=4000, ge=1)
-    """Longest tool result in characters. A longer one is cut, and its original length is appended."""
+    """Maximum length of a tool result in characters. Longer results are truncated, with a note of their original length."""
     invalid_call_penalty: float = Field(default=0.0, ge=0.0)
     """Value subtracted from the reward for every invalid call: one that cannot be parsed, names an unknown tool, has wrong
     arguments, raises an exception or times out."""

@@ -79,7 +79,7 @@ class Validator:
                 self.problems.mark_invalid("must be a number; found .nan.", place=self.written.nearest(where).place, path=where)
 
     def _report(self, detail: ErrorDetails, *, model: Model, values: Any, path: KeyPath) -> None:
-        inner, found = _walk(values, detail["loc"])
+        inner, value = _walk(values, detail["loc"])
         where = (*path, *inner)
         kind = detail["type"]
         if kind in ("missing", "extra_forbidden"):
@@ -95,9 +95,9 @@ class Validator:
             written = self.written.nearest(where)
             self.problems.add(_reason(detail), place=written.key_place, path=where)
         elif kind in _WRONG_VALUE or kind.endswith(("_type", "_parsing")):
-            self._wrong_value(field, where, found, model=model, section=path)
+            self._wrong_value(field, where, value, model=model, section=path)
         else:
-            message = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, found {show(found)}."
+            message = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, found {show(value)}."
             self.problems.add(message, place=self.written.nearest(where).place, path=where)
 
     def _missing(self, field: Field | None, path: KeyPath) -> None:
@@ -109,18 +109,18 @@ class Validator:
         self.problems.add(f"is required{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
 
     def _wrong_value(
-        self, field: Field | None, path: KeyPath, found: Any, *, model: Model | None = None, section: KeyPath = ()
+        self, field: Field | None, path: KeyPath, value: Any, *, model: Model | None = None, section: KeyPath = ()
     ) -> None:
         if field is None or field.is_free:
             allowed, options = self._allowed_within(model, path[len(section) :])
         else:
             allowed, options = field.allowed, choices(field.info.annotation)
-        meant = nearest(found, [o for o in options if isinstance(o, str)]) if isinstance(found, str) else None
+        meant = nearest(value, [o for o in options if isinstance(o, str)]) if isinstance(value, str) else None
         hint = f" Did you mean {show(meant)}?" if meant else ""
         written = self.written.at(path)
         if written is not None and written.text is not None and not isinstance(written.value, str) and "text" in allowed:
             hint = f" YAML does not read {written.text!r} as text: quote it if text is meant."
-        self.problems.add(f"must be {allowed}; found {show(found)}.{hint}", place=self.written.nearest(path).place, path=path)
+        self.problems.add(f"must be {allowed}; found {show(value)}.{hint}", place=self.written.nearest(path).place, path=path)
 
     @staticmethod
     def _allowed_within(model: Model | None, path: KeyPath) -> tuple[str, list[Any]]:

@@ -222,8 +222,8 @@ def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozen
     """Ids that end a completion: the `eos_token_id` (an int, a list or None) of each source that is not None, and `further`."""
     ids = set(further or ())
     for source in sources:
-        found = getattr(source, "eos_token_id", None)
-        ids.update([found] if isinstance(found, int) else found or ())
+        configured = getattr(source, "eos_token_id", None)
+        ids.update([configured] if isinstance(configured, int) else configured or ())
     return frozenset(ids)
 
 

@@ -85,8 +85,8 @@ def prefix_groups(input_ids: torch.Tensor, lengths: torch.Tensor, prompt_ids: to
 def common_prefix(input_ids: torch.Tensor, lengths: torch.Tensor) -> int:
     """Number of tokens that all rows begin with; for a single row, its length. Arguments as `prefix_groups`."""
     shortest = int(lengths.min())
-    same = (input_ids[1:, :shortest] == input_ids[0, :shortest]).all(dim=0)
-    return int(same.int().cumprod(dim=0).sum())
+    is_common = (input_ids[1:, :shortest] == input_ids[0, :shortest]).all(dim=0)
+    return int(is_common.int().cumprod(dim=0).sum())
 
 
 def computed_tokens(groups: Sequence[PrefixGroup], lengths: Sequence[int]) -> int:

@@ -64,7 +64,7 @@ def load_tokenizer(
         tokenizer.chat_template = with_template_kwargs(tokenizer.chat_template, chat_template_kwargs)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise DataError(f"the tokenizer of {str(name_or_path)!r} has neither a padding nor an EOS token: add one")
+            raise DataError(f"the tokenizer of {str(name_or_path)!r} has neither a padding nor an EOS token: set `pad_token`")
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     return tokenizer
@@ -125,10 +125,10 @@ def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
         if name not in words:
             near = difflib.get_close_matches(name, words, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            found = f"the chat template does not use {name!r}{hint}" if words else "the tokenizer has no chat template"
+            problem = f"the chat template does not use {name!r}{hint}" if words else "the tokenizer has no chat template"
             raise DataError(
-                f"chat_template_kwargs: {found}, so the value would have no effect. Remove it, or use a template that uses it "
-                "(chat_template)"
+                f"chat_template_kwargs: {problem}, so the value would have no effect. Remove it, or use a template that "
+                "uses it (chat_template)"
             )
     # Transformers removes only one line break after a block.
     defaults = "".join(f"{{% if {n} is not defined %}}{{% set {n} = {v!a} %}}{{% endif %}}" for n, v in kwargs.items()) + "\n"

@@ -11,7 +11,7 @@ from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, read_prompts
 from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
-from rl_core.dispatch.replica_rows import Answer, in_order, of_one_version, one_of, prompt_columns, sample_rows
+from rl_core.dispatch.replica_rows import Answer, equal_answer, in_order, newest_version, prompt_columns, sample_rows
 from rl_core.dispatch.streaming import RowStream
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade
@@ -85,8 +85,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         missing = list(range(rows.size))
         while missing:
             self.await_weights()
-            found, deaths = sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
-            answers = of_one_version([*answers, *found])
+            sampled, deaths = sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
+            answers = newest_version([*answers, *sampled])
             missing = sorted(set(range(rows.size)).difference(*(part for part, _ in answers)))
             if deaths:
                 self.restart_dead(deaths[0])
@@ -113,15 +113,15 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
             yield row, output
 
     def close_sessions(self, sessions: Sequence[str]) -> None:
-        self._stream.close_sessions(sessions, tell_replicas=self._keeps_sessions)
+        self._stream.close_sessions(sessions, notify_replicas=self._keeps_sessions)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        self._run_revived("prepare_for_generation")
+        self._run_with_restarts("prepare_for_generation")
         self._is_prepared = True
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        self._run_revived("finish_generation")
+        self._run_with_restarts("finish_generation")
         self._is_prepared = False
         return True
 
@@ -288,10 +288,10 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
     def _version_of(self, versions: Sequence[int]) -> int:
         if any(versions[rank] < 0 for rank in self._without_weights):
             return -1
-        version: int = one_of(versions, "get_weight_version")
+        version: int = equal_answer(versions, "get_weight_version")
         return version
 
-    def _run_revived(self, method: str) -> list[Any]:
+    def _run_with_restarts(self, method: str) -> list[Any]:
         """Call every replica; if dead ones were restarted, call all again."""
         while True:
             try:

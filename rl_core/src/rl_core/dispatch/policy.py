@@ -165,7 +165,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
                 f"{type(loss_fn).__name__} reads {unit} rows together, but the batch has {rows.size} rows, and an optimizer "
                 f"step {gbs}. Make both multiples of {unit}."
             )
-        rows_per_step = rows_per_optimizer_step(rows.size, asked=gbs, multiple_of=self.data_ranks * unit)
+        rows_per_step = rows_per_optimizer_step(rows.size, batch_size=gbs, multiple_of=self.data_ranks * unit)
         rows = pad_rows_to_multiple(rows, rows_per_step)
         chosen = TrainingRows.all_of(rows, rows_per_step)
         if not eval_mode:
@@ -241,8 +241,8 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
 
     def find_non_finite(self) -> str | None:
         self.wait_ready()
-        found = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
-        return next((f"{name} (rank {rank})" for rank, name in enumerate(found) if name is not None), None)
+        names = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
+        return next((f"{name} (rank {rank})" for rank, name in enumerate(names) if name is not None), None)
 
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
         whole = int(self.facts.get("num_parameters", 0))

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.replica_rows import in_order, one_of, prompt_columns, sample_rows
+from rl_core.dispatch.replica_rows import equal_answer, in_order, prompt_columns, sample_rows
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.weights.replicas import same_digests_on_every_replica
 
@@ -22,7 +22,7 @@ class ReplicaRefits(GenerationInterface):
         """Call a method of every replica of the refit and wait."""
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
-        dtypes: Mapping[str, str] = one_of(self._run("prepare_refit_info", info), "prepare_refit_info")
+        dtypes: Mapping[str, str] = equal_answer(self._run("prepare_refit_info", info), "prepare_refit_info")
         return dtypes
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class RestartedReplicas(ReplicaRefits):
 
     @property
     def weight_version(self) -> int:
-        version: int = one_of(self._run("get_weight_version"), "get_weight_version")
+        version: int = equal_answer(self._run("get_weight_version"), "get_weight_version")
         return version
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:

@@ -67,7 +67,7 @@ def sample_rows(
     return answers, deaths
 
 
-def of_one_version(answers: Sequence[Answer]) -> list[Answer]:
+def newest_version(answers: Sequence[Answer]) -> list[Answer]:
     """The answers sampled with the newest weights: the policy may have been updated between a death and the next refit."""
     newest = max((int(output["weight_version"].max()) for _, output in answers), default=-1)
     kept = [answer for answer in answers if bool((answer[1]["weight_version"] == newest).all())]
@@ -83,7 +83,7 @@ def in_order(answers: Sequence[Answer]) -> BatchedDataDict[GenerationOutputSpec]
     return output
 
 
-def one_of(answers: Sequence[Any], method: str) -> Any:
+def equal_answer(answers: Sequence[Any], method: str) -> Any:
     """The answer of all replicas, which must be equal.
 
     Raises:
@@ -91,6 +91,6 @@ def one_of(answers: Sequence[Any], method: str) -> Any:
     """
     if any(answer != answers[0] for answer in answers):
         raise WeightSyncError(
-            f"The {len(answers)} generation replicas do not have the same weights ({method} differs): a refit was incomplete."
+            f"The {len(answers)} generation replicas have different weights ({method} differs): a refit failed. Resume the run."
         )
     return answers[0]

@@ -59,7 +59,7 @@ class _Replica:
     arrivals: list[GenerationRequest] = field(default_factory=list)
     in_flight: dict[str, tuple[GenerationRequest, asyncio.Queue[Any]]] = field(default_factory=dict)
     cancellations: list[PendingCall] = field(default_factory=list)
-    last_news: float = 0.0
+    last_progress: float = 0.0
     is_recovering: bool = False
     """Whether it is being restarted or refitted; it is not called meanwhile."""
 
@@ -86,12 +86,12 @@ class RowStream:
         """Number of rows in flight on each replica."""
         return self._affinity.load
 
-    def close_sessions(self, sessions: Sequence[str], *, tell_replicas: bool = True) -> None:
+    def close_sessions(self, sessions: Sequence[str], *, notify_replicas: bool = True) -> None:
         """Forget sessions, and let their replicas discard what they keep for them; returns without waiting for the replicas."""
         closed: dict[int, list[str]] = {}
         for session in sessions:
             rank = self._affinity.close(session)
-            if rank is not None and tell_replicas:
+            if rank is not None and notify_replicas:
                 closed.setdefault(rank, []).append(session)
         for rank, names in closed.items():
             if self._replicas[rank].is_recovering:
@@ -145,7 +145,7 @@ class RowStream:
     def _begin(self, rank: int, arrival: GenerationRequest, consumer: asyncio.Queue[Any]) -> None:
         replica, pump = self._replicas[rank], self._pumps.get(rank)
         if not replica.in_flight:
-            replica.last_news = asyncio.get_running_loop().time()
+            replica.last_progress = asyncio.get_running_loop().time()
             replica.cancellations.clear()
         replica.arrivals.append(arrival)
         replica.in_flight[arrival.name] = arrival, consumer
@@ -157,15 +157,15 @@ class RowStream:
         waiting = {arrival.name for arrival in replica.arrivals}
         known = {name for name in names if self._end(replica, name) is not None}
         replica.arrivals = [arrival for arrival in replica.arrivals if arrival.name not in known]
-        self._tell(rank, sorted(known - waiting))
+        self._cancel_on_replica(rank, sorted(known - waiting))
 
-    def _tell(self, rank: int, cancelled: Sequence[str]) -> None:
+    def _cancel_on_replica(self, rank: int, cancelled: Sequence[str]) -> None:
         """Cancel rows of the replica; results of other rows in the same call are left to the pump."""
         if not cancelled or self._replicas[rank].is_recovering:
             return
         try:
             self._replicas[rank].cancellations.append(self._call(rank, [], cancelled=cancelled, wait_s=0.0))
-        except Exception as error:  # as in `_exchange`
+        except Exception as error:  # as in `_poll`
             self._fail(self._replicas[rank], error)
 
     def _call(self, rank: int, arrivals: Sequence[GenerationRequest], **kwargs: Any) -> PendingCall:
@@ -176,26 +176,26 @@ class RowStream:
         replica = self._replicas[rank]
         while replica.in_flight:
             try:
-                await self._exchange_or_recover(rank)
+                await self._poll_or_recover(rank)
             except Exception as error:  # passed to every consumer of this replica, which raises it
                 names = list(replica.in_flight)
                 self._fail(replica, error)
                 if isinstance(error, WorkerDiedError):
                     self._affinity.excluded.add(rank)  # later calls use the other replicas
                 elif not isinstance(error, DeadlineExceededError):
-                    self._tell(rank, names)
+                    self._cancel_on_replica(rank, names)
             await asyncio.sleep(0)  # let consumers run first: a replica in this process blocks the loop while it works
 
-    async def _exchange_or_recover(self, rank: int) -> None:
+    async def _poll_or_recover(self, rank: int) -> None:
         recovery = self._recovery
         if recovery is None:
-            await self._exchange(rank)
+            await self._poll(rank)
             return
         if recovery.lacks_weights(rank):
             await self._recover(rank, recovery.await_weights)
         restarts = recovery.restarts
         try:
-            await self._exchange(rank)
+            await self._poll(rank)
         except WorkerDiedError as error:
             cause = error
             await self._recover(rank, lambda: recovery.recover(cause, restarts))
@@ -211,16 +211,16 @@ class RowStream:
             replica.is_recovering = False
         replica.cancellations.clear()
         replica.arrivals = [request for request, _ in replica.in_flight.values()]
-        replica.last_news = asyncio.get_running_loop().time()
+        replica.last_progress = asyncio.get_running_loop().time()
 
-    async def _exchange(self, rank: int) -> None:
+    async def _poll(self, rank: int) -> None:
         replica = self._replicas[rank]
         arrivals, replica.arrivals = replica.arrivals, []
         calls = [self._call(rank, arrivals, wait_s=self._wait_s)]
         while calls:
             self._deliver(replica, await _result(calls.pop(), self._deadline_s))
             calls, replica.cancellations = calls + replica.cancellations, []
-        if replica.in_flight and asyncio.get_running_loop().time() - replica.last_news > self._deadline_s:
+        if replica.in_flight and asyncio.get_running_loop().time() - replica.last_progress > self._deadline_s:
             names = list(replica.in_flight)
             self._fail(
                 replica,
@@ -230,11 +230,11 @@ class RowStream:
                     "the log of this worker."
                 ),
             )
-            self._tell(rank, names)
+            self._cancel_on_replica(rank, names)
 
     def _deliver(self, replica: _Replica, ended: dict[str, BatchedDataDict[Any] | Exception]) -> None:
         if ended:
-            replica.last_news = asyncio.get_running_loop().time()
+            replica.last_progress = asyncio.get_running_loop().time()
         for name, output in ended.items():
             if isinstance(output, BatchedDataDict) and "unfinished" in output:
                 _, consumer = replica.in_flight.get(name, (None, None))
@@ -245,11 +245,11 @@ class RowStream:
 
     def _end(self, replica: _Replica, name: str) -> asyncio.Queue[Any] | None:
         """The consumer of a row that is no longer in flight; None if it was not."""
-        found = replica.in_flight.pop(name, None)
-        if found is None:
+        entry = replica.in_flight.pop(name, None)
+        if entry is None:
             return None
         self._affinity.release(name)
-        return found[1]
+        return entry[1]
 
     def _fail(self, replica: _Replica, error: Exception) -> None:
         for name in list(replica.in_flight):

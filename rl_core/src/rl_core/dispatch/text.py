@@ -57,10 +57,10 @@ class TextGeneration:
                 chat_template=section.chat_template,
                 chat_template_kwargs=section.chat_template_kwargs,
             )
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not asked:
+        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompt_list:
             return []
-        rows = [_token_ids(prompt, self._tokenizer) for prompt in asked]
+        rows = [_token_ids(prompt, self._tokenizer) for prompt in prompt_list]
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
                 "input_ids": cat_right_padded([row.unsqueeze(0) for row in rows], pad_value=pad_value("input_ids")),

@@ -85,8 +85,8 @@ class WorkerRestarter:
         why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
         for rank in dead:
             self.count += 1
-            told = (self._group.describe_rank(rank), self.count, self._max_restarts, why)
-            _log.warning("%s exited; restarting it (%d of %d)%s", *told)
+            args = (self._group.describe_rank(rank), self.count, self._max_restarts, why)
+            _log.warning("%s exited; restarting it (%d of %d)%s", *args)
 
     def _reject_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = {

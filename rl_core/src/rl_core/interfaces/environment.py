@@ -149,11 +149,11 @@ def _with_arguments_checked(step: Callable[..., EnvironmentReturn]) -> Callable[
     def checked(self: EnvironmentInterface, *args: Any, **kwargs: Any) -> EnvironmentReturn:
         given = len(args) + len(kwargs)
         if given < _STEP_ARGUMENTS:
-            found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
+            received = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
             raise DataError(
                 f"{type(self).__name__}.step takes B conversations (lists of messages with `role` and `content`) and B "
-                f"metadata objects, found {found}. For the text of a generation, call policy.generate_text(prompts) and append "
-                "each answer to its conversation as an assistant message."
+                f"metadata objects, found {received}. For the text of a generation, call policy.generate_text(prompts) and "
+                "append each answer to its conversation as an assistant message."
             )
         return step(self, *args, **kwargs)
 

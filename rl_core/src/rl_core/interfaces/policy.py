@@ -119,7 +119,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """Start a refit: split the manifest into buckets of names, each within the byte budget.
 
-        With `kept`, name to the receiver's dtype, wider weights are rounded to it before they are sent.
+        With `receiver_dtypes`, name to the receiver's dtype, wider weights are rounded to it before they are sent.
         """
 
     @abstractmethod

@@ -94,14 +94,14 @@ class ToolEnvironment(EnvironmentInterface):
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
         """`tool_calls`, calls per row; `tool_use_frac`, rows with calls; `invalid_call_frac`, and counts by kind of problem."""
         states = [_state(info) for info in batch["extra_env_info"]]
-        made = sum(state["calls"] for state in states)
+        num_calls = sum(state["calls"] for state in states)
         problems: Counter[str] = Counter()
         for state in states:
             problems.update(state["problems"])
         metrics: dict[str, float | int] = {
-            "tool_calls": made / len(states),
+            "tool_calls": num_calls / len(states),
             "tool_use_frac": sum(state["calls"] > 0 for state in states) / len(states),
-            "invalid_call_frac": sum(problems.values()) / made if made else 0.0,
+            "invalid_call_frac": sum(problems.values()) / num_calls if num_calls else 0.0,
         }
         return batch, metrics | {f"calls_{problem.value}": problems[problem.value] for problem in CallProblem}
 
@@ -155,8 +155,8 @@ def _calls(log: Conversation) -> list[ToolCall]:
 
 
 def _state(info: Any) -> Mapping[str, Any]:
-    found = info.get(_STATE) if isinstance(info, Mapping) else None
-    return found or {"turns": 0, "calls": 0, "problems": {}}
+    state = info.get(_STATE) if isinstance(info, Mapping) else None
+    return state or {"turns": 0, "calls": 0, "problems": {}}
 
 
 def _session(info: Any) -> str | None:

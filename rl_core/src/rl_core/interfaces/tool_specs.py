@@ -72,8 +72,8 @@ class Tool:
         try:
             return self.adapter.validate_python(dict(arguments))
         except ValidationError as error:
-            found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
-            raise ToolArgumentError("; ".join(found)) from error
+            errors = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
+            raise ToolArgumentError("; ".join(errors)) from error
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -120,9 +120,9 @@ def _arguments_type(function: Callable[..., Any], described: Mapping[str, str]) 
         hint = getitem(Annotated, (hints[parameter.name], field))
         fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
         _check_type(hints[parameter.name], parameter.name, name)
-    made = TypedDict("Arguments", fields)  # type: ignore[misc]
-    made.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
-    return made
+    arguments_type = TypedDict("Arguments", fields)  # type: ignore[misc]
+    arguments_type.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return arguments_type
 
 
 def _check_type(hint: Any, parameter: str, tool: str) -> None:

@@ -34,7 +34,7 @@ class TransportContext:
     """Returns an address and a free port on the node of the policy's rank 0, for a process group rendezvous."""
     folder: Path = Path(gettempdir())
     """Folder for files of weights that both policy and generation backend can access."""
-    kept: Callable[[], Mapping[str, str]] = _unknown
+    receiver_dtypes: Callable[[], Mapping[str, str]] = _unknown
     """Name to the dtype that the generation backend stores, such as "bfloat16", in the current refit; a tensor not listed is
     sent as it is."""
     num_receivers: int = 1

@@ -145,17 +145,17 @@ class Component:
     def _import(self, reference: str) -> Any:
         module_name, _, path = reference.partition(":")
         try:
-            found: Any = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
         except Exception as error:
             raise ComponentImportError(
                 f"{module_name}, the module of {self.name!r}, cannot be imported: {describe(error)}. "
                 f"`rlcore doctor {self.name} --deep` shows where."
             ) from error
         for attribute in path.split("."):
-            if not hasattr(found, attribute):
-                raise ComponentImportError(_no_attribute(reference, attribute, holder=found))
-            found = getattr(found, attribute)
-        return found
+            if not hasattr(target, attribute):
+                raise ComponentImportError(_no_attribute(reference, attribute, holder=target))
+            target = getattr(target, attribute)
+        return target
 
     def _check_references(self) -> None:
         for field, reference in (("target", self.target), ("config", self.config)):

@@ -48,8 +48,8 @@ def installed_plugins() -> list[InstalledPlugin]:
             location = Path(str(distribution.locate_file(""))).resolve()
             same_name = copies.setdefault(canonicalize_name(_name(distribution)), {})
             same_name.setdefault((location, version_of(distribution)), distribution)
-    found = [plugin for folders in copies.values() for plugin in _plugins_of(folders)]
-    return sorted(found, key=lambda plugin: (plugin.name, plugin.entry_point.name))
+    plugins = [plugin for folders in copies.values() for plugin in _plugins_of(folders)]
+    return sorted(plugins, key=lambda plugin: (plugin.name, plugin.entry_point.name))
 
 
 def _plugins_of(copies: dict[tuple[Path, str], importlib.metadata.Distribution]) -> list[InstalledPlugin]:

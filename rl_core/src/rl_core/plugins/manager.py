@@ -141,19 +141,19 @@ def discover(*, strict: bool | None = None) -> PluginManager:
     manager = PluginManager()
     disabled = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
     unused = set(disabled)
-    for found in installed_plugins():
-        matches = {name for name in disabled if _is_named(name, found)}
+    for installed in installed_plugins():
+        matches = {name for name in disabled if _is_named(name, installed)}
         unused -= matches
         if matches:
             manager.add_disabled(
-                found.entry_point.name,
-                distribution=found.name,
-                version=found.version,
-                module=found.entry_point.value,
-                location=str(found.location),
+                installed.entry_point.name,
+                distribution=installed.name,
+                version=installed.version,
+                module=installed.entry_point.value,
+                location=str(installed.location),
             )
         else:
-            _add_installed(manager, found)
+            _add_installed(manager, installed)
     names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
     manager.warnings.extend(
         f"{DISABLE_VARIABLE} names {name!r}, which is not a plugin.{did_you_mean(name, names)}" for name in sorted(unused)
@@ -163,32 +163,32 @@ def discover(*, strict: bool | None = None) -> PluginManager:
     return manager
 
 
-def _add_installed(manager: PluginManager, found: InstalledPlugin) -> None:
+def _add_installed(manager: PluginManager, plugin: InstalledPlugin) -> None:
     faults = []
     requirements: tuple[RequirementCheck, ...] = ()
     try:
-        requirements = check_requirements(found.distribution)
+        requirements = check_requirements(plugin.distribution)
     except InvalidRequirement as error:
         faults.append(f"its metadata has an invalid requirement: {describe(error)}")
-    if found.leftover:
+    if plugin.leftover:
         faults.append(
-            f"{found.location} contains metadata of {found.name} {found.version} and also of {', '.join(found.leftover)}: "
+            f"{plugin.location} contains metadata of {plugin.name} {plugin.version} and also of {', '.join(plugin.leftover)}: "
             "remove the dist-info folder of the version that is no longer installed"
         )
     manager.add(
-        found.entry_point.name,
-        found.entry_point.load,
-        distribution=found.name,
-        version=found.version,
-        module=found.entry_point.value,
-        location=str(found.location),
+        plugin.entry_point.name,
+        plugin.entry_point.load,
+        distribution=plugin.name,
+        version=plugin.version,
+        module=plugin.entry_point.value,
+        location=str(plugin.location),
         requirements=requirements,
         faults=tuple(faults),
     )
 
 
-def _is_named(name: str, found: InstalledPlugin) -> bool:
-    return name == found.entry_point.name or canonicalize_name(name) == canonicalize_name(found.name)
+def _is_named(name: str, plugin: InstalledPlugin) -> bool:
+    return name == plugin.entry_point.name or canonicalize_name(name) == canonicalize_name(plugin.name)
 
 
 def _strict_from_environment() -> bool:

@@ -79,8 +79,9 @@ def _check(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[Req
     except importlib.metadata.PackageNotFoundError:
         yield RequirementCheck(requirement=wanted, installed=None, fits=False)
         return
-    found = version_of(installed)
-    yield RequirementCheck(requirement=wanted, installed=found, fits=requirement.specifier.contains(found, prereleases=True))
+    version = version_of(installed)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    yield RequirementCheck(requirement=wanted, installed=version, fits=fits)
     for extra in sorted(requirement.extras):
         key = (canonicalize_name(requirement.name), canonicalize_name(extra))
         if key not in seen:

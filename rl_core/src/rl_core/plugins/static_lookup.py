@@ -43,10 +43,10 @@ def find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
 
 def _missing(module: str, name: str) -> str | None:
     if module in sys.modules:
-        found = sys.modules[module]
-        if hasattr(found, name):
+        loaded = sys.modules[module]
+        if hasattr(loaded, name):
             return None
-        return f"{module} has no {name!r}.{did_you_mean(name, [each for each in dir(found) if not each.startswith('_')])}"
+        return f"{module} has no {name!r}.{did_you_mean(name, [each for each in dir(loaded) if not each.startswith('_')])}"
     first, *inner = module.split(".")
     spec = importlib.util.find_spec(first)
     if spec is None:

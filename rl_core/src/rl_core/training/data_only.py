@@ -72,28 +72,28 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            found = _MetadataUnpickler(file).load()
+            metadata = _MetadataUnpickler(file).load()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path} was not loaded: {type(error).__name__}: {error}. Use another checkpoint.") from error
-    if problem := _problem(found):
+    if problem := _problem(metadata):
         raise CheckpointError(f"{path} is damaged: {problem}. Use another checkpoint.")
-    metadata_found: Metadata = found
-    return metadata_found
+    checked: Metadata = metadata
+    return checked
 
 
-def _problem(found: object) -> str | None:
+def _problem(value: object) -> str | None:
     """Why torch cannot have written the metadata, or None."""
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-        return f"it contains {type(found).__name__} instead of metadata"
-    entries: dict[Any, Any] = found.state_dict_metadata
+    if not isinstance(value, Metadata) or not isinstance(value.state_dict_metadata, dict):
+        return f"it contains {type(value).__name__} instead of metadata"
+    entries: dict[Any, Any] = value.state_dict_metadata
     for name, entry in entries.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             return f"its entry {name!r} is {type(entry).__name__}"
-    if not isinstance(found.storage_data, dict):
+    if not isinstance(value.storage_data, dict):
         return "it does not say where tensors are stored"
-    for info in found.storage_data.values():
+    for info in value.storage_data.values():
         stored_in = getattr(info, "relative_path", None)
         if not isinstance(stored_in, str) or Path(stored_in).name != stored_in:
             return f"it names the file {stored_in!r}, which is not in its folder"

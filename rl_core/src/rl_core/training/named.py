@@ -17,8 +17,8 @@ def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also:
         UserError: it is not callable, an argument is missing or unknown, or it raises on one.
     """
     if not callable(factory):
-        raise UserError(f"`{key}.name`: {factory!r} cannot be called.")
-    check_arguments(factory, kwargs, key=key, given=1, also=also)
+        raise UserError(f"`{key}.name`: {factory!r} cannot be called: name a class or a function.")
+    check_arguments(factory, kwargs, key=key, num_positional=1, also=also)
     try:
         return factory(first, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -27,7 +27,7 @@ def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also:
 
 
 def check_arguments(
-    factory: Callable[..., Any], kwargs: Mapping[str, Any], *, key: str, given: int, also: tuple[str, ...] = ()
+    factory: Callable[..., Any], kwargs: Mapping[str, Any], *, key: str, num_positional: int, also: tuple[str, ...] = ()
 ) -> None:
     """Check that `factory` accepts the keywords and gets those that it needs.
 
@@ -35,13 +35,13 @@ def check_arguments(
         factory: the callable.
         kwargs: keyword arguments from the config.
         key: the config section, for errors.
-        given: arguments passed by position.
+        num_positional: number of arguments passed by position.
         also: keywords handled elsewhere, for the list of allowed ones.
 
     Raises:
         UserError: one is missing or unknown.
     """
-    parameters = list(inspect.signature(factory).parameters.values())[given:]
+    parameters = list(inspect.signature(factory).parameters.values())[num_positional:]
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         names = [p.name for p in parameters]
         for name in kwargs:

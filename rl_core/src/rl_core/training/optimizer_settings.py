@@ -51,7 +51,7 @@ class OptimizerSettings:
             CheckpointError: it is incomplete, or was written with another optimizer or other parameter groups.
         """
         if missing := {"settings", "param_groups", "scheduler"} - saved.keys():
-            raise CheckpointError(f"{source} is damaged: its training state has no `{min(missing)}`.")
+            raise CheckpointError(f"{source} is damaged: its state has no `{min(missing)}`. Use another checkpoint.")
         before, now, groups = saved["settings"], self._settings(), self.optimizer.param_groups
         if before["optimizer"] != now["optimizer"]:
             raise CheckpointError(

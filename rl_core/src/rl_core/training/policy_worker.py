@@ -186,7 +186,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
 
     def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
         if optimizer_path is not None and not Path(optimizer_path).is_dir():
-            raise CheckpointError(f"{optimizer_path} does not exist, so there is no training state to continue from.")
+            raise CheckpointError(f"{optimizer_path} does not exist: there is no training state to resume from.")
         self.load_weights(Path(weights_path))
         if optimizer_path is not None:
             self.load_training_state(Path(optimizer_path))

@@ -26,7 +26,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | 
         return LambdaLR(optimizer, constant)
     if config.name in SCHEDULES:
         shape = SCHEDULES[config.name]
-        check_arguments(shape, config.kwargs, key="policy.scheduler", given=1)
+        check_arguments(shape, config.kwargs, key="policy.scheduler", num_positional=1)
         return LambdaLR(optimizer, partial(shape, **config.kwargs))
     if "." not in config.name:
         raise UserError(

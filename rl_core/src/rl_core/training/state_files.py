@@ -36,7 +36,7 @@ def read_trainer_file(folder: Path, *, expected_format: int) -> dict[str, Any]:
     values = read_state_file(folder / TRAINER_FILE)
     if values.get("format") != expected_format:
         raise CheckpointError(
-            f"{folder} was written in format {values.get('format')}; this version reads format {expected_format}."
+            f"{folder} has format {values.get('format')}, but this rlcore reads {expected_format}: use the one that wrote it."
         )
     return values
 
@@ -48,14 +48,14 @@ def read_state_file(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     try:
-        found: Any = torch.load(path, weights_only=True)
+        state: Any = torch.load(path, weights_only=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
+        raise CheckpointError(f"{path} does not exist: there is no training state to resume from.") from error
     except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: it contains {type(found).__name__} instead of a mapping.")
-    values: dict[str, Any] = found
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: it contains {type(state).__name__}, not a mapping. Use another checkpoint.")
+    values: dict[str, Any] = state
     return values
 
 

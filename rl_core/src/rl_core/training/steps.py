@@ -25,12 +25,12 @@ def reduce_metrics(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[s
         how: a loss's `metric_reductions`; metrics not listed are summed.
     """
     return {
-        name: _REDUCERS[how.get(name, "sum")](torch.stack([found[name].detach().float() for found in metrics]))
+        name: _REDUCERS[how.get(name, "sum")](torch.stack([one[name].detach().float() for one in metrics]))
         for name in (metrics[0] if metrics else ())
     }
 
 
-def first_broken(losses: Sequence[float | torch.Tensor]) -> int | None:
+def first_non_finite_loss(losses: Sequence[float | torch.Tensor]) -> int | None:
     """Index of the first microbatch with a loss that is NaN or infinite, from 0; None if there is none."""
     for number, loss in enumerate(losses):
         if not bool(torch.isfinite(torch.as_tensor(loss))):
@@ -38,7 +38,7 @@ def first_broken(losses: Sequence[float | torch.Tensor]) -> int | None:
     return None
 
 
-def step_not_taken(step: int, where: str, *, norm: float) -> NonFiniteError:
+def non_finite_step_error(step: int, where: str, *, norm: float) -> NonFiniteError:
     """The error of an optimizer step (the first is 1) that would not have been finite; `norm` is that of the whole gradient.
 
     `where` is a sentence that names the tensor at fault, or says where to look for it.

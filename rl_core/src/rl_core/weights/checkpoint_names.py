@@ -21,24 +21,24 @@ from rl_core.interfaces.policy import RefitManifest
 
 
 @dataclass(frozen=True)
-class Part:
-    """Location of a tensor of the checkpoint.
+class Slice:
+    """Location of a tensor of the checkpoint within a tensor of the model.
 
     Attributes:
-        held_in: the model's tensor that holds it, which is contiguous.
+        container: the model's tensor that holds it, which is contiguous.
         shape: shape of the view.
         stride: strides of the view, in elements.
-        offset: elements of the holder before its first.
+        offset: elements of the container before its first.
     """
 
-    held_in: str
+    container: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, holder: torch.Tensor) -> torch.Tensor:
+    def of(self, container: torch.Tensor) -> torch.Tensor:
         """The tensor, as a view."""
-        flat = holder.view(-1)
+        flat = container.view(-1)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
@@ -55,79 +55,79 @@ class CheckpointNames:
 
     def __init__(self, model: Any, shapes: Mapping[str, Sequence[int]]) -> None:
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self._parts = _parts(model, self._shapes)
-        self._held: dict[str, list[str]] = {}
-        for name, part in self._parts.items():
-            self._held.setdefault(part.held_in, []).append(name)
+        self._slices = _slices_of(model, self._shapes)
+        self._names_in: dict[str, list[str]] = {}
+        for name, location in self._slices.items():
+            self._names_in.setdefault(location.container, []).append(name)
 
     def manifest(self, own: RefitManifest) -> dict[str, tuple[tuple[int, ...], str]]:
         """The manifest `own` of the model's tensors, converted to the checkpoint's names, in the same order."""
-        found: dict[str, tuple[tuple[int, ...], str]] = {}
-        for holder, (shape, dtype) in own.items():
-            for name in self._held.get(holder, ()):
-                found[name] = (self._parts[name].shape, dtype)
-            if holder not in self._held:
-                found[holder] = (tuple(shape), dtype)
-        return found
+        manifest: dict[str, tuple[tuple[int, ...], str]] = {}
+        for container, (shape, dtype) in own.items():
+            for name in self._names_in.get(container, ()):
+                manifest[name] = (self._slices[name].shape, dtype)
+            if container not in self._names_in:
+                manifest[container] = (tuple(shape), dtype)
+        return manifest
 
-    def holders(self, names: Iterable[str]) -> list[str]:
+    def containers(self, names: Iterable[str]) -> list[str]:
         """The model's tensors that hold the named ones, each once, in the order of the names."""
-        return list(dict.fromkeys(self._parts[name].held_in if name in self._parts else name for name in names))
+        return list(dict.fromkeys(self._slices[name].container if name in self._slices else name for name in names))
 
-    def apart(
+    def split(
         self, weights: Iterable[tuple[str, torch.Tensor]], names: Iterable[str] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and view of each tensor of the checkpoint.
+        """Yield the checkpoint's tensors, as views of the model's tensors, each with its name.
 
         Args:
             weights: the model's tensors.
-            names: only these; all by default.
+            names: names to yield; all by default.
         """
         wanted = None if names is None else set(names)
-        for holder, tensor in weights:
-            for name in self._held.get(holder, [holder]):
+        for container, tensor in weights:
+            for name in self._names_in.get(container, [container]):
                 if wanted is None or name in wanted:
-                    yield name, self._parts[name].of(tensor) if name in self._parts else tensor
+                    yield name, self._slices[name].of(tensor) if name in self._slices else tensor
 
-    def views(self, live: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The same as a mapping; views are created on access, since a large mixture of experts has tens of thousands.
+    def view_by_name(self, live: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """As `split`, but as a mapping that creates views on access: a large mixture of experts has tens of thousands.
 
         Args:
             live: the model's tensors.
         """
-        return _Views(live, self._held, self._parts) if self._parts else live
+        return _Views(live, self._names_in, self._slices) if self._slices else live
 
-    def together(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that hold the given ones, over the same memory; the reverse of `views`.
+    def merge(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's tensors that contain the given ones, in the same memory; the inverse of `view_by_name`.
 
         Args:
-            tensors: some or all tensors of one holder, by the checkpoint's names.
+            tensors: some or all tensors of one container, by the checkpoint's names.
 
         Raises:
             WeightSyncError: they are not contiguous in memory.
         """
-        found: dict[str, torch.Tensor] = {}
+        joined: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            part = self._parts.get(name)
-            holder = name if part is None else part.held_in
-            whole = tensor if part is None else _around(tensor, part, self._shapes[holder])
-            if whole is None or (holder in found and found[holder].data_ptr() != whole.data_ptr()):
+            location = self._slices.get(name)
+            container = name if location is None else location.container
+            whole = tensor if location is None else _around(tensor, location, self._shapes[container])
+            if whole is None or (container in joined and joined[container].data_ptr() != whole.data_ptr()):
                 raise WeightSyncError(
-                    f"Weight {name!r} is a separate tensor in the policy but a part of {holder!r} in the engine, so it cannot "
-                    "be shared by reference. Set policy.generation.refit_transport: shared_memory."
+                    f"Weight {name!r} is a separate tensor in the policy but a part of {container!r} in the engine, so it "
+                    "cannot be shared by reference. Set policy.generation.refit_transport: shared_memory."
                 )
-            found[holder] = whole
-        return found
+            joined[container] = whole
+        return joined
 
 
 class _Views(Mapping[str, torch.Tensor]):
-    def __init__(self, live: Mapping[str, torch.Tensor], held: Mapping[str, list[str]], parts: Mapping[str, Part]) -> None:
-        self._live, self._parts = live, parts
-        self._names = dict.fromkeys(name for holder in live for name in held.get(holder, [holder]))
+    def __init__(self, live: Mapping[str, torch.Tensor], names: Mapping[str, list[str]], slices: Mapping[str, Slice]) -> None:
+        self._live, self._slices = live, slices
+        self._names = dict.fromkeys(name for container in live for name in names.get(container, [container]))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        part = self._parts.get(name)
-        return self._live[name] if part is None else part.of(self._live[part.held_in].detach())
+        location = self._slices.get(name)
+        return self._live[name] if location is None else location.of(self._live[location.container].detach())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -136,8 +136,8 @@ class _Views(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def _parts(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
-    """By the checkpoint's name; only tensors whose name or form differs there, in memory order."""
+def _slices_of(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
+    """The location of each tensor, by its name in the checkpoint; only tensors whose name or shape differs there."""
     from transformers.core_model_loading import revert_weight_conversion
 
     # A loaded model remembers what its own folder needed, which may differ from what another folder needs.
@@ -146,19 +146,19 @@ def _parts(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with _CopiesAreViews(), torch.no_grad():
         written: dict[str, torch.Tensor] = revert_weight_conversion(fresh, dict(empty))
-    whose = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    containers = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
     inside: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in written.items():
-        holder = whose.get(tensor.untyped_storage()._cdata)
-        if holder is not None:
-            inside.setdefault(holder, []).append((name, tensor))
-    found: dict[str, Part] = {}
-    for holder, tensors in inside.items():
-        if [name for name, _ in tensors] == [holder] or sum(t.numel() for _, t in tensors) != empty[holder].numel():
+        container = containers.get(tensor.untyped_storage()._cdata)
+        if container is not None:
+            inside.setdefault(container, []).append((name, tensor))
+    slices: dict[str, Slice] = {}
+    for container, tensors in inside.items():
+        if [name for name, _ in tensors] == [container] or sum(t.numel() for _, t in tensors) != empty[container].numel():
             continue
         for name, tensor in sorted(tensors, key=lambda each: each[1].storage_offset()):
-            found[name] = Part(holder, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-    return found
+            slices[name] = Slice(container, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    return slices
 
 
 class _CopiesAreViews(TorchFunctionMode):
@@ -168,11 +168,11 @@ class _CopiesAreViews(TorchFunctionMode):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _around(tensor: torch.Tensor, part: Part, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """The contiguous tensor that `tensor` is this part of; None if there is none in its memory."""
-    start = tensor.storage_offset() - part.offset
+def _around(tensor: torch.Tensor, location: Slice, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The contiguous tensor that has `tensor` at this location; None if there is none in its memory."""
+    start = tensor.storage_offset() - location.offset
     numel = torch.Size(shape).numel()
-    room = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if tensor.stride() != part.stride or start < 0 or start + numel > room:
+    capacity = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.stride() != location.stride or start < 0 or start + numel > capacity:
         return None
     return tensor.detach().as_strided((numel,), (1,), start).view(shape)

@@ -276,7 +276,7 @@ def _make_group(
     devices = _devices_of_all(store, world_size, timeout)
     store.set_timeout(min(timeout, timedelta(seconds=_MESH_S)))
     prefixed = PrefixStore("weights", store)
-    if all(found != "cpu" for found in devices) and len(set(devices)) == world_size:
+    if all(kind != "cpu" for kind in devices) and len(set(devices)) == world_size:
         from torch.distributed import ProcessGroupNCCL
 
         nccl_options = ProcessGroupNCCL.Options()

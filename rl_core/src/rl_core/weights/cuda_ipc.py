@@ -52,9 +52,9 @@ class GpuBuffer:
         shared, self._shared = self._shared, None
         if shared is not None:
             # Torch waits for one receiver of each sharing, and there may have been none; actual receivers have counted too.
-            given = _bound(*shared)
+            arguments = _bound(*shared)
             self.bytes.untyped_storage()._release_ipc_counter(
-                given["ref_counter_handle"], given["ref_counter_offset"], device=self.bytes.device
+                arguments["ref_counter_handle"], arguments["ref_counter_offset"], device=self.bytes.device
             )
         self.bytes = torch.empty(0, dtype=torch.uint8)
 

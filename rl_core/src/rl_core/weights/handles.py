@@ -21,12 +21,12 @@ from rl_core.weights.shared_memory import MappedSegments
 
 def merge_handles(per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """Merge the mappings of all ranks of a policy: rank 0's, with the GPUs of all ranks."""
-    given = [dict(handles) for handles in per_rank if handles]
-    if not given:
+    handles_per_rank = [dict(handles) for handles in per_rank if handles]
+    if not handles_per_rank:
         raise WeightSyncError("Rank 0 of the policy did not return its weights.")
-    merged = given[0]
+    merged = handles_per_rank[0]
     if "devices" in merged:
-        merged["devices"] = {uuid: found for handles in given for uuid, found in handles["devices"].items()}
+        merged["devices"] = {uuid: device for handles in handles_per_rank for uuid, device in handles["devices"].items()}
     return merged
 
 

@@ -62,19 +62,20 @@ def total_bytes(manifest: RefitManifest) -> int:
     return sum(tensor_bytes(shape, dtype) for shape, dtype in manifest.values())
 
 
-def as_sent(manifest: RefitManifest, kept: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The forms in which weights are sent: in the receiver's dtype if it is narrower, since it would round them anyway.
+def manifest_to_send(manifest: RefitManifest, receiver_dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype in which each weight is sent: in the receiver's dtype if it is narrower, since it would round anyway.
 
     Args:
         manifest: the policy's.
-        kept: name to the receiver's dtype.
+        receiver_dtypes: name to the receiver's dtype.
     """
-    return {name: (tuple(shape), _narrower(dtype, kept.get(name, dtype))) for name, (shape, dtype) in manifest.items()}
+    to = receiver_dtypes
+    return {name: (tuple(shape), _narrower(dtype, to.get(name, dtype))) for name, (shape, dtype) in manifest.items()}
 
 
-def _narrower(own: str, kept: str) -> str:
-    both_float = dtype_of(own).is_floating_point and dtype_of(kept).is_floating_point
-    return kept if both_float and dtype_of(kept).itemsize < dtype_of(own).itemsize else own
+def _narrower(own: str, other: str) -> str:
+    both_float = dtype_of(own).is_floating_point and dtype_of(other).is_floating_point
+    return other if both_float and dtype_of(other).itemsize < dtype_of(own).itemsize else own
 
 
 def manifest_of(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -85,9 +86,9 @@ def manifest_of(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[in
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's live parameters and persistent buffers; tied tensors only under their first name."""
     saved = module.state_dict(keep_vars=True).keys()
-    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=True))
-    found.update((name, tensor) for name, tensor in module.named_buffers(remove_duplicate=True) if name in saved)
-    return found
+    weights: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=True))
+    weights.update((name, tensor) for name, tensor in module.named_buffers(remove_duplicate=True) if name in saved)
+    return weights
 
 
 def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
@@ -96,17 +97,17 @@ def refuse_differences(manifest: RefitManifest, engine: RefitManifest) -> None:
     Raises:
         WeightSyncError: lists every tensor that only one side has or whose shape differs.
     """
-    found = [f"{name}: the policy sends it, but the engine has no such weight" for name in manifest if name not in engine]
-    found += [f"{name}: the engine has it, but the policy does not send it" for name in engine if name not in manifest]
-    found += [
+    differences = [f"{name}: the policy sends it, but the engine has no such weight" for name in manifest if name not in engine]
+    differences += [f"{name}: the engine has it, but the policy does not send it" for name in engine if name not in manifest]
+    differences += [
         f"{name}: {list(shape)} in the policy, {list(engine[name][0])} in the engine"
         for name, (shape, _) in manifest.items()
         if name in engine and tuple(engine[name][0]) != tuple(shape)
     ]
-    if found:
+    if differences:
         raise WeightSyncError(
             "The policy's weights do not match the generation backend's model; nothing was loaded:\n"
-            + "\n".join(f"  {line}" for line in sorted(found))
+            + "\n".join(f"  {line}" for line in sorted(differences))
             + "\nUse the same model on both sides (policy.model_name, policy.generation.model_name)."
         )
 

@@ -18,7 +18,7 @@ from rl_core.weights.collective import WeightCollective
 from rl_core.weights.fingerprint import combine, natural_kind
 from rl_core.weights.handles import open_handles
 from rl_core.weights.manifest import refuse_differences
-from rl_core.weights.refit_progress import RefitProgress, forms_of
+from rl_core.weights.refit_progress import RefitProgress, shapes_and_dtypes
 from rl_core.weights.shared_memory import MappedSegments
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ class WeightReceiver(ABC):
         """
         expected = self.expected_weights()
         refuse_differences(info, expected)
-        kept = {name: dtype for name, (_, dtype) in expected.items()}
-        self._ledger = RefitProgress(dict(info), kept)
-        return kept
+        receiver_dtypes = {name: dtype for name, (_, dtype) in expected.items()}
+        self._ledger = RefitProgress(dict(info), receiver_dtypes)
+        return receiver_dtypes
 
     def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
         """Load one bucket; the sender's memory is not kept, except by reference.
@@ -168,9 +168,9 @@ class WeightReceiver(ABC):
         if self._ledger is None:
             raise WeightSyncError("Weights arrived before their manifest: call prepare_refit_info first.")
         if self._ledger.complete_version is not None and not self._ledger.is_of(refit):
-            self._ledger = RefitProgress(self._ledger.manifest, self._ledger.kept)
+            self._ledger = RefitProgress(self._ledger.manifest, self._ledger.receiver_dtypes)
         begins = not self._ledger.has_begun
-        self._ledger.admit(refit, version, forms_of(tensors))
+        self._ledger.admit(refit, version, shapes_and_dtypes(tensors))
         self._weight_version = NO_VERSION
         if begins:
             self.refit_begins()

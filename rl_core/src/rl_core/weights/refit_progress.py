@@ -14,15 +14,15 @@ from rl_core.weights.manifest import dtype_name
 class RefitProgress:
     """Accepts every tensor of a manifest exactly once, all from one refit of one weight version."""
 
-    def __init__(self, manifest: RefitManifest, kept: Mapping[str, str] | None = None) -> None:
+    def __init__(self, manifest: RefitManifest, receiver_dtypes: Mapping[str, str] | None = None) -> None:
         """Progress of a refit that has not begun.
 
         Args:
             manifest: the announced tensors.
-            kept: name to the receiver's own dtype, which a tensor may have instead of the announced one.
+            receiver_dtypes: name to the receiver's own dtype, which a tensor may have instead of the announced one.
         """
         self.manifest = manifest
-        self.kept = kept or {}
+        self.receiver_dtypes = receiver_dtypes or {}
         self._refit: str | None = None
         self._version = -1
         self._arrived: set[str] = set()
@@ -58,22 +58,22 @@ class RefitProgress:
             WeightSyncError: it belongs to another refit or version, or a tensor is unknown, repeated or of the wrong form.
         """
         self._admit_refit(refit, version, forms)
-        found = [f"{name!r} is not in the manifest" for name in forms if name not in self.manifest]
-        found += [f"{name!r} arrived twice" for name in forms if name in self._arrived]
-        found += [
+        problems = [f"{name!r} is not in the manifest" for name in forms if name not in self.manifest]
+        problems += [f"{name!r} arrived twice" for name in forms if name in self._arrived]
+        problems += [
             f"{name!r} arrived as {_described(form)}, but the manifest says {_described(self.manifest[name])}"
             for name, form in forms.items()
             if name in self.manifest and not self._fits(name, form)
         ]
-        if found:
+        if problems:
             raise WeightSyncError(
-                f"Weights are rejected in the refit to version {version}: {'; '.join(found[:5])}"
-                + (f"; and {len(found) - 5} more." if len(found) > 5 else ".")
+                f"Weights are rejected in the refit to version {version}: {'; '.join(problems[:5])}"
+                + (f"; and {len(problems) - 5} more." if len(problems) > 5 else ".")
             )
 
     def _fits(self, name: str, form: tuple[tuple[int, ...], str]) -> bool:
         shape, dtype = self.manifest[name]
-        return tuple(form[0]) == tuple(shape) and form[1] in (dtype, self.kept.get(name))
+        return tuple(form[0]) == tuple(shape) and form[1] in (dtype, self.receiver_dtypes.get(name))
 
     def note(self, names: Iterable[str]) -> None:
         """Record that these have been loaded."""
@@ -107,6 +107,6 @@ def _described(form: tuple[tuple[int, ...], str]) -> str:
     return f"{form[1]} {list(form[0])}"
 
 
-def forms_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+def shapes_and_dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name to (shape, dtype name), for `RefitProgress.admit`."""
     return {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}

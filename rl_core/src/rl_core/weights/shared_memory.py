@@ -113,14 +113,14 @@ class MappedSegments:
         Raises:
             WeightSyncError: there is no such segment on this node.
         """
-        inode, found = self._mapped.pop(name, (-1, None))
-        if found is None or found.numel() < size or inode != self._inode(name):
-            found = map_segment(name, directory=self._directory)
+        inode, segment = self._mapped.pop(name, (-1, None))
+        if segment is None or segment.numel() < size or inode != self._inode(name):
+            segment = map_segment(name, directory=self._directory)
             inode = self._inode(name)
-        self._mapped[name] = inode, found
+        self._mapped[name] = inode, segment
         for oldest in list(self._mapped)[:-_MAPPED]:
             del self._mapped[oldest]
-        return found
+        return segment
 
     def _inode(self, name: str) -> int:
         """Tells a segment from an earlier one of the same name, whose process has ended; -1 if there is none."""

@@ -27,12 +27,12 @@ class WeightSink(WeightReceiver):
     def named_weights(self) -> Mapping[str, torch.Tensor]:
         """Name to the live tensor of the engine (never a copy), under its checkpoint's names; tied tensors once."""
 
-    def held_weights(self) -> Mapping[str, torch.Tensor]:
+    def replaceable_weights(self) -> Mapping[str, torch.Tensor]:
         """Tensors whose memory can be replaced by the policy's; they differ from `named_weights` if those are parts."""
         return self.named_weights()
 
-    def as_held(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The policy's tensors, combined like `held_weights`."""
+    def to_replaceable(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The policy's tensors, combined like `replaceable_weights`."""
         return tensors
 
     def expected_weights(self) -> RefitManifest:
@@ -50,8 +50,8 @@ class WeightSink(WeightReceiver):
                 live[name].copy_(tensor)
 
     def load_by_reference(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        live = self.held_weights()
-        for name, tensor in self.as_held(tensors).items():
+        live = self.replaceable_weights()
+        for name, tensor in self.to_replaceable(tensors).items():
             if (live[name].dtype, live[name].device) != (tensor.dtype, tensor.device):
                 raise WeightSyncError(
                     f"Weight {name!r} is {dtype_name(tensor.dtype)} on {tensor.device} in the policy but "

@@ -21,7 +21,7 @@ from rl_core.weights.collective import WeightCollective
 from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid
 from rl_core.weights.disk import write_tensors
 from rl_core.weights.fingerprint import Kind, combine, tensor_digest
-from rl_core.weights.manifest import as_sent, dtype_of, fill, lay_out, split_into_buckets
+from rl_core.weights.manifest import dtype_of, fill, lay_out, manifest_to_send, split_into_buckets
 from rl_core.weights.shared_memory import SegmentPair
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ class WeightSource(ABC):
         return dict(self.weight_manifest())
 
     def prepare_weights_for_ipc(
-        self, budget_bytes: int = DEFAULT_BUDGET_BYTES, *, kept: Mapping[str, str] | None = None
+        self, budget_bytes: int = DEFAULT_BUDGET_BYTES, *, receiver_dtypes: Mapping[str, str] | None = None
     ) -> list[list[str]]:
         """Start a refit of the current weights; ends an unfinished one.
 
         Args:
             budget_bytes: maximum size of a bucket.
-            kept: name to the receiver's dtype: wider weights are rounded to it before they are sent.
+            receiver_dtypes: name to the receiver's dtype: wider weights are rounded to it before they are sent.
 
         Returns:
             Names in buckets of at most `budget_bytes`; a larger tensor is a separate bucket.
@@ -90,7 +90,7 @@ class WeightSource(ABC):
         self.finish_refit()
         manifest = self.weight_manifest()
         budget = min(budget_bytes, _MOST_ON_CPU) if self.context.device == "cpu" else budget_bytes
-        sent = as_sent(manifest, kept or {})
+        sent = manifest_to_send(manifest, receiver_dtypes or {})
         buckets = split_into_buckets(sent, budget_bytes=budget)
         self._refit = OpenRefit(f"{os.getpid()}-{next(_numbers)}", self.get_weight_version(), manifest, sent, buckets)
         return buckets

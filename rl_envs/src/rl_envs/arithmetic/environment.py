@@ -44,15 +44,15 @@ class ArithmeticEnvironment(EnvironmentInterface):
             read_number(log[-1]["content"], in_box=bool(_field(info, "in_box", default=False)))
             for log, info in zip(message_log_batch, metadata, strict=True)
         ]
-        right = [answer == str(_field(info, "expected_answer")) for answer, info in zip(answers, metadata, strict=True)]
+        correct = [answer == str(_field(info, "expected_answer")) for answer, info in zip(answers, metadata, strict=True)]
         rewards = [
             float(is_right) + self.config.format_reward * (answer is not None)
-            for is_right, answer in zip(right, answers, strict=True)
+            for is_right, answer in zip(correct, answers, strict=True)
         ]
         return ended(
             rewards,
-            [{**info, "right": is_right} for info, is_right in zip(metadata, right, strict=True)],
-            replies=correctness_replies(right),
+            [{**info, "right": is_right} for info, is_right in zip(metadata, correct, strict=True)],
+            replies=correctness_replies(correct),
             answers=answers,
         )
 

@@ -56,14 +56,14 @@ class CodeEnvironment(EnvironmentInterface):
         output_kb = self.config.sandbox.output_kb
         tests = [read_tests(row, info, output_kb=output_kb) for row, info in enumerate(metadata)]
         codes = [last_code_block(str(log[-1].get("content") or "")) for log in message_log_batch]
-        found = list(self._threads.map(self._score, codes, tests))
-        scores = [result if isinstance(result, CodeScore) else None for result in found]
+        results = list(self._threads.map(self._score, codes, tests))
+        scores = [result if isinstance(result, CodeScore) else None for result in results]
         return ended(
             {self.config.reward: [self._reward(result) for result in scores]},
             [{**info, **_facts(result)} for info, result in zip(metadata, scores, strict=True)],
             replies=[_summary(result) for result in scores],
             answers=codes,
-            failures=[None if isinstance(result, CodeScore) else result for result in found],
+            failures=[None if isinstance(result, CodeScore) else result for result in results],
         )
 
     def _score(self, code: str | None, tests: CodeTests) -> CodeScore | str:

@@ -18,18 +18,18 @@ def last_code_block(completion: str) -> str | None:
     goes. Blocks inside `<think>` do not count.
     """
     text, position = final_text(completion), 0
-    found: dict[bool, str] = {}
+    blocks: dict[bool, str] = {}
     while (start := _FENCE.search(text, position)) is not None:
         marks, language = start["marks"], start["language"].lower()
         closing = re.compile(rf"^ {{0,3}}{re.escape(marks[0])}{{{len(marks)},}}[ \t]*$", re.MULTILINE)
         end = closing.search(text, start.end())
         if language in ("", *_PYTHON):
             content = text[start.end() : end.start() if end else len(text)]
-            found[bool(language)] = _without_indent(content, len(start["indent"])).strip("\n")
+            blocks[bool(language)] = _without_indent(content, len(start["indent"])).strip("\n")
         if end is None:
             break
         position = end.end()
-    return found.get(True, found.get(False))
+    return blocks.get(True, blocks.get(False))
 
 
 def _without_indent(content: str, width: int) -> str:

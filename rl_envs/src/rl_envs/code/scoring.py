@@ -85,9 +85,9 @@ def read_tests(row: int, info: Any, *, output_kb: int) -> CodeTests:
         DataError: There are none, they do not have the documented form, or a correct program's output would be cut.
     """
     if not isinstance(info, Mapping) or not any(info.get(key) for key in TEST_KEYS):
-        found = sorted(info) if isinstance(info, Mapping) else type(info).__name__
+        description = sorted(info) if isinstance(info, Mapping) else type(info).__name__
         raise DataError(
-            f"Row {row} has no tests: its metadata has {found}, but the environment needs {' or '.join(TEST_KEYS)}."
+            f"Row {row} has no tests: its metadata has {description}, but the environment needs {' or '.join(TEST_KEYS)}."
         )
     tests, entry_point = info.get("tests"), info.get("entry_point")
     if isinstance(tests, list | tuple) and all(isinstance(line, str) for line in tests):

@@ -41,15 +41,15 @@ class GuessNumberEnvironment(EnvironmentInterface):
         """
         guesses = [_read_guess(log[-1]["content"]) for log in message_log_batch]
         secrets = [_secret(info) for info in metadata]
-        made = [info.get("guesses", 0) + 1 for info in metadata]
+        counts = [info.get("guesses", 0) + 1 for info in metadata]
         hits = [guess == secret for guess, secret in zip(guesses, secrets, strict=True)]
-        ends = [hit or count >= self.config.max_guesses for hit, count in zip(hits, made, strict=True)]
+        ends = [hit or count >= self.config.max_guesses for hit, count in zip(hits, counts, strict=True)]
         return EnvironmentReturn(
             observations=[
                 {"role": "environment", "content": self._reply(guess, secret)}
                 for guess, secret in zip(guesses, secrets, strict=True)
             ],
-            metadata=[{**info, "guesses": count, "won": hit} for info, count, hit in zip(metadata, made, hits, strict=True)],
+            metadata=[{**info, "guesses": count, "won": hit} for info, count, hit in zip(metadata, counts, hits, strict=True)],
             next_stop_strings=[None] * len(guesses),
             rewards=torch.tensor(hits, dtype=torch.float32),
             terminateds=torch.tensor(ends, dtype=torch.float32),

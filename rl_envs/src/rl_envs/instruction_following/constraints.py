@@ -56,10 +56,10 @@ def parameters_of(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     if name not in CONSTRAINTS:
         raise DataError(f"There is no constraint {name!r}. Constraints: {', '.join(sorted(CONSTRAINTS))}.")
     wanted = CONSTRAINTS[name].parameters
-    found = {key: value for key, value in (given or {}).items() if value is not None}
-    if set(found) != set(wanted):
-        raise DataError(f"The constraint {name} has the parameters {sorted(wanted)}, but the row has {sorted(found)}.")
-    return {key: _converted(name, key, value, wanted[key]) for key, value in found.items()}
+    parameters = {key: value for key, value in (given or {}).items() if value is not None}
+    if set(parameters) != set(wanted):
+        raise DataError(f"The constraint {name} has the parameters {sorted(wanted)}, but the row has {sorted(parameters)}.")
+    return {key: _converted(name, key, value, wanted[key]) for key, value in parameters.items()}
 
 
 def follows(answer: str, name: str, parameters: Mapping[str, Any]) -> bool:
@@ -170,10 +170,10 @@ def _number_of_paragraphs(answer: str, num_paragraphs: int) -> bool:
     first_word=str,
 )
 def _first_word(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    found = units.paragraphs(answer)
-    if len(found) != num_paragraphs or not 1 <= nth_paragraph <= len(found):
+    paragraphs = units.paragraphs(answer)
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
-    words = units.words(found[nth_paragraph - 1])
+    words = units.words(paragraphs[nth_paragraph - 1])
     return bool(words) and words[0].casefold() == first_word.strip().casefold()
 
 
@@ -237,10 +237,10 @@ def _sections(answer: str, section_spliter: str, num_sections: int) -> bool:
 def _json(answer: str) -> bool:
     fenced = _FENCE.match(answer.strip())
     try:
-        found = json.loads(fenced.group(1) if fenced else answer, parse_constant=_reject_constant)
+        value = json.loads(fenced.group(1) if fenced else answer, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict | list)
+    return isinstance(value, dict | list)
 
 
 @_register("detectable_format:title", lambda: "Include a title in double angle brackets, such as <<poem of joy>>.")
@@ -267,20 +267,20 @@ def _repeats(answer: str, prompt_to_repeat: str) -> bool:
 
 @_register("startend:end_checker", lambda end_phrase: f'End with exactly this phrase: "{end_phrase}"', end_phrase=str)
 def _ends(answer: str, end_phrase: str) -> bool:
-    found, phrase = answer.strip().strip("\"'“”").casefold(), end_phrase.strip().casefold()
-    return found.endswith(phrase) and not _continues_word(found[: -len(phrase)][-1:], phrase[:1])
+    text, phrase = answer.strip().strip("\"'“”").casefold(), end_phrase.strip().casefold()
+    return text.endswith(phrase) and not _continues_word(text[: -len(phrase)][-1:], phrase[:1])
 
 
 @_register("startend:start_checker", lambda start_phrase: f'Start with exactly this phrase: "{start_phrase}"', start_phrase=str)
 def _starts(answer: str, start_phrase: str) -> bool:
-    found, phrase = answer.strip().strip("\"'“”").casefold(), start_phrase.strip().casefold()
-    return found.startswith(phrase) and not _continues_word(phrase[-1:], found[len(phrase) :][:1])
+    text, phrase = answer.strip().strip("\"'“”").casefold(), start_phrase.strip().casefold()
+    return text.startswith(phrase) and not _continues_word(phrase[-1:], text[len(phrase) :][:1])
 
 
 @_register("startend:quotation", lambda: "Put the whole answer in double quotation marks.")
 def _quoted(answer: str) -> bool:
-    found = answer.strip()
-    return len(found) > 2 and (found[0], found[-1]) in {('"', '"'), ("“", "”")}
+    text = answer.strip()
+    return len(text) > 2 and (text[0], text[-1]) in {('"', '"'), ("“", "”")}
 
 
 @_register(

@@ -32,9 +32,8 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
         r"(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?\W*\Z"
     )
     """Regular expression with one group, the score; its last match in the reply counts. By default, it reads the last line, as
-    in `Score: 7`, `**Final score:** 7.5` or `Score: 7/10`, if nothing follows. Other replies, such as one that quotes a score
-    of the answer after its own, are ambiguous. A row is not scored if the reply has no match, or if the score is out of range.
-    """
+    in `Score: 7`, `**Final score:** 7.5` or `Score: 7/10`, if nothing follows it. A row is not scored if the reply has no match
+    or the score is out of range."""
     min_score: float = 0.0
     """Score that becomes the reward 0.0."""
     max_score: float = 10.0
@@ -57,8 +56,8 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
     """Maximum number of retries after a timeout, a connection error, or a status such as 429 or 503. Pauses between attempts
     grow from 0.5 to 30 seconds, or are as long as the server requests."""
     max_failures: int = Field(default=32, ge=1)
-    """Number of consecutive failed requests (after all retries) that makes the environment step fail. Below it, only the rows
-    of the failed requests are not scored."""
+    """Number of consecutive failed requests (after all retries) that makes the environment step fail. With fewer
+    failures, only the rows of the failed requests are not scored."""
     input_price: float = Field(default=0.0, ge=0.0)
     """Price per million input tokens, for the metric `cost`."""
     output_price: float = Field(default=0.0, ge=0.0)

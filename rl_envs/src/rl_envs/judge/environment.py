@@ -126,8 +126,8 @@ class JudgeEnvironment(EnvironmentInterface):
 
     async def _judge_all(self, prompts: list[str | None]) -> list[dict[str, Any]]:
         """The results of all prompts; None, for a blank answer, has the lowest score."""
-        asked = await asyncio.gather(*(self._judge(each) for each in prompts if each is not None), return_exceptions=True)
-        replies, judged = iter(asked), []
+        outcomes = await asyncio.gather(*(self._judge(each) for each in prompts if each is not None), return_exceptions=True)
+        replies, judged = iter(outcomes), []
         for prompt in prompts:
             if prompt is None:
                 judged.append(_result(None, self.config.min_score, {}, 0))
@@ -170,9 +170,9 @@ class JudgeEnvironment(EnvironmentInterface):
         return _result(str(reply), score, usage, response.attempts - 1)
 
     def _read_score(self, reply: str) -> float | None:
-        found = re.findall(self.config.score_pattern, final_text(reply))
+        matches = re.findall(self.config.score_pattern, final_text(reply))
         try:
-            score = float(found[-1]) if found else None
+            score = float(matches[-1]) if matches else None
         except ValueError:
             return None
         is_in_range = score is not None and self.config.min_score <= score <= self.config.max_score

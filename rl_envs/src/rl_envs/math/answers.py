@@ -81,28 +81,28 @@ def _is_negated(text: str, found: re.Match[str]) -> bool:
 
 def _first_answer(statement: str) -> str | None:
     """The first formula or number that is not negated, with its alternatives."""
-    found = [match for match in _CANDIDATE.finditer(statement) if not _is_negated(statement, match)]
-    if not found:
+    candidates = [match for match in _CANDIDATE.finditer(statement) if not _is_negated(statement, match)]
+    if not candidates:
         return None
-    last = found[0]
-    for match in found[1:]:
+    last = candidates[0]
+    for match in candidates[1:]:
         if not _OR_AND_COMMA.fullmatch(statement, last.end(), match.start()):
             break
         last = match
-    return without_delimiters(statement[found[0].start() : last.end()])
+    return without_delimiters(statement[candidates[0].start() : last.end()])
 
 
 def _last_answer(text: str) -> str | None:
     """The last formula or number, with its alternatives; None if it is negated."""
-    found = list(_CANDIDATE.finditer(text))
-    if not found or _is_negated(text, found[-1]):
+    candidates = list(_CANDIDATE.finditer(text))
+    if not candidates or _is_negated(text, candidates[-1]):
         return None
-    first = found[-1]
-    for match in reversed(found[:-1]):
+    first = candidates[-1]
+    for match in reversed(candidates[:-1]):
         if not _OR.fullmatch(text, match.end(), first.start()):
             break
         first = match
-    return without_delimiters(text[first.start() : found[-1].end()])
+    return without_delimiters(text[first.start() : candidates[-1].end()])
 
 
 def grade_answer(
@@ -124,5 +124,5 @@ def grade_answer(
         answer = unboxed_answer(completion, words=is_words(gold))
     if not answer:
         return AnswerGrade(comparison=None, answer=None, boxed=boxed is not None)
-    found = compare(gold, answer, allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms)
-    return AnswerGrade(comparison=found, answer=answer, boxed=boxed is not None)
+    comparison = compare(gold, answer, allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms)
+    return AnswerGrade(comparison=comparison, answer=answer, boxed=boxed is not None)

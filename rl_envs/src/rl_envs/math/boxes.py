@@ -12,15 +12,15 @@ def last_box(completion: str) -> str | None:
 
     Runs in linear time for any input.
     """
-    found: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     open_braces: list[tuple[bool, int]] = []
     for token in _TOKEN.finditer(completion):
         text = token.group()
         if text == "}" and open_braces:
             is_box, start = open_braces.pop()
-            holds_a_box = found is not None and found[0] > start
+            holds_a_box = span is not None and span[0] > start
             if is_box and not holds_a_box:
-                found = (start, token.start())
+                span = (start, token.start())
         elif text[-1] == "{" and text != "\\{":
             open_braces.append((text != "{", token.end()))
-    return None if found is None else completion[found[0] : found[1]].strip()
+    return None if span is None else completion[span[0] : span[1]].strip()

@@ -66,14 +66,14 @@ class MathEnvironment(EnvironmentInterface):
         ]
         results = self._pool.grade(questions)
         self._report_missing_boxes(message_log_batch, results)
-        right = [result.outcome is Outcome.RIGHT for result in results]
+        correct = [result.outcome is Outcome.RIGHT for result in results]
         return ended(
-            right,
+            correct,
             [
                 {**info, "grading": result.outcome.value, "boxed": result.boxed}
                 for info, result in zip(metadata, results, strict=True)
             ],
-            replies=correctness_replies(right),
+            replies=correctness_replies(correct),
             answers=[result.answer for result in results],
             failures=[result.failure for result in results],
         )
@@ -102,8 +102,8 @@ class MathEnvironment(EnvironmentInterface):
         """Warn once if no completion has a box and the prompts do not ask for one: every reward would be 0."""
         if not self.config.require_box or self._rows_without_box >= _ENOUGH_ROWS:
             return
-        asked = any("\\boxed" in message["content"] for log in conversations for message in log[:-1])
-        if asked or any(result.boxed for result in results):
+        asks_for_box = any("\\boxed" in message["content"] for log in conversations for message in log[:-1])
+        if asks_for_box or any(result.boxed for result in results):
             self._rows_without_box = _ENOUGH_ROWS
             return
         self._rows_without_box += len(results)
@@ -134,7 +134,7 @@ def _expected_answer(row: int, info: Any) -> str:
             if isinstance(expected, str | int | float):
                 return str(expected)
             raise DataError(f"{key} of row {row} is a {type(expected).__name__}: write the answer as text, such as '1/2'.")
-    found = sorted(info) if isinstance(info, Mapping) else type(info).__name__
+    keys = sorted(info) if isinstance(info, Mapping) else type(info).__name__
     raise DataError(
-        f"Row {row} has no expected answer: its metadata has {found}, but the environment needs {' or '.join(ANSWER_KEYS)}."
+        f"Row {row} has no expected answer: its metadata has {keys}, but the environment needs {' or '.join(ANSWER_KEYS)}."
     )

@@ -97,8 +97,8 @@ class GradingPool:
         idle = self._started()
         with ThreadPoolExecutor(min(self._num_processes, len(distinct)), thread_name_prefix="grade") as threads:
             results = list(threads.map(lambda question: self._grade_one(question, idle), distinct))
-        found = dict(zip(distinct, results, strict=True))
-        return [found[question] for question in questions]
+        result_of = dict(zip(distinct, results, strict=True))
+        return [result_of[question] for question in questions]
 
     def process_ids(self) -> list[int]:
         """Process ids of the running processes."""

@@ -108,8 +108,8 @@ def is_words(expected: str) -> bool:
 
 def choice(text: str) -> str | None:
     r"""The letter of a multiple-choice answer, `C` of `(C)`, `C.` or `\textbf{(C)}`; None if it is anything else."""
-    found = _CHOICE.fullmatch(plain(text))
-    return None if found is None else found.group(1)
+    match = _CHOICE.fullmatch(plain(text))
+    return None if match is None else match.group(1)
 
 
 def split_top(text: str, separators: str) -> list[str]:
@@ -118,10 +118,10 @@ def split_top(text: str, separators: str) -> list[str]:
     position = 0
     separator = re.compile(separators)
     while position < len(text):
-        found = separator.match(text, position) if depth == 0 else None
-        if found is not None and found.end() > position:
+        match = separator.match(text, position) if depth == 0 else None
+        if match is not None and match.end() > position:
             parts.append(text[start:position].strip())
-            start = position = found.end()
+            start = position = match.end()
             continue
         character = text[position]
         depth += (character in _OPENING) - (character in _CLOSING)

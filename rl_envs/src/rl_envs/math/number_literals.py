@@ -58,10 +58,10 @@ def read_number(text: str) -> Number | None:
 
 def read_numeral(text: str) -> tuple[str, int] | None:
     """Digits and base of a numeral such as `2516_7` or `1A_{16}`; None if it is not one."""
-    found = _BASED.fullmatch(text)
-    if found is None:
+    match = _BASED.fullmatch(text)
+    if match is None:
         return None
-    digits, named = found.group(1).replace(" ", "").upper(), found.group(2)
+    digits, named = match.group(1).replace(" ", "").upper(), match.group(2)
     if named.isdigit():
         base = int(named)
     elif named in _BASE_NAMES:
@@ -82,23 +82,23 @@ def is_rounded(value: Fraction, decimal: Number) -> bool:
 
 
 def _integer(text: str) -> Number | None:
-    found = _INTEGER.fullmatch(text)
-    return None if found is None else Number(value=_signed(found.group(1), _whole(found.group(2))))
+    match = _INTEGER.fullmatch(text)
+    return None if match is None else Number(value=_signed(match.group(1), _whole(match.group(2))))
 
 
 def _decimal(text: str) -> Number | None:
-    found = _DECIMAL.fullmatch(text)
-    if found is None:
+    match = _DECIMAL.fullmatch(text)
+    if match is None:
         return None
-    digits = found.group(2).replace(",", "").replace(" ", "").removesuffix(".")
-    return Number(value=_signed(found.group(1), Fraction(digits)), places=len(digits.partition(".")[2]))
+    digits = match.group(2).replace(",", "").replace(" ", "").removesuffix(".")
+    return Number(value=_signed(match.group(1), Fraction(digits)), places=len(digits.partition(".")[2]))
 
 
 def _fraction(text: str) -> Number | None:
-    found = _FRACTION.fullmatch(text)
-    if found is None:
+    match = _FRACTION.fullmatch(text)
+    if match is None:
         return None
-    sign, above_sign, above, below_sign, below, plain_above, plain_below = found.groups()
+    sign, above_sign, above, below_sign, below, plain_above, plain_below = match.groups()
     numerator, denominator = _whole(above or plain_above), _whole(below or plain_below)
     if denominator == 0:
         return None
@@ -109,10 +109,10 @@ def _fraction(text: str) -> Number | None:
 
 
 def _mixed(text: str) -> Number | None:
-    found = _MIXED.fullmatch(text)
-    if found is None:
+    match = _MIXED.fullmatch(text)
+    if match is None:
         return None
-    sign, whole, above, below, plain_above, plain_below = found.groups()
+    sign, whole, above, below, plain_above, plain_below = match.groups()
     numerator, denominator = _whole(above or plain_above), _whole(below or plain_below)
     if denominator == 0:
         return None
@@ -121,24 +121,24 @@ def _mixed(text: str) -> Number | None:
 
 
 def _scientific(text: str) -> Number | None:
-    found = _SCIENTIFIC.fullmatch(text)
-    if found is None or not any(character.isdigit() for character in found.group(1)):
+    match = _SCIENTIFIC.fullmatch(text)
+    if match is None or not any(character.isdigit() for character in match.group(1)):
         return None
-    mantissa = Fraction(found.group(1).replace(" ", "").replace(",", ""))
-    written = found.group(2) or found.group(3)
+    mantissa = Fraction(match.group(1).replace(" ", "").replace(",", ""))
+    written = match.group(2) or match.group(3)
     if len(written) > 4 or not 1 <= abs(mantissa) < 10:
         return None
     exponent = int(written)
     # `3 \times 10^2` may be the question itself; 6 \times 10^{23} is never written out.
-    undone = frozenset({"power of ten"}) if found.group(2) and -4 < exponent < 5 else frozenset()
+    undone = frozenset({"power of ten"}) if match.group(2) and -4 < exponent < 5 else frozenset()
     return Number(value=mantissa * Fraction(10) ** exponent, undone=undone)
 
 
 def _repeating(text: str) -> Number | None:
-    found = _REPEATING.fullmatch(text)
-    if found is None:
+    match = _REPEATING.fullmatch(text)
+    if match is None:
         return None
-    sign, whole, first, period = found.groups()
+    sign, whole, first, period = match.groups()
     start = Fraction(f"{_whole(whole)}.{first}0")
     return Number(value=_signed(sign, start + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(first))))
 

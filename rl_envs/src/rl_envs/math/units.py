@@ -58,9 +58,9 @@ def quantity(text: str, *, read_letters: bool) -> Quantity:
         unit = {"C": "celsius", "F": "fahrenheit", None: "degree"}[degrees.group(1)]
         return Quantity(value=text[: degrees.start()].strip(), unit=unit)
     for pattern in (_MACROS, _LETTERS, _WORDS):
-        found = pattern.search(text)
-        if found is not None and _is_unit(text[: found.start()], found.group(), read_letters=read_letters):
-            return Quantity(value=text[: found.start()].strip(), unit=canonical(found.group()))
+        match = pattern.search(text)
+        if match is not None and _is_unit(text[: match.start()], match.group(), read_letters=read_letters):
+            return Quantity(value=text[: match.start()].strip(), unit=canonical(match.group()))
     return Quantity(value=text)
 
 

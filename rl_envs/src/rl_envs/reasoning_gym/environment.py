@@ -50,13 +50,13 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             DataError: the metadata of a row has no entry of a task.
         """
         answers = [read_answer(str(log[-1]["content"]), self.config.answer_tag) for log in message_log_batch]
-        found = [self._score(answer, info) for answer, info in zip(answers, metadata, strict=True)]
-        scores = [None if isinstance(each, Ending) else each for each in found]
+        results = [self._score(answer, info) for answer, info in zip(answers, metadata, strict=True)]
+        scores = [None if isinstance(each, Ending) else each for each in results]
         return ended(
             [self._reward(score) for score in scores],
             [{**info, SCORE_KEY: score} for info, score in zip(metadata, scores, strict=True)],
             answers=answers,
-            failures=[each.explain() if isinstance(each, Ending) and each.is_failure else None for each in found],
+            failures=[each.explain() if isinstance(each, Ending) and each.is_failure else None for each in results],
         )
 
     def global_post_process_and_metrics(
@@ -120,6 +120,6 @@ def read_answer(completion: str, tag: str | None) -> str | None:
     completion = final_text(completion)
     if tag is not None:
         name = re.escape(tag)
-        found = re.findall(rf"<{name}>(.*?)</{name}>", completion, re.DOTALL)
-        completion = found[-1] if found else ""
+        answers = re.findall(rf"<{name}>(.*?)</{name}>", completion, re.DOTALL)
+        completion = answers[-1] if answers else ""
     return completion.strip() or None

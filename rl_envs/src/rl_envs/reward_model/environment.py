@@ -63,25 +63,25 @@ class RewardModelEnvironment(EnvironmentInterface):
                 raise DataError(f"A conversation has no tokens, so it cannot be scored: {log}")
         longest = self.config.max_length
         scores = self._scorer.scores([row[-longest:] for row in rows])
-        found = [
+        scored = [
             {**(info or {}), SCORE_KEY: {"score": score, "is_cut": len(row) > longest}}
             for info, score, row in zip(metadata, scores.tolist(), rows, strict=True)
         ]
         replies = [f"{score:.3f}" for score in scores.tolist()]
-        return ended(self.config.scale * (scores - self.config.shift), found, replies=replies)
+        return ended(self.config.scale * (scores - self.config.shift), scored, replies=replies)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
         """`score_mean`, `score_std`, `score_min`, `score_max`, before shift and scale, and `cut_frac`."""
-        found = [info[SCORE_KEY] for info in batch["extra_env_info"]]
-        scores = torch.tensor([each["score"] for each in found])
+        infos = [info[SCORE_KEY] for info in batch["extra_env_info"]]
+        scores = torch.tensor([each["score"] for each in infos])
         return batch, {
             "score_mean": float(scores.mean()),
             "score_std": float(scores.std(correction=0)),
             "score_min": float(scores.min()),
             "score_max": float(scores.max()),
-            "cut_frac": sum(each["is_cut"] for each in found) / len(found),
+            "cut_frac": sum(each["is_cut"] for each in infos) / len(infos),
         }
 
 

@@ -43,12 +43,12 @@ class RewardModelScorer:
 
         Rows of similar length share a forward pass. They are right-padded, so causal attention needs no mask.
         """
-        found = torch.zeros(len(rows), dtype=torch.float32)
+        scores = torch.zeros(len(rows), dtype=torch.float32)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         for start in range(0, len(order), self._batch_size):
             indices = order[start : start + self._batch_size]
-            found[indices] = self._score_batch([rows[index] for index in indices]).cpu()
-        return found
+            scores[indices] = self._score_batch([rows[index] for index in indices]).cpu()
+        return scores
 
     def _score_batch(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self._device)

@@ -21,20 +21,20 @@ def legal_moves(board: Sequence[Sequence[int]]) -> dict[str, int]:
     """The tile that each legal direction moves."""
     size = len(board)
     row, column = _gap(board)
-    found = {}
+    moves = {}
     for direction, (down, right) in DIRECTIONS.items():
         if 0 <= row + down < size and 0 <= column + right < size:
-            found[direction] = board[row + down][column + right]
-    return found
+            moves[direction] = board[row + down][column + right]
+    return moves
 
 
 def moved(board: Sequence[Sequence[int]], direction: str) -> Board:
     """The board after a legal move."""
-    made = [list(row) for row in board]
+    rows = [list(row) for row in board]
     row, column = _gap(board)
     down, right = DIRECTIONS[direction]
-    made[row][column], made[row + down][column + right] = made[row + down][column + right], GAP
-    return made
+    rows[row][column], rows[row + down][column + right] = rows[row + down][column + right], GAP
+    return rows
 
 
 def shuffled(size: int, moves: int, draw: random.Random) -> Board:

@@ -34,9 +34,9 @@ class SlidingPuzzleDatasetConfig(DatasetConfig):
     size: int = Field(default=3, ge=2, le=6)
     """Number of rows and columns of a board."""
     min_shuffles: int = Field(default=1, ge=1)
-    """Minimum number of moves between a board and the solved one; an upper bound on the moves that are needed."""
+    """Minimum number of random moves that shuffle a solved board. A board shuffled by n moves can be solved in at most n."""
     max_shuffles: int = Field(default=4, ge=1)
-    """Maximum number of those moves. The number is drawn from the range with equal probability."""
+    """Maximum number of random moves. The number is drawn uniformly from the range."""
     split: Literal["train", "validation"] | None = None
     """Which boards to draw. One board in eight is reserved for validation, by a hash of the board. Null: all boards."""
     seed: int = 0

@@ -186,11 +186,11 @@ class _LastErrors:
         with self._turn:
             while not self._has_ended:
                 try:
-                    found = os.read(self._reader, _CHUNK)
+                    chunk = os.read(self._reader, _CHUNK)
                 except BlockingIOError:
                     return
-                self._has_ended = not found
-                self._kept = (self._kept + found)[-_LONGEST_ERROR:]
+                self._has_ended = not chunk
+                self._kept = (self._kept + chunk)[-_LONGEST_ERROR:]
 
     def text(self) -> str:
         """The last lines that have been written so far."""

@@ -31,9 +31,9 @@ class McpTool(Tool):
         import jsonschema
 
         errors = jsonschema.Draft202012Validator(self.spec["function"]["parameters"]).iter_errors(dict(arguments))
-        found = [f"{error.json_path.removeprefix('$').lstrip('.') or 'arguments'}: {error.message}" for error in errors]
-        if found:
-            raise ToolArgumentError("; ".join(found))
+        problems = [f"{error.json_path.removeprefix('$').lstrip('.') or 'arguments'}: {error.message}" for error in errors]
+        if problems:
+            raise ToolArgumentError("; ".join(problems))
         return dict(arguments)
 
 

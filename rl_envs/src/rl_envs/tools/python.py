@@ -74,7 +74,10 @@ class SandboxedPython:
             if interpreter.has_started:
                 raise
             # The timeout of the call expired before the model's code could run.
-            raise ToolUnavailableError("the sandbox of the tool `python` did not start within call_timeout_s") from None
+            raise ToolUnavailableError(
+                "the sandbox of the tool `python` did not start within call_timeout_s. Raise call_timeout_s, or lower "
+                "max_concurrent_calls or num_workers if the machine is overloaded"
+            ) from None
         finally:
             if session is None:
                 interpreter.close()

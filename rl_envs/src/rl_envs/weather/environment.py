@@ -38,8 +38,8 @@ class WeatherEnvironment(EnvironmentInterface):
             DataError: a row has no `expected_answer`, or one without letters and digits.
         """
         predicted = [_read_prediction(final_text(str(log[-1]["content"]))) for log in message_log_batch]
-        right = list(map(_is_right, range(len(predicted)), predicted, metadata))
-        return ended([float(each) for each in right], metadata, answers=predicted)
+        correct = list(map(_is_right, range(len(predicted)), predicted, metadata))
+        return ended([float(each) for each in correct], metadata, answers=predicted)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -53,8 +53,8 @@ class WeatherEnvironment(EnvironmentInterface):
 
 
 def _read_prediction(text: str) -> str | None:
-    found = _PREDICTION.findall(text)
-    return found[-1].strip(" \t*_.") if found and found[-1].strip(" \t*_.") else None
+    matches = _PREDICTION.findall(text)
+    return matches[-1].strip(" \t*_.") if matches and matches[-1].strip(" \t*_.") else None
 
 
 def _is_right(row: int, answer: str | None, info: Any) -> bool:

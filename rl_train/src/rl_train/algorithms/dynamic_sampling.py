@@ -52,23 +52,23 @@ def draw_rollouts(
     """
     if not config.use_dynamic_sampling:
         return draw_once(source, step, config=config, shape=shape)
-    wanted = config.num_prompts_per_step
+    num_prompts = config.num_prompts_per_step
     selected: list[Rollouts] = []
     metrics: list[dict[str, float]] = []
-    found = drawn = 0
-    while found < wanted and len(metrics) < config.dynamic_sampling_max_gen_batches:
+    num_groups = drawn = 0
+    while num_groups < num_prompts and len(metrics) < config.dynamic_sampling_max_gen_batches:
         raw = _draw(source, step, config=config)
         informative = is_informative(raw.batch)
         draw = _shaped(raw, shape)
         metrics.append(draw.metrics)
         drawn += len(draw.batch["group_ids"].unique())
         groups = _trained_groups(draw.batch, informative & is_informative(draw.batch))
-        used, surplus = groups[: wanted - found], groups[wanted - found :]
+        used, surplus = groups[: num_prompts - num_groups], groups[num_prompts - num_groups :]
         if used:
-            selected.append(_select(draw, used, first_id=found))
+            selected.append(_select(draw, used, first_id=num_groups))
         if surplus:
             source.put_back(_select(draw, surplus, first_id=0))
-        found += len(groups)
+        num_groups += len(groups)
     if not selected:
         raise RLCoreError(
             f"Step {step} drew {drawn} prompts in {len(metrics)} draws, but all rewards were equal within their group, so "
@@ -77,9 +77,9 @@ def draw_rollouts(
         )
     counts = {
         "dynamic_sampling/draws": float(len(metrics)),
-        "dynamic_sampling/dropped_groups": float(drawn - found),
-        "dynamic_sampling/surplus_groups": float(max(found - wanted, 0)),
-        "dynamic_sampling/missing_groups": float(max(wanted - found, 0)),
+        "dynamic_sampling/dropped_groups": float(drawn - num_groups),
+        "dynamic_sampling/surplus_groups": float(max(num_groups - num_prompts, 0)),
+        "dynamic_sampling/missing_groups": float(max(num_prompts - num_groups, 0)),
     }
     return _concat(selected, metrics=_over_draws(metrics) | counts)
 
@@ -138,8 +138,8 @@ def _concat(selected: Sequence[Rollouts], *, metrics: dict[str, float]) -> Rollo
 def _over_draws(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics over all draws, including dropped groups."""
     joined = {}
-    for name in dict.fromkeys(name for found in metrics for name in found):
-        values = [found[name] for found in metrics if name in found]
+    for name in dict.fromkeys(name for draw_metrics in metrics for name in draw_metrics):
+        values = [draw_metrics[name] for draw_metrics in metrics if name in draw_metrics]
         if name in _LARGEST:
             joined[name] = max(values)
         else:

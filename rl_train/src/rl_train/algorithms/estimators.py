@@ -62,8 +62,8 @@ class PerRollout(AdvantageEstimator):
         self.estimator = estimator
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
-        found = self.estimator(join_segments(batch))
-        return Advantages(values=split_segments(found.values, batch), metrics=found.metrics)
+        advantages = self.estimator(join_segments(batch))
+        return Advantages(values=split_segments(advantages.values, batch), metrics=advantages.metrics)
 
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         return spread(self.estimator.is_informative(join_segments(batch)), batch)
@@ -83,8 +83,8 @@ class GroupEstimator(AdvantageEstimator):
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         rewards = batch["rewards"] - row_penalties(batch)
         settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
-        found = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"), **settings)
-        return Advantages(values=found.values.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
+        group = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"), **settings)
+        return Advantages(values=group.values.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
 
 
 class TurnLevelEstimator(AdvantageEstimator):
@@ -100,14 +100,14 @@ class TurnLevelEstimator(AdvantageEstimator):
         self.discount, self.normalize, self.leave_one_out = discount, normalize, leave_one_out
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
-        by_turn = torch.stack([found.values for found in self._compared(batch)], dim=1)
+        by_turn = torch.stack([turn.values for turn in self._compared(batch)], dim=1)
         turns = batch["token_turns"]
         values = by_turn.gather(1, (turns - 1).clamp(min=0)) * (turns > 0)
         return Advantages(values=values * batch["token_mask"], metrics=group_metrics(batch))
 
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         """False for rows of groups in which the returns of every turn are equal."""
-        return ~torch.stack([found.equal for found in self._compared(batch)]).all(dim=0)
+        return ~torch.stack([turn.equal for turn in self._compared(batch)]).all(dim=0)
 
     def _compared(self, batch: BatchedDataDict[Any]) -> list[GroupAdvantages]:
         """The advantages of each turn."""
@@ -167,14 +167,14 @@ class DecoupledEstimator(AdvantageEstimator):
         total, parts = torch.zeros(batch.size), self._parts(batch)
         self._warn_about_missing(parts)
         for name, rewards in parts.items():
-            found = group_advantages(
+            group = group_advantages(
                 rewards,
                 batch["group_ids"],
                 normalize=self.normalize,
                 leave_one_out=self.leave_one_out,
                 scored=batch.get("scored"),
             )
-            total += self._weights(name, batch) * found.values
+            total += self._weights(name, batch) * group.values
         if self.normalize_batch:
             trained = batch["sample_mask"] * (batch["token_mask"].sum(-1) > 0)
             total = whiten(total, trained, unbiased=True)
@@ -183,8 +183,8 @@ class DecoupledEstimator(AdvantageEstimator):
     def is_informative(self, batch: BatchedDataDict[Any]) -> torch.Tensor:
         differs = torch.zeros(batch.size, dtype=torch.bool)
         for name, rewards in self._parts(batch).items():
-            found = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"))
-            differs |= ~found.equal & (self._weights(name, batch) != 0)
+            group = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"))
+            differs |= ~group.equal & (self._weights(name, batch) != 0)
         return differs
 
     def _weights(self, name: str, batch: BatchedDataDict[Any]) -> torch.Tensor:
@@ -258,5 +258,5 @@ def row_penalties(batch: BatchedDataDict[Any]) -> torch.Tensor:
 
 def group_metrics(batch: BatchedDataDict[Any]) -> dict[str, float]:
     """Statistics of the rewards within groups."""
-    found = group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored"))
-    return {"advantage/equal_group_frac": found.equal_group_frac, "reward/group_std": found.mean_group_std}
+    group = group_advantages(batch["rewards"], batch["group_ids"], scored=batch.get("scored"))
+    return {"advantage/equal_group_frac": group.equal_group_frac, "reward/group_std": group.mean_group_std}

@@ -57,14 +57,14 @@ def generalized_advantages(
     next_value = torch.zeros_like(rewards[:, 0]) if bootstrap is None else bootstrap.double()
     decay = gamma * torch.as_tensor(lam, dtype=torch.float64)
     next_advantage = torch.zeros_like(next_value)
-    found = torch.zeros_like(rewards)
+    advantages = torch.zeros_like(rewards)
     for t in reversed(range(mask.shape[1])):
         trained = mask[:, t] > 0
         advantage = rewards[:, t] + gamma * next_value - values[:, t] + decay * next_advantage
-        found[:, t] = advantage.masked_fill(~trained, 0.0)
+        advantages[:, t] = advantage.masked_fill(~trained, 0.0)
         next_advantage = torch.where(trained, advantage, next_advantage)
         next_value = torch.where(trained, values[:, t], next_value)
-    return found.float()
+    return advantages.float()
 
 
 def adaptive_lambda(mask: torch.Tensor, alpha: float) -> torch.Tensor:

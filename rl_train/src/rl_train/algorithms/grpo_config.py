@@ -61,8 +61,8 @@ class AdvantageConfig(Section):
     @classmethod
     def _is_known(cls, name: str) -> str:
         if not is_path(name) and name not in ESTIMATORS:
-            meant = did_you_mean(name, list(ESTIMATORS)).rstrip()
-            raise ValueError(f"unknown estimator {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{meant}")
+            suggestion = did_you_mean(name, list(ESTIMATORS)).rstrip()
+            raise ValueError(f"unknown estimator {name!r}: use {', '.join(ESTIMATORS)} or a dotted path.{suggestion}")
         return name
 
     @model_validator(mode="after")

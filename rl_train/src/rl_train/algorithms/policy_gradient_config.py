@@ -46,7 +46,7 @@ class RewardShapingConfig(Section):
     """Soft penalty for answers close to the length limit (`reward_shaping`)."""
 
     enabled: bool = False
-    """Whether to use the penalty."""
+    """Whether to subtract a penalty from the rewards of overlong answers."""
     overlong_buffer_length: int = Field(default=128, ge=1)
     """Number of tokens before the limit at which the penalty starts. It grows linearly up to the limit."""
     overlong_buffer_penalty: float = Field(default=1.0, gt=0.0)

@@ -26,5 +26,5 @@ def staleness_metrics(batch: BatchedDataDict[Any], version: int) -> dict[str, fl
     """`staleness/mean` and `staleness/max` over rows; none for rows that were not sampled, such as answers of the data."""
     if "token_versions" not in batch:
         return {}
-    found = staleness(batch, version)
-    return {"staleness/mean": float(found.double().mean()), "staleness/max": float(found.max())} if len(found) else {}
+    lags = staleness(batch, version)
+    return {"staleness/mean": float(lags.double().mean()), "staleness/max": float(lags.max())} if len(lags) else {}

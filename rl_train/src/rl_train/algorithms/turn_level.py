@@ -39,11 +39,11 @@ def turn_rewards(batch: BatchedDataDict[Any], token_penalties: torch.Tensor) -> 
     """
     counts = turn_counts(batch)
     rewards = torch.zeros(batch.size, int(counts.max()), dtype=torch.float64)
-    for row, given in enumerate(batch["turn_rewards"]):
+    for row, row_rewards in enumerate(batch["turn_rewards"]):
         last = int(counts[row]) - 1
-        for turn, reward in enumerate(given):
+        for turn, reward in enumerate(row_rewards):
             rewards[row, min(turn, last)] += reward
-        rewards[row, last] += float(batch["rewards"][row]) - sum(given)
+        rewards[row, last] += float(batch["rewards"][row]) - sum(row_rewards)
     turns = batch["token_turns"]
     rewards.scatter_add_(1, (turns - 1).clamp(min=0), -(token_penalties * (turns > 0)).double())
     return rewards

@@ -32,9 +32,9 @@ def validate(run: Run, step: int, *, score: Callable[[BatchedDataDict[Any]], Non
         return
     rollouts: list[Trajectory] = []
     with run.timed("validate"):
-        for each in due:
-            metrics, trajectories = _validated(run, each, score)
-            run.metrics.add(each.named(metrics))
+        for dataset in due:
+            metrics, trajectories = _validated(run, dataset, score)
+            run.metrics.add(dataset.named(metrics))
             rollouts += trajectories
     if step == 0:
         if rollouts:

@@ -15,7 +15,7 @@ _PROMPT_KEYS = {"prompt_config": "prompt", "system_prompt": "system_prompt", "ex
 
 
 class PromptConfig(Section):
-    """How records become messages, for all datasets that do not configure this themselves (`data.prompt`)."""
+    """How records are converted to messages, for all datasets that do not configure it themselves (`data.prompt`)."""
 
     prompt_config: Annotated[str | None, NAME_OR_PATH] = None
     """Prompt config: the name of a packaged one such as `generic/math`, or a path."""
@@ -30,7 +30,8 @@ class SplitConfig(Section):
     """Holds out rows of the training data for validation (`data.split`)."""
 
     validation: float = Field(gt=0.0, lt=1.0)
-    """Fraction of rows to hold out. Each row is selected with this probability, by its prompt and not by its position."""
+    """Fraction of rows to hold out, at random. Rows are selected by a hash of their prompt, so rows with the same prompt are
+    never split, and adding or reordering rows does not move others."""
     seed: int = 0
     """Seed that determines which rows are held out."""
 
@@ -57,11 +58,11 @@ class DataConfig(Section):
     val_data_path: Annotated[str | None, INPUT_PATH] = None
     """Short for `validation: {dataset_name: jsonl, path: ...}`."""
     prompt: PromptConfig | None = None
-    """How records become messages."""
+    """How records are converted to messages, for all datasets that do not configure it themselves."""
     max_input_seq_length: int | None = Field(default=None, ge=1)
     """Maximum number of prompt tokens. Defaults to the policy's `max_total_sequence_length` minus one."""
     on_long_prompt: Literal["error", "drop"] = "error"
-    """Whether longer prompts are an error or are dropped and counted."""
+    """What happens to longer prompts: `error` ends the run, `drop` drops and counts them."""
     check_rows: int = Field(default=2000, ge=0)
     """Number of training rows and of validation rows to tokenize before the run starts, in the order in which they are drawn.
     A row among them that is too long, or that the chat template cannot render, ends the run at once. 0 checks only the first

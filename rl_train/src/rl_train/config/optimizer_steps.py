@@ -67,11 +67,13 @@ def optimizer_steps(run: RunConfig, model: str) -> OptimizerSteps | None:
     section, plan = getattr(run, model), run.algorithm.training_plan(model, run)
     if section is None or plan is None:
         return None
-    asked = section.train_global_batch_size
-    rows = rows_per_optimizer_step(plan.rows, asked=asked, multiple_of=section.data_ranks(run.cluster) * plan.rows_per_unit)
+    batch_size = section.train_global_batch_size
+    rows = rows_per_optimizer_step(
+        plan.rows, batch_size=batch_size, multiple_of=section.data_ranks(run.cluster) * plan.rows_per_unit
+    )
     per_pass = -(-plan.rows // rows)
     # Sections created in Python have their own placement, and with it possibly more ranks.
-    settled = asked is None or "cluster" in run.model_fields_set or per_pass == 1
+    settled = batch_size is None or "cluster" in run.model_fields_set or per_pass == 1
     # Unshuffled, an epoch's last batch may be smaller.
     whole = plan.is_exact and run.data.shuffle and run.algorithm.max_num_epochs is None
     return OptimizerSteps(plan=plan, per_pass=per_pass, is_exact=settled and whole)

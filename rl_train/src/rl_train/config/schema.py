@@ -90,20 +90,21 @@ class CheckpointingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How rollouts of several turns continue, and what happens if their environment fails (`rollout`)."""
+    """Prompts of later turns in multi-turn rollouts, and handling of environment failures (`rollout`)."""
 
     history: Literal["as_sampled", "template"] = "as_sampled"
-    """What the model reads before its next turn. `as_sampled`: all earlier tokens as they were sampled, followed by the new
-    messages. `template`: the conversation, rendered again by the chat template, which may change earlier turns, for example by
-    dropping their reasoning. If it does, a new segment of the rollout starts, which is a separate training row."""
+    """Prompt of every turn after the first. `as_sampled`: all earlier tokens as they were sampled, then the new messages.
+    `template`: the whole conversation, rendered again by the chat template, which may change earlier turns, for example drop
+    their reasoning. If it does, the rollout continues in a new segment, which is a separate training row."""
     retries: int = Field(default=2, ge=0)
-    """How often an environment step is repeated after an exception, a timeout or the death of its worker. A row whose step
-    fails in every attempt counts neither in the statistics of its group nor in the loss."""
+    """Maximum number of retries of an environment step after an exception, a timeout or the exit of its worker. A row whose
+    step fails in every attempt is excluded from the statistics of its group and from the loss."""
     min_scored: int | None = Field(default=None, ge=1)
-    """Number of scored rows that a group needs. A group with fewer is replaced by a group of the next prompt. By default, half
+    """Minimum number of scored rows in a group. A group with fewer is replaced by a group of the next prompt. By default, half
     of the group, at least 2."""
     max_failed_share: float = Field(default=0.1, ge=0.0, le=1.0)
-    """Share of failed rows in the last 20 steps above which the run stops with the most frequent error."""
+    """Maximum fraction of failed rows over the last 20 steps. If it is exceeded, the run stops and reports the most frequent
+    error."""
 
     def min_scored_of(self, group_size: int) -> int:
         """`min_scored`, or its default, for groups of this size."""
@@ -114,8 +115,8 @@ class ProfilingConfig(Section):
     """Steps to profile (`profiling`)."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
-    """Numbers of the steps whose `torch.profiler` trace is written to `profile/` of the run folder, such as `[3, 5]`. Requires
-    `cluster.backend: in_process`. Profiled steps take longer."""
+    """Numbers of the steps to profile with `torch.profiler`, such as `[3, 5]`; traces are written to `profile/` of the run
+    folder. Requires `cluster.backend: in_process`. Profiled steps take longer."""
 
 
 class LoggerConfig(ComponentSection):

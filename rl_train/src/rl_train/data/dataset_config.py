@@ -155,8 +155,8 @@ class PreferenceForm(RowsConfig):
     )
     margin_key: str = Field(
         "margin",
-        description="Field with the margin by which the score of the better answer should be higher, a number; 0 for rows "
-        "that lack it. Used by reward models.",
+        description="Field with the margin of the pair, a number that reward model training subtracts from the difference of "
+        "the two scores; 0 for rows that lack it.",
     )
     system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
 

@@ -90,8 +90,8 @@ class ReadsRecords:
             answer = read_messages(given, repr(config.response_key), role="assistant")
             if answer[-1]["role"] != "assistant":
                 raise DataError(
-                    f"the field {config.response_key!r} ends with a message of the role {answer[-1]['role']}, "
-                    f"not of the assistant"
+                    f"the field {config.response_key!r} ends with a message of the role {answer[-1]['role']!r}: its last "
+                    "message must have the role 'assistant'"
                 )
             messages.extend(answer)
         info = {key: _field(row, key, object, "env_keys") for key in config.env_keys}

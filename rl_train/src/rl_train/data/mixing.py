@@ -36,10 +36,10 @@ class Mixture:
     def __post_init__(self) -> None:
         for name, count in self.counts.items():
             if not self.sizes[name]:
-                raise DataError(f"{name!r} of the mixture has no row")
+                raise DataError(f"data.mix.{name} has no rows: add rows, or remove it from the mixture")
             if not count:
                 raise DataError(
-                    f"{name!r} of the mixture has the weight {self.weights[name]} of {sum(self.weights.values())}: it would "
+                    f"data.mix.{name} has the weight {self.weights[name]} of {sum(self.weights.values())}: it would "
                     f"get none of the {len(self)} rows of an epoch. Raise its weight, or remove it"
                 )
 

@@ -30,9 +30,9 @@ class WandbConfig(LoggerConfig):
     entity: str | None = None
     """User or team; defaults to that of the account."""
     group: str | None = None
-    """Group of the run. Runs of a group are shown together."""
+    """Group of the run; the W&B interface shows the runs of a group together."""
     job_type: str | None = None
-    """Type of the run, such as `train`."""
+    """Job type of the run, such as `train`, by which the W&B interface can group runs."""
     tags: list[str] = Field(default_factory=list)
     """Tags of the run."""
     notes: str | None = None

@@ -21,7 +21,7 @@ from rl_core.cluster.deadlines import Deadlines, exceeded
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pending_call import collect
 from rl_core.cluster.ray_runtime import RayLease
-from rl_core.cluster.remote_actor import ActorCall, RemoteActor, is_wrapped, own_options, pack_worker, plain_class, wait_gone
+from rl_core.cluster.remote_actor import ActorCall, RemoteActor, is_wrapped, pack_worker, plain_class, ray_options, wait_exited
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
@@ -80,7 +80,7 @@ class ActorPool(Pool):
         self._deadlines = deadlines or Deadlines()
         self._deadline_s = self._deadlines.call_s if deadline_s is None else deadline_s
         self._max_restarts = max_restarts
-        self._options = {**own_options(worker_class), **(actor_options or {})}
+        self._options = {**ray_options(worker_class), **(actor_options or {})}
         if max_concurrency > 1:
             self._options["max_concurrency"] = max_concurrency + 1  # `close` must not wait for calls
         own_env: Mapping[str, Any] = self._options.pop("runtime_env", None) or {}
@@ -171,7 +171,7 @@ class ActorPool(Pool):
         if self._lease.is_connected:
             for slot in slots:
                 slot.actor.kill()
-            wait_gone([slot.actor for slot in slots])
+            wait_exited([slot.actor for slot in slots])
         self._lease.release()
 
     def _call(
@@ -364,7 +364,7 @@ class ActorPool(Pool):
     def _expired(self, slot: Slot, pending: ActorCall) -> DeadlineExceededError:
         report = pending.unanswered(self._deadlines.stack_s)
         slot.actor.kill()
-        wait_gone([slot.actor])
+        wait_exited([slot.actor])
         return exceeded(round(report.seconds, 1), [report], [])
 
     def _replace(self, index: int, error: WorkerDiedError | DeadlineExceededError, *, tries: int = 1) -> None:

@@ -36,7 +36,7 @@ def correct_rollouts(
     """
     if reward_above is not None:
         return Accuracy(correct=[row.reward > reward_above for row in rows], unknown={})
-    right: list[bool | None] = [None] * len(rows)
+    correct: list[bool | None] = [None] * len(rows)
     unknown: dict[str, str] = {}
     for task_name in dict.fromkeys(row.task_name for row in rows):
         indices = [i for i, row in enumerate(rows) if row.task_name == task_name]
@@ -50,8 +50,8 @@ def correct_rollouts(
             unknown[task_name] = str(error)
             continue
         for index, grade in zip(indices, grades, strict=True):
-            right[index] = grade
-    return Accuracy(correct=right, unknown=unknown)
+            correct[index] = grade
+    return Accuracy(correct=correct, unknown=unknown)
 
 
 class NoAccuracyError(Exception):
@@ -74,7 +74,7 @@ def _grades(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentIn
 
 
 def _accuracy(rows: Sequence[Trajectory], environments: Mapping[str, EnvironmentInterface]) -> float:
-    found = environment_metrics(rows, environments)
-    if "rollout/accuracy" not in found:
+    metrics = environment_metrics(rows, environments)
+    if "rollout/accuracy" not in metrics:
         raise NoAccuracyError("the environment reports no accuracy")
-    return found["rollout/accuracy"]
+    return metrics["rollout/accuracy"]

@@ -28,24 +28,25 @@ def step_checked(
     environment: EnvironmentInterface, task_name: str, message_log_batch: list[Conversation], metadata: list[Any]
 ) -> EnvironmentReturn:
     """Call `step` and check its return value with `checked_return`."""
-    found = environment.step(message_log_batch, metadata)
+    returned = environment.step(message_log_batch, metadata)
     return checked_return(
-        found, rows=len(message_log_batch), task_name=task_name, environment_class=class_name(type(environment))
+        returned, rows=len(message_log_batch), task_name=task_name, environment_class=class_name(type(environment))
     )
 
 
 def metrics_checked(environment: EnvironmentInterface, task_name: str, batch: Any) -> dict[str, float]:
     """Compute the environment's metrics of a batch, checked by `checked_metrics`."""
-    found = environment.global_post_process_and_metrics(batch)
-    _, metrics = checked_metrics(found, task_name=task_name, environment_class=class_name(type(environment)))
+    returned = environment.global_post_process_and_metrics(batch)
+    _, metrics = checked_metrics(returned, task_name=task_name, environment_class=class_name(type(environment)))
     return metrics
 
 
-def checked_return(found: Any, *, rows: int, task_name: str, environment_class: str) -> EnvironmentReturn:
+def checked_return(returned: Any, *, rows: int, task_name: str, environment_class: str) -> EnvironmentReturn:
     """Convert and check the return value of `step` against `EnvironmentReturn`.
 
     Args:
-        found: the returned object. A plain tuple or list of the same fields is accepted; numbers may be in lists or arrays.
+        returned: the object that `step` returned. A plain tuple or list of the same fields is accepted; numbers may be in lists
+            or arrays.
         rows: B, the number of conversations in the call.
         task_name: named in errors.
         environment_class: named in errors.
@@ -59,15 +60,15 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         RLCoreError: the contract is not met.
     """
     who = f"Environment class {environment_class} of task {task_name!r}"
-    if not isinstance(found, tuple | list) or not _REQUIRED <= len(found) <= len(_FIELDS):
-        size = f" of {len(found)} values" if isinstance(found, tuple | list) else ""
+    if not isinstance(returned, tuple | list) or not _REQUIRED <= len(returned) <= len(_FIELDS):
+        size = f" of {len(returned)} values" if isinstance(returned, tuple | list) else ""
         raise RLCoreError(
-            f"{who} returned {_kind(found)}{size} from step(). Return an EnvironmentReturn({', '.join(_FIELDS)}); answers, "
+            f"{who} returned {_kind(returned)}{size} from step(). Return an EnvironmentReturn({', '.join(_FIELDS)}); answers, "
             "scored and failures may be left out."
         )
-    made = EnvironmentReturn(*found)
-    _check_lists(made, who)
-    rewards: Any = made.rewards
+    step_return = EnvironmentReturn(*returned)
+    _check_lists(step_return, who)
+    rewards: Any = step_return.rewards
     if isinstance(rewards, Mapping):
         for name in rewards:
             if not isinstance(name, str):
@@ -77,28 +78,28 @@ def checked_return(found: Any, *, rows: int, task_name: str, environment_class: 
         rewards = {name: _numbers(values, f"the reward {name!r}", who) for name, values in rewards.items()}
     else:
         rewards = _numbers(rewards, "rewards", who)
-    made = made._replace(rewards=rewards, terminateds=_numbers(made.terminateds, "terminateds", who) != 0)
-    if made.scored is not None:
-        made = made._replace(scored=_numbers(made.scored, "scored", who) != 0)
-    _check_sizes(made, rows, who)
-    _check_finite(made, who)
-    _check_rows(made, who)
-    return made._replace(observations=_observations(made, who), scored=_without_failed(made))
+    step_return = step_return._replace(rewards=rewards, terminateds=_numbers(step_return.terminateds, "terminateds", who) != 0)
+    if step_return.scored is not None:
+        step_return = step_return._replace(scored=_numbers(step_return.scored, "scored", who) != 0)
+    _check_sizes(step_return, rows, who)
+    _check_finite(step_return, who)
+    _check_rows(step_return, who)
+    return step_return._replace(observations=_observations(step_return, who), scored=_without_failed(step_return))
 
 
-def checked_observation(found: Any, *, task_name: str) -> Observation:
+def checked_observation(returned: Any, *, task_name: str) -> Observation:
     """The messages that `reset` returned, with text as content.
 
     Raises:
         RLCoreError: they are not messages.
     """
     who, what = f"The environment of task {task_name!r}", "observation of reset()"
-    if isinstance(found, tuple | list) and found:
-        return [_message(each, f"message {i} of the {what}", who) for i, each in enumerate(found)]
-    return _message(found, what, who)
+    if isinstance(returned, tuple | list) and returned:
+        return [_message(each, f"message {i} of the {what}", who) for i, each in enumerate(returned)]
+    return _message(returned, what, who)
 
 
-def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tuple[Any, dict[str, float]]:
+def checked_metrics(returned: Any, *, task_name: str, environment_class: str) -> tuple[Any, dict[str, float]]:
     """The return value of `global_post_process_and_metrics`: the batch, and metrics as floats.
 
     Raises:
@@ -106,11 +107,11 @@ def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tu
     """
     who = f"Environment class {environment_class} of task {task_name!r}"
     expected = "Return the batch and a dict from names to numbers: `return batch, {'accuracy': 0.5}`."
-    if not isinstance(found, tuple | list) or len(found) != 2 or not all(isinstance(part, Mapping) for part in found):
-        parts = f" of {', '.join(_kind(part) for part in found) or 'nothing'}" if isinstance(found, tuple | list) else ""
-        raise RLCoreError(f"{who} returned {_kind(found)}{parts} from global_post_process_and_metrics(). {expected}")
-    batch, metrics = found
-    made = {}
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not all(isinstance(item, Mapping) for item in returned):
+        parts = f" of {', '.join(_kind(item) for item in returned) or 'nothing'}" if isinstance(returned, tuple | list) else ""
+        raise RLCoreError(f"{who} returned {_kind(returned)}{parts} from global_post_process_and_metrics(). {expected}")
+    batch, metrics = returned
+    numbers = {}
     for name, value in metrics.items():
         number = None if isinstance(value, str | bytes) else _converted(partial(float, value))
         if number is None or not isinstance(name, str) or _broken_text(name):
@@ -122,32 +123,32 @@ def checked_metrics(found: Any, *, task_name: str, environment_class: str) -> tu
                 f"{who} returned the metric {name!r} from global_post_process_and_metrics(), but the runtime reports "
                 f"`env/{task_name}/{name}` itself. Choose another name."
             )
-        made[name] = number
-    return batch, made
+        numbers[name] = number
+    return batch, numbers
 
 
-def _check_lists(made: EnvironmentReturn, who: str) -> None:
+def _check_lists(step_return: EnvironmentReturn, who: str) -> None:
     for name in ("observations", "metadata", "next_stop_strings", "answers", "failures"):
-        value = getattr(made, name)
+        value = getattr(step_return, name)
         if not isinstance(value, tuple | list) and not (name in ("answers", "failures") and value is None):
             raise RLCoreError(f"{who} returned {_kind(value)} as {name}. Return a list with one entry per row.")
 
 
-def _check_sizes(made: EnvironmentReturn, rows: int, who: str) -> None:
-    rewards = made.rewards if isinstance(made.rewards, Mapping) else {"rewards": made.rewards}
-    found = {name: len(values) for name, values in rewards.items()}
-    found |= {name: len(value) for name in _FIELDS if name != "rewards" and (value := getattr(made, name)) is not None}
-    wrong = {name: size for name, size in found.items() if size != rows}
-    if wrong:
+def _check_sizes(step_return: EnvironmentReturn, rows: int, who: str) -> None:
+    rewards = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"rewards": step_return.rewards}
+    sizes = {name: len(values) for name, values in rewards.items()}
+    sizes |= {name: len(value) for name in _FIELDS if name != "rewards" and (value := getattr(step_return, name)) is not None}
+    wrong_sizes = {name: size for name, size in sizes.items() if size != rows}
+    if wrong_sizes:
         raise RLCoreError(
             f"{who} was called with {rows} rows but returned "
-            + ", ".join(f"{size} {name}" for name, size in wrong.items())
+            + ", ".join(f"{size} {name}" for name, size in wrong_sizes.items())
             + ". Every field of an EnvironmentReturn has one entry per row, in row order."
         )
 
 
-def _check_finite(made: EnvironmentReturn, who: str) -> None:
-    rewards = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
+def _check_finite(step_return: EnvironmentReturn, who: str) -> None:
+    rewards = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
     for name, values in rewards.items():
         for row in (~values.isfinite()).nonzero().flatten().tolist()[:1]:
             raise RLCoreError(
@@ -156,67 +157,69 @@ def _check_finite(made: EnvironmentReturn, who: str) -> None:
             )
 
 
-def _check_rows(made: EnvironmentReturn, who: str) -> None:
-    for row, stops in enumerate(made.next_stop_strings):
+def _check_rows(step_return: EnvironmentReturn, who: str) -> None:
+    for row, stops in enumerate(step_return.next_stop_strings):
         if stops is not None:
             _check_stop_strings(stops, row, who)
-    for row, answer in enumerate(made.answers or ()):
+    for row, answer in enumerate(step_return.answers or ()):
         if answer is not None:
             _check_text(answer, f"answer of row {row}", who, "Return text, or None if no answer was found.")
-    for row, failure in enumerate(made.failures or ()):
+    for row, failure in enumerate(step_return.failures or ()):
         if failure is not None:
             _check_text(failure, f"failure of row {row}", who, "Return the reason as text, or None if the row has not failed.")
 
 
-def _without_failed(made: EnvironmentReturn) -> torch.Tensor | None:
+def _without_failed(step_return: EnvironmentReturn) -> torch.Tensor | None:
     """`scored`, without the rows that have failed."""
-    if made.failures is None or not any(failure is not None for failure in made.failures):
-        return made.scored
-    answered = torch.tensor([failure is None for failure in made.failures])
-    return answered if made.scored is None else made.scored & answered
+    if step_return.failures is None or not any(failure is not None for failure in step_return.failures):
+        return step_return.scored
+    answered = torch.tensor([failure is None for failure in step_return.failures])
+    return answered if step_return.scored is None else step_return.scored & answered
 
 
 _OBSERVATION = "Return {'role': 'environment', 'content': text}, or a list of such messages, for each row that has not ended."
 """What to return instead of a wrong observation."""
 
 
-def _observations(made: EnvironmentReturn, who: str) -> list[Any]:
+def _observations(step_return: EnvironmentReturn, who: str) -> list[Any]:
     """The observations with text as content; that of a terminated row is ignored and stays as it is."""
-    ended = made.terminateds.tolist()
-    read: list[Any] = []
-    for row, found in enumerate(made.observations):
+    ended = step_return.terminateds.tolist()
+    messages: list[Any] = []
+    for row, observation in enumerate(step_return.observations):
         if ended[row]:
-            read.append(found)
-        elif isinstance(found, tuple | list):
-            if not found:
+            messages.append(observation)
+        elif isinstance(observation, tuple | list):
+            if not observation:
                 raise RLCoreError(f"{who} returned an empty list as observation of row {row}. {_OBSERVATION}")
-            read.append([_message(each, f"message {i} of the observation of row {row}", who) for i, each in enumerate(found)])
+            messages.append(
+                [_message(each, f"message {i} of the observation of row {row}", who) for i, each in enumerate(observation)]
+            )
         else:
-            read.append(_message(found, f"observation of row {row}", who))
-    return read
+            messages.append(_message(observation, f"observation of row {row}", who))
+    return messages
 
 
 def _message(message: Any, what: str, who: str) -> Message:
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        found = f"a mapping of {sorted(map(str, message))}" if isinstance(message, Mapping) else _shown(message)
-        raise RLCoreError(f"{who} returned {found} as {what}. {_OBSERVATION}")
+        description = f"a mapping of {sorted(map(str, message))}" if isinstance(message, Mapping) else _shown(message)
+        raise RLCoreError(f"{who} returned {description} as {what}. {_OBSERVATION}")
     if unknown := sorted(map(str, message.keys() - set(MESSAGE_KEYS))):
         raise RLCoreError(
             f"{who} returned the unknown keys {', '.join(unknown)} in the {what}. A message has {', '.join(MESSAGE_KEYS)}."
         )
-    read = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
+    checked = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
     try:
-        if isinstance(read["content"], list):
-            read["content"] = text_of(read["content"], f"the {what}")
+        if isinstance(checked["content"], list):
+            checked["content"] = text_of(checked["content"], f"the {what}")
     except DataError as error:
         raise RLCoreError(f"{who} returned a message that cannot be read: {error}. {_OBSERVATION}") from error
-    for key in read.keys() - {"tool_calls"}:
-        _check_text(read[key], f"{key} of the {what}", who, _OBSERVATION)
-    if "tool_calls" in read or ("tool_call_id" in read and read["role"] != "tool"):
-        key = "tool_calls" if "tool_calls" in read else "tool_call_id"
+    for key in checked.keys() - {"tool_calls"}:
+        _check_text(checked[key], f"{key} of the {what}", who, _OBSERVATION)
+    if "tool_calls" in checked or ("tool_call_id" in checked and checked["role"] != "tool"):
+        key = "tool_calls" if "tool_calls" in checked else "tool_call_id"
         owner = "the model's messages" if key == "tool_calls" else "messages of the role 'tool'"
-        raise RLCoreError(f"{who} returned {key} in the {what}, whose role is {read['role']!r}: only {owner} have {key}.")
-    return cast("Message", read)
+        raise RLCoreError(f"{who} returned {key} in the {what}, whose role is {checked['role']!r}: only {owner} have {key}.")
+    return cast("Message", checked)
 
 
 def _check_stop_strings(stops: Any, row: int, who: str) -> None:
@@ -255,8 +258,8 @@ def _numbers(values: Any, what: str, who: str) -> torch.Tensor:
         raise RLCoreError(f"{who} returned {_shown(values)} as {what}. Return a tensor [B] of numbers.")
     if tensor.dim() != 1:
         raise RLCoreError(f"{who} returned a tensor of shape {list(tensor.shape)} as {what}. Return one number per row: [B].")
-    made: torch.Tensor = tensor.detach().to(device="cpu", dtype=torch.float32)
-    return made
+    numbers: torch.Tensor = tensor.detach().to(device="cpu", dtype=torch.float32)
+    return numbers
 
 
 def _converted(convert: Callable[[], Any]) -> Any:

@@ -79,46 +79,46 @@ class EnvironmentPool(EnvironmentInterface):
         rows = len(message_log_batch)
         chunk = -(-rows // self._pool.num_actors)
         calls = [(message_log_batch[i : i + chunk], metadata[i : i + chunk]) for i in range(0, rows, chunk)]
-        found = self._pool.map("step", calls, deadline_s=self._deadline_s)
-        parts = [self._checked(part, rows=len(call[0])) for call, part in zip(calls, found, strict=True)]
+        results = self._pool.map("step", calls, deadline_s=self._deadline_s)
+        returns = [self._checked(one, rows=len(call[0])) for call, one in zip(calls, results, strict=True)]
         return EnvironmentReturn(
-            observations=[message for part in parts for message in part.observations],
-            metadata=[state for part in parts for state in part.metadata],
-            next_stop_strings=[stops for part in parts for stops in part.next_stop_strings],
-            rewards=_concat_rewards(parts),
-            terminateds=torch.cat([part.terminateds for part in parts]),
-            answers=[answer for part in parts for answer in (part.answers or [None] * len(part.observations))],
-            scored=_concat_scored(parts),
-            failures=[failure for part in parts for failure in (part.failures or [None] * len(part.observations))],
+            observations=[message for one in returns for message in one.observations],
+            metadata=[state for one in returns for state in one.metadata],
+            next_stop_strings=[stops for one in returns for stops in one.next_stop_strings],
+            rewards=_concat_rewards(returns),
+            terminateds=torch.cat([one.terminateds for one in returns]),
+            answers=[answer for one in returns for answer in (one.answers or [None] * len(one.observations))],
+            scored=_concat_scored(returns),
+            failures=[failure for one in returns for failure in (one.failures or [None] * len(one.observations))],
         )
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        [found] = self._pool.map("global_post_process_and_metrics", [(batch,)], deadline_s=self._deadline_s)
-        batch, metrics = checked_metrics(found, task_name=self._task_name, environment_class=self._pool.worker_class)
+        [returned] = self._pool.map("global_post_process_and_metrics", [(batch,)], deadline_s=self._deadline_s)
+        batch, metrics = checked_metrics(returned, task_name=self._task_name, environment_class=self._pool.worker_class)
         return batch, {**metrics}
 
     def shutdown(self) -> None:
         self._pool.shutdown()
 
-    def _checked(self, found: Any, *, rows: int) -> EnvironmentReturn:
-        return checked_return(found, rows=rows, task_name=self._task_name, environment_class=self._pool.worker_class)
+    def _checked(self, returned: Any, *, rows: int) -> EnvironmentReturn:
+        return checked_return(returned, rows=rows, task_name=self._task_name, environment_class=self._pool.worker_class)
 
 
-def _concat_scored(parts: list[EnvironmentReturn]) -> torch.Tensor | None:
+def _concat_scored(returns: list[EnvironmentReturn]) -> torch.Tensor | None:
     """Which rows of all parts were scored; None if all were."""
-    if all(part.scored is None for part in parts):
+    if all(one.scored is None for one in returns):
         return None
-    return torch.cat([torch.ones(len(p.observations), dtype=torch.bool) if p.scored is None else p.scored for p in parts])
+    return torch.cat([torch.ones(len(p.observations), dtype=torch.bool) if p.scored is None else p.scored for p in returns])
 
 
-def _concat_rewards(parts: list[EnvironmentReturn]) -> torch.Tensor | dict[str, torch.Tensor]:
+def _concat_rewards(returns: list[EnvironmentReturn]) -> torch.Tensor | dict[str, torch.Tensor]:
     """The rewards of all parts; a named reward that a part does not have is 0.0 in its rows."""
-    if not any(isinstance(part.rewards, Mapping) for part in parts):
-        return torch.cat([part.rewards for part in parts if isinstance(part.rewards, torch.Tensor)])
-    named = [part.rewards if isinstance(part.rewards, Mapping) else {"reward": part.rewards} for part in parts]
-    sizes = [len(part.observations) for part in parts]
+    if not any(isinstance(one.rewards, Mapping) for one in returns):
+        return torch.cat([one.rewards for one in returns if isinstance(one.rewards, torch.Tensor)])
+    named = [one.rewards if isinstance(one.rewards, Mapping) else {"reward": one.rewards} for one in returns]
+    sizes = [len(one.observations) for one in returns]
     return {
         name: torch.cat([chunk[name] if name in chunk else torch.zeros(size) for chunk, size in zip(named, sizes, strict=True)])
         for name in dict.fromkeys(name for chunk in named for name in chunk)

@@ -16,8 +16,8 @@ class Group:
 
     rows: Sequence[Trajectory]
     """n finished rollouts."""
-    right: Sequence[bool] | None
-    """Whether each is right; None if unknown."""
+    correct: Sequence[bool] | None
+    """Whether each is correct; None if unknown."""
 
     @property
     def task_name(self) -> str:
@@ -35,7 +35,7 @@ class Group:
         return [row.num_sampled_tokens() for row in self.rows]
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether the prompt was too long and truncated."""
         return self.rows[0].loss_multiplier == 0.0
 
@@ -62,13 +62,15 @@ def grouped(rows: Sequence[Trajectory], correctness: Accuracy, *, samples_per_pr
     """Rollouts as groups; those of one prompt must be consecutive."""
     groups = []
     for start in range(0, len(rows), samples_per_prompt):
-        right = [is_right for is_right in correctness.correct[start : start + samples_per_prompt] if is_right is not None]
+        correct = [
+            is_correct for is_correct in correctness.correct[start : start + samples_per_prompt] if is_correct is not None
+        ]
         group = rows[start : start + samples_per_prompt]
-        groups.append(Group(rows=group, right=right if len(right) == len(group) else None))
+        groups.append(Group(rows=group, correct=correct if len(correct) == len(group) else None))
     return groups
 
 
-def usual_ks(samples_per_prompt: int) -> tuple[int, ...]:
+def default_ks(samples_per_prompt: int) -> tuple[int, ...]:
     """The powers of two up to n, and n."""
     powers = (2**exponent for exponent in range(samples_per_prompt.bit_length()))
     return tuple(sorted({*powers, samples_per_prompt}))
@@ -93,22 +95,22 @@ def score(groups: Sequence[Group], correctness: Accuracy, *, ks: Sequence[int]) 
     if unknown:
         not_reported["pass@k"] = "; ".join(f"{task}: {correctness.unknown[task]}" for task in unknown)
     else:
-        metrics[f"mean@{num_samples}"] = _over_prompts(groups, lambda group: _mean(group.right or ()))
+        metrics[f"mean@{num_samples}"] = _over_prompts(groups, lambda group: _mean(group.correct or ()))
         for k in ks:
-            metrics[f"pass@{k}"] = _over_prompts(groups, lambda g, k=k: pass_at_k(num_samples, sum(g.right or ()), k))
+            metrics[f"pass@{k}"] = _over_prompts(groups, lambda g, k=k: pass_at_k(num_samples, sum(g.correct or ()), k))
     if unknown:
         not_reported["cons@k"] = not_reported["pass@k"]
     elif without_answers:
         not_reported["cons@k"] = "; ".join(f"{task}: the environment returned no answers" for task in without_answers)
     else:
         for k in ks:
-            metrics[f"cons@{k}"] = _over_prompts(groups, lambda g, k=k: consensus_at_k(g.answers, g.right or (), k))
+            metrics[f"cons@{k}"] = _over_prompts(groups, lambda g, k=k: consensus_at_k(g.answers, g.correct or (), k))
     return Scores(
         num_prompts=len(groups),
         samples_per_prompt=num_samples,
         metrics=metrics | _plain_means(groups),
         max_length=max(length for group in groups for length in group.lengths),
-        num_cut_prompts=sum(group.is_cut for group in groups),
+        num_cut_prompts=sum(group.is_truncated for group in groups),
         not_reported=not_reported,
     )
 

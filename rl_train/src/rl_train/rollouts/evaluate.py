@@ -10,7 +10,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
-from rl_train.rollouts.eval_metrics import grouped, score, usual_ks
+from rl_train.rollouts.eval_metrics import default_ks, grouped, score
 from rl_train.rollouts.failures import refuse_total_failure
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
@@ -71,14 +71,14 @@ class Evaluation:
         see `rl_train.rollouts.eval_metrics.score`.
         """
         trajectories = self.play()
-        found = summarize(trajectories) | environment_metrics(trajectories, self.collector.environments)
+        summary = summarize(trajectories) | environment_metrics(trajectories, self.collector.environments)
         metrics = {
-            "validation/length": found["length/mean"],
-            "validation/truncated_frac": found["length/truncated_frac"],
-            "validation/rows": found["rollout/rows"],
+            "validation/length": summary["length/mean"],
+            "validation/truncated_frac": summary["length/truncated_frac"],
+            "validation/rows": summary["rollout/rows"],
         }
         reported = {"validation/reward": "reward/mean", "validation/accuracy": "rollout/accuracy"}
-        metrics |= {name: found[of] for name, of in reported.items() if of in found}
+        metrics |= {name: summary[of] for name, of in reported.items() if of in summary}
         metrics |= {name.replace("rollout/", "validation/"): n for name, n in failure_metrics(trajectories).items()}
         if self.samples_per_prompt > 1:
             metrics |= self._multi_sample_metrics(trajectories)
@@ -87,9 +87,9 @@ class Evaluation:
     def _multi_sample_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
         correctness = correct_rollouts(trajectories, self.collector.environments)
         groups = grouped(trajectories, correctness, samples_per_prompt=self.samples_per_prompt)
-        scores = score(groups, correctness, ks=usual_ks(self.samples_per_prompt))
-        selected = {name: found for name, found in scores.metrics.items() if name.startswith(("pass@", "cons@"))}
-        return {f"validation/{name}": found.value for name, found in selected.items()}
+        scores = score(groups, correctness, ks=default_ks(self.samples_per_prompt))
+        selected = {name: estimate for name, estimate in scores.metrics.items() if name.startswith(("pass@", "cons@"))}
+        return {f"validation/{name}": estimate.value for name, estimate in selected.items()}
 
     def _first_prompts(self) -> Iterator[BatchedDataDict[Any]]:
         # Rewind: a loader that was left early would continue with other prompts.

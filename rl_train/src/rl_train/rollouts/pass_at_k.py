@@ -35,7 +35,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(value=mean, standard_error=math.sqrt(variance / count))
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The probability that k of the n samples, drawn without replacement, contain a correct one: 1 - C(n-c, k) / C(n, k).
 
     Unbiased for k new samples; computed with integers.
@@ -44,32 +44,32 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
     Args:
         num_samples: n.
-        num_right: c, number of right samples.
+        num_correct: c, number of correct samples.
         k: number of samples drawn.
 
     Raises:
         ValueError: not 1 <= k <= n, or not 0 <= c <= n.
     """
     _check_draw(num_samples, k)
-    if not 0 <= num_right <= num_samples:
-        raise ValueError(f"{num_right} of {num_samples} samples cannot be right")
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"{num_correct} of {num_samples} samples cannot be correct")
     every = math.comb(num_samples, k)
-    return float(Fraction(every - math.comb(num_samples - num_right, k), every))
+    return float(Fraction(every - math.comb(num_samples - num_correct, k), every))
 
 
-def consensus_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
+def consensus_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
     """The probability that the majority answer of k of the n samples, drawn without replacement, is correct.
 
     The mean over all C(n, k) subsets, not the vote of the first k, which would leave n - k samples unused and depend on their
     order. Ties are broken uniformly, which equals choosing the first answer on average over the order of the samples. None is
-    not a vote; without votes, the majority is wrong. An answer that is right in some samples and wrong in others counts by its
-    fraction of right ones.
+    not a vote; without votes, the majority is wrong. An answer that is correct in some samples and wrong in others counts by
+    the fraction of its samples that are correct.
 
     Source: Wang et al. 2022 (self-consistency), https://arxiv.org/abs/2203.11171; here unbiased for every k up to n.
 
     Args:
         answers: n answers; equal answers are votes for the same.
-        right: whether each sample is right.
+        correct: whether each sample is correct.
         k: number of samples drawn.
 
     Raises:
@@ -78,27 +78,27 @@ def consensus_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k:
     _check_draw(len(answers), k)
     votes = Counter(answer for answer in answers if answer is not None)
     hits: Counter[Hashable] = Counter()
-    for answer, is_right in zip(answers, right, strict=True):
-        hits[answer] += is_right
+    for answer, is_correct in zip(answers, correct, strict=True):
+        hits[answer] += is_correct
     # Sorted, so that the result is cached for prompts with the same votes.
     classes = tuple(sorted((count, hits[answer]) for answer, count in votes.items()))
-    return _majority_is_right(classes, len(answers), k)
+    return _majority_accuracy(classes, len(answers), k)
 
 
 @lru_cache(maxsize=4096)
-def _majority_is_right(classes: tuple[tuple[int, int], ...], num_samples: int, k: int) -> float:
-    """See `consensus_at_k`; `classes` has the votes and the number of right samples of each answer."""
+def _majority_accuracy(classes: tuple[tuple[int, int], ...], num_samples: int, k: int) -> float:
+    """See `consensus_at_k`; `classes` has the votes and the number of correct samples of each answer."""
     most = max((count for count, _ in classes), default=0)
     won = sum((_wins_with(classes, num_samples, k, winner) for winner in range(1, min(most, k) + 1)), Fraction(0))
     return float(won / math.comb(num_samples, k))
 
 
 def _wins_with(classes: Sequence[tuple[int, int]], num_samples: int, k: int, winner: int) -> Fraction:
-    """Number of subsets whose majority has exactly `winner` votes, weighted by the fraction of right ones in tied answers.
+    """Number of subsets whose majority has exactly `winner` votes, weighted by the fraction of correct ones in tied answers.
 
     Answers with fewer than `winner` votes in total cannot win: together with samples that do not vote they form a pool from
     which any number may be drawn. The others are added one by one: `ways[drawn, tied]` counts their subsets with `drawn`
-    samples in which `tied` answers have `winner` votes, and `weight` sums the fractions of right ones of those answers.
+    samples in which `tied` answers have `winner` votes, and `weight` sums the fractions of correct ones of those answers.
     """
     rivals = [(count, hit) for count, hit in classes if count >= winner]
     pool = num_samples - sum(count for count, _ in rivals)

@@ -72,20 +72,20 @@ def expected_answer(metadata: Any) -> str | int | float | None:
     """The correct answer in a row's metadata, as text unless it is a number; None if there is none."""
     if not isinstance(metadata, Mapping):
         return None
-    found = next((metadata[key] for key in EXPECTED_KEYS if metadata.get(key) is not None), None)
-    if found is None or isinstance(found, int | float):
-        return found
+    answer = next((metadata[key] for key in EXPECTED_KEYS if metadata.get(key) is not None), None)
+    if answer is None or isinstance(answer, int | float):
+        return answer
     # Metadata may have unpaired surrogates, which cannot be encoded as UTF-8: they are escaped.
-    return str(found).encode(errors="backslashreplace").decode()
+    return str(answer).encode(errors="backslashreplace").decode()
 
 
 def _sampled_only(values: torch.Tensor, segments: Sequence[MessageLog]) -> list[float]:
     """The values of sampled tokens from the values [S, T] of the segments of a rollout."""
-    found = []
+    sampled: list[float] = []
     for row, log in zip(values, segments, strict=True):
         mask = sampled_mask(log)
-        found += row[: len(mask)][mask].tolist()
-    return [round(value, 6) for value in found]
+        sampled += row[: len(mask)][mask].tolist()
+    return [round(value, 6) for value in sampled]
 
 
 def _segment_record(log: MessageLog) -> dict[str, Any]:

@@ -65,14 +65,14 @@ def split_segments(values: torch.Tensor, batch: BatchedDataDict[Any]) -> torch.T
     """
     if not has_segments(batch):
         return values
-    found = torch.zeros(batch["input_ids"].shape, dtype=values.dtype)
+    split = torch.zeros(batch["input_ids"].shape, dtype=values.dtype)
     lengths = batch["input_lengths"].tolist()
     for number, rows in enumerate(rows_of_rollouts(batch)):
         start = 0
         for row in rows:
-            found[row, : lengths[row]] = values[number, start : start + lengths[row]]
+            split[row, : lengths[row]] = values[number, start : start + lengths[row]]
             start += lengths[row]
-    return found
+    return split
 
 
 def spread(column: _Column, batch: BatchedDataDict[Any]) -> _Column:

@@ -116,7 +116,10 @@ class StepQueue:
         """
         workers = self.environment.workers if isinstance(self.environment, EnvironmentPool) else [ActorKey(0, 0)]
         if not workers:
-            raise WorkerDiedError(f"env.{self.task_name}: no process of the environment could be started; the log says why.")
+            raise WorkerDiedError(
+                f"env.{self.task_name}: no process of the environment could be started. Its log shows why; `rlcore check env` "
+                "runs the environment without a model."
+            )
         worker = min(workers, key=lambda worker: self._sessions[worker])
         self._sessions[worker] += 1
         return worker
@@ -174,10 +177,10 @@ class StepQueue:
             if error is not None:
                 step.future.set_exception(error)
             else:
-                found = ended.result()
-                failure = None if found.failures is None else found.failures[row]
+                result = ended.result()
+                failure = None if result.failures is None else result.failures[row]
                 if failure is None:
-                    step.future.set_result(_result(found, row))
+                    step.future.set_result(_result(result, row))
                 else:
                     step.future.set_exception(RowFailedError(failure))
         self._schedule()
@@ -249,10 +252,10 @@ class Session:
         metadata = {**(metadata or {}), SESSION_KEY: self._name}
         try:
             self._worker = self._steps.lease()
-            found = await self._steps.call("reset", metadata, worker=self._worker)
+            observation = await self._steps.call("reset", metadata, worker=self._worker)
         except Exception as error:
             raise _failed(error) from error
-        return metadata, None if found is None else checked_observation(found, task_name=self._steps.task_name)
+        return metadata, None if observation is None else checked_observation(observation, task_name=self._steps.task_name)
 
     async def step(self, conversation: list[Message], metadata: Any) -> StepResult:
         """Respond to one turn.
@@ -296,14 +299,16 @@ def _failed(error: Exception) -> Exception:
     return StepFailedError(error) if may_be_retried(error) else error
 
 
-def _result(found: EnvironmentReturn, row: int) -> StepResult:
-    rewards: Mapping[str, Any] = found.rewards if isinstance(found.rewards, Mapping) else {"reward": found.rewards}
+def _result(step_return: EnvironmentReturn, row: int) -> StepResult:
+    rewards: Mapping[str, Any] = (
+        step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
+    )
     return StepResult(
-        observation=found.observations[row],
-        metadata=found.metadata[row],
-        stop_strings=found.next_stop_strings[row],
+        observation=step_return.observations[row],
+        metadata=step_return.metadata[row],
+        stop_strings=step_return.next_stop_strings[row],
         rewards={name: float(values[row]) for name, values in rewards.items()},
-        terminated=bool(found.terminateds[row]),
-        answer=found.answers[row] if found.answers is not None else None,
-        scored=found.scored is None or bool(found.scored[row]),
+        terminated=bool(step_return.terminateds[row]),
+        answer=step_return.answers[row] if step_return.answers is not None else None,
+        scored=step_return.scored is None or bool(step_return.scored[row]),
     )

@@ -111,11 +111,11 @@ class OnDemandSource(RolloutSource):
             RLCoreError: too many rows could not be scored.
         """
         self._failures.expect(step, groups * self._group_size)
-        found = self._sample(step, groups)
-        everything = [row for group in found for row in group]
+        sampled = self._sample(step, groups)
+        everything = [row for group in sampled for row in group]
         if groups > 1:
             refuse_total_failure(everything)
-        while lacking := [i for i, group in enumerate(found) if sum(row.scored for row in group) < self._min_scored]:
+        while lacking := [i for i, group in enumerate(sampled) if sum(row.scored for row in group) < self._min_scored]:
             if len(everything) > _MAX_REPLACED * groups * self._group_size:
                 raise RLCoreError(
                     f"Step {step}: of {len(everything)} rollouts, too few could be scored for {groups} groups with at least "
@@ -123,9 +123,9 @@ class OnDemandSource(RolloutSource):
                     "functions leave unscored."
                 )
             for i, group in zip(lacking, self._sample(step, len(lacking)), strict=True):
-                found[i] = group
+                sampled[i] = group
                 everything += group
-        trajectories = [row for group in found for row in group]
+        trajectories = [row for group in sampled for row in group]
         for i, row in enumerate(trajectories):
             row.group_id = i // self._group_size
         self._weights.check(trajectories)

@@ -75,10 +75,10 @@ def environment_metrics(
     counted = 0
     for task_name in dict.fromkeys(row.task_name for row in trajectories if environments and row.scored):
         rows = [row for row in trajectories if row.task_name == task_name and row.scored]
-        found = metrics_checked(environments[task_name], task_name, _for_environment(rows))
-        metrics |= {f"env/{task_name}/{name}": value for name, value in found.items()}
-        if "accuracy" in found:
-            correct += found["accuracy"] * len(rows)
+        reported = metrics_checked(environments[task_name], task_name, _for_environment(rows))
+        metrics |= {f"env/{task_name}/{name}": value for name, value in reported.items()}
+        if "accuracy" in reported:
+            correct += reported["accuracy"] * len(rows)
             counted += len(rows)
     if counted:
         metrics["rollout/accuracy"] = correct / counted

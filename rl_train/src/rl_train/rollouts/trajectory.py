@@ -83,8 +83,8 @@ class Trajectory:
     @property
     def segments(self) -> list[MessageLog]:
         """The message logs of the segments with a sampled message, in order; the current one if there is none."""
-        found = [log for log in (*self.earlier_segments, self.message_log) if any(map(is_sampled, log))]
-        return found or [self.message_log]
+        logs = [log for log in (*self.earlier_segments, self.message_log) if any(map(is_sampled, log))]
+        return logs or [self.message_log]
 
     @property
     def sampled_messages(self) -> MessageLog:
@@ -142,8 +142,8 @@ class Trajectory:
         """Append what the model reads next; the last message has all tokens, [T]."""
         messages = messages_of(observation)
         for number, message in enumerate(messages, start=1):
-            own = token_ids if number == len(messages) else token_ids[:0]
-            self.message_log.append({**message, "token_ids": own})
+            ids = token_ids if number == len(messages) else token_ids[:0]
+            self.message_log.append({**message, "token_ids": ids})
 
     def start_segment(self, observation: Observation, token_ids: torch.Tensor) -> None:
         """Append what the model reads next and start a new segment.
@@ -173,8 +173,8 @@ class Trajectory:
         Args:
             prompt: a copy of this rollout from before it was run.
         """
-        kept = {name: getattr(self, name) for name in ("retries", "environment_wait_s", "environment_step_s")}
-        vars(self).update(vars(copy.deepcopy(prompt)) | kept)
+        counters = {name: getattr(self, name) for name in ("retries", "environment_wait_s", "environment_step_s")}
+        vars(self).update(vars(copy.deepcopy(prompt)) | counters)
         self.retries += 1
 
     def fail(self, headline: str, details: str) -> None:
@@ -249,16 +249,16 @@ def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
 
     A rewritten history may begin with other tokens. With the id of its prompt, the other rows could share fewer tokens.
     """
-    found = []
+    ids = []
     for rollout in trajectories:
         first, *later = rollout.segments
         end = next((i for i, message in enumerate(first) if is_sampled(message)), len(first))
         prompt = log_token_ids(first[:end]) if end else torch.zeros(0, dtype=torch.int64)
-        found.append(rollout.ordinal)
+        ids.append(rollout.ordinal)
         for number, log in enumerate(later):
-            own = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
-            found.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else own)
-    return found
+            unique_id = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
+            ids.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else unique_id)
+    return ids
 
 
 def _per_token(log: MessageLog, of_message: Callable[[Mapping[str, Any]], torch.Tensor]) -> torch.Tensor:

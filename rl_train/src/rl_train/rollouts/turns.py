@@ -83,12 +83,12 @@ class TurnFormatter:
 
     def _after(self, answer: Mapping[str, Any], messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
         history = [_USER, answer]
-        own = self._render(history, tools, next_answer=False)
-        whole = self._render([*history, *messages], tools, next_answer=True)
+        history_text = self._render(history, tools, next_answer=False)
+        rendered = self._render([*history, *messages], tools, next_answer=True)
         # The known text occurs equally often in both, and for the last time shortly before the answer's end.
-        end_of_own = _split_after(own, own.count(_ANSWER))
-        rest = _split_after(whole, own.count(_ANSWER))
-        if not own.count(_ANSWER) or not rest.startswith(end_of_own):
+        end_of_own = _split_after(history_text, history_text.count(_ANSWER))
+        rest = _split_after(rendered, history_text.count(_ANSWER))
+        if not history_text.count(_ANSWER) or not rest.startswith(end_of_own):
             raise DataError(
                 "The chat template renders an assistant's message differently if another message follows it, so the tokens "
                 "of several turns cannot be joined. Set rollout.history to `template`, which renders each prompt again, or use "

@@ -70,10 +70,10 @@ def agent_drivers(
 
 
 def _server(registry: Registry, key: str) -> type[ModelServer]:
-    found = registry.all(Kind.MODEL_SERVER)
-    if len(found) != 1:
-        names = ", ".join(component.name for component in found)
-        what = f"several plugins provide one ({names}): disable all but one" if found else "rl-serve provides one: install it"
+    servers = registry.all(Kind.MODEL_SERVER)
+    if len(servers) != 1:
+        names = ", ".join(component.name for component in servers)
+        what = f"several plugins provide one ({names}): disable all but one" if servers else "rl-serve provides one: install it"
         raise ConfigError(f"{key}: agents need a local endpoint, and {what}.")
-    server: type[ModelServer] = found[0].load(expect=ModelServer)
+    server: type[ModelServer] = servers[0].load(expect=ModelServer)
     return server

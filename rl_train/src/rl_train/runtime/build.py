@@ -92,10 +92,10 @@ def build_run(
     with with_key("cluster"):
         cluster = _cluster(config, exits)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
-    parts = builder.start(samples=loaders.samples)
-    parts.wait_ready()
-    warn_about_engine_limit(config, parts.generation)
-    return connect(builder, parts, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
+    workers = builder.start(samples=loaders.samples)
+    workers.wait_ready()
+    warn_about_engine_limit(config, workers.generation)
+    return connect(builder, workers, loaders, loss_fn=loss_fn, tokenizer=tokenizer, resolved=resolved, folder=folder)
 
 
 def connect(
@@ -202,8 +202,8 @@ def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoa
 
 
 def _val_period(config: RunConfig, name: str) -> int:
-    own = config.data.validation_sets[name].val_period if name else None
-    return config.algorithm.val_period if own is None else own
+    period = config.data.validation_sets[name].val_period if name else None
+    return config.algorithm.val_period if period is None else period
 
 
 class DataLoaders:
@@ -258,29 +258,29 @@ class DataLoaders:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the training data."""
-        found: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
+        metrics: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
         if self.unknown_tokens is not None:
-            found["data/unknown_token_frac"] = self.unknown_tokens.fraction
-        return found
+            metrics["data/unknown_token_frac"] = self.unknown_tokens.fraction
+        return metrics
 
     def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
         """Count unknown tokens in the first training rows, log their fraction, and warn if it is high."""
         rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
-        found = count_unknown_tokens(rows, tokenizer)
-        if found is None:
+        counts = count_unknown_tokens(rows, tokenizer)
+        if counts is None:
             return None
-        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * found.fraction, found.rows)
-        if found.fraction > WARN_ABOVE:
+        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * counts.fraction, counts.rows)
+        if counts.fraction > WARN_ABOVE:
             _log.warning(
                 "%.1f %% of the tokens of the first %d training rows are %s, the tokenizer's unknown token; the first such "
                 "message is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with "
                 "another tokenizer.",
-                100 * found.fraction,
-                found.rows,
+                100 * counts.fraction,
+                counts.rows,
                 tokenizer.unk_token,
-                found.example[:80],
+                counts.example[:80],
             )
-        return found
+        return counts
 
     def resolve_steps(self, config: RunConfig) -> RunConfig:
         """The config with epochs converted to steps, after checking that learning-rate schedules fit the run.
@@ -291,12 +291,12 @@ class DataLoaders:
         algorithm = config.algorithm
         epochs = algorithm.max_num_epochs
         if epochs is not None and (self.prompts is not None or self.batches is not None):
-            whole = self.prompts.draws(epochs) if self.prompts is not None else epochs * len(self.batches or ())
-            last = min(algorithm.max_num_steps, whole)
+            num_batches = self.prompts.draws(epochs) if self.prompts is not None else epochs * len(self.batches or ())
+            last = min(algorithm.max_num_steps, num_batches)
             counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
             config = config.model_copy(update={"algorithm": counted})
-        if found := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
-            raise ConfigError("\n".join(found))
+        if conflicts := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
+            raise ConfigError("\n".join(conflicts))
         for path, message in schedule_warnings(config):
             _log.warning("%s: %s", dotted(path), message)
         return config
@@ -362,15 +362,15 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
     section = config.checkpointing
     if not section.enabled:
         return None
-    parts: dict[str, Stateful] = {}
+    stateful: dict[str, Stateful] = {}
     if run.rollouts is not None:
-        parts["rollouts"] = run.rollouts
+        stateful["rollouts"] = run.rollouts
     if run.batches is not None:
-        parts["batches"] = run.batches
+        stateful["batches"] = run.batches
     checkpoints = Checkpoints(
         store=checkpoint_store(section, folder),
         models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
-        parts=parts,
+        parts=stateful,
         config=resolved,
         algorithm=config.algorithm_name,
         save_optimizer=section.save_optimizer,

@@ -73,11 +73,11 @@ def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
         if best:
             raise CheckpointError(f"{path} is a model, not a run folder, so --best does not apply. Remove --best.")
         return CheckpointPaths(path=path, step=None, run_folder=None)
-    there = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     what = "has no complete checkpoint" if store is not None else "is neither a checkpoint, a run folder nor a model"
     raise CheckpointError(
-        f"{path} {what} (it contains: {there}). A step folder has a manifest.json, a run folder has checkpoints/step_*, and a "
-        f"model has a {MODEL_FILE}."
+        f"{path} {what} (it contains: {entries}). Pass a step folder (which has a manifest.json), a run folder "
+        f"(checkpoints/step_*) or a model folder ({MODEL_FILE})."
     )
 
 
@@ -111,8 +111,8 @@ def _best(store: CheckpointStore) -> Path:
             "Remove --best to use the newest, or give a step folder."
         )
     sign = 1.0 if section["higher_is_better"] else -1.0
-    found = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.steps()}
-    ranked = sorted((sign * value, step) for step, value in found.items() if not math.isnan(value))
+    values = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.steps()}
+    ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
     if not ranked:
         raise CheckpointError(
             f"No checkpoint in {store.folder} has the metric {name}: validation did not run at any of their steps. "

@@ -27,7 +27,7 @@ HF = "hf"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConversionResult:
     """The result of a conversion.
 
     Attributes:
@@ -52,7 +52,7 @@ def convert(
     model: str | None = None,
     trust: bool = False,
     registry: Registry | None = None,
-) -> Converted:
+) -> ConversionResult:
     """Write `checkpoint` to `output` in another format; `output` is complete or absent.
 
     Args:
@@ -92,7 +92,7 @@ def convert(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(path for path in output.rglob("*") if path.is_file())
-    return Converted(
+    return ConversionResult(
         output=output,
         files=tuple(str(path.relative_to(output)) for path in files),
         num_bytes=sum(path.stat().st_size for path in files),
@@ -173,8 +173,8 @@ def _conversions_of_a_folder(registry: Registry, to: str) -> Mapping[str, str]:
 
 def _conversions(registry: Registry, backend: str) -> Mapping[str, str]:
     policy_class = registry.find("policy", backend).load()
-    found: Mapping[str, str] = getattr(policy_class, "checkpoint_conversions", {})
-    return found
+    conversions: Mapping[str, str] = getattr(policy_class, "checkpoint_conversions", {})
+    return conversions
 
 
 def _copied(source: Path) -> set[str]:
@@ -187,9 +187,9 @@ def _load(function: str) -> Any:
 
 
 def _unsupported_format(backend: str, to: str, formats: set[str]) -> NotSupportedError:
-    known = sorted(formats)
+    supported = sorted(formats)
     return NotSupportedError(
-        f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, known)} It converts to: "
-        f"{', '.join(known) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
+        f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, supported)} It converts to: "
+        f"{', '.join(supported) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
         "adapters were trained), then convert that folder."
     )

@@ -50,7 +50,7 @@ class BadRows:
 
     def __init__(self) -> None:
         self.count = 0
-        self._places: set[tuple[str, str]] = set()
+        self._locations: set[tuple[str, str]] = set()
 
     def add(self, count: int, dataset: str, reasons: Sequence[str]) -> None:
         """Count rows that could not be read, and log the first reasons."""
@@ -61,10 +61,10 @@ class BadRows:
             is_are = "is" if count == 1 else "are"
             _log.warning("%s of %s %s skipped (on_bad_row: skip); the first:%s", rows, dataset, is_are, first)
 
-    def add_places(self, dataset: str, reasons: Mapping[str, str]) -> None:
+    def add_locations(self, dataset: str, reasons: Mapping[str, str]) -> None:
         """Count rows that could not be tokenized, once per location: the same rows may be tokenized for several uses."""
-        new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._places}
-        self._places.update((dataset, place) for place in new)
+        new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._locations}
+        self._locations.update((dataset, place) for place in new)
         self.add(len(new), dataset, list(new.values()))
 
 
@@ -134,19 +134,19 @@ def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Sour
         DataError: A dataset cannot be read, or a split leaves one of the two empty.
     """
     bad_rows = BadRows()
-    read = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
+    read_one = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
     with with_key("data.validation"):
-        validation = None if data.validation is None else read(data.validation)
+        validation = None if data.validation is None else read_one(data.validation)
     if data.mix:
         members = {}
         for name, section in data.mix.items():
             with with_key(f"data.mix.{name}"):
-                members[name] = read(section, name=f"mix.{name}")
+                members[name] = read_one(section, name=f"mix.{name}")
         weights = {name: section.weight or 1.0 for name, section in data.mix.items()}
         train = _mixed(members, weights)
     elif data.train is not None:
         with with_key("data.train"):
-            train = read(data.train)
+            train = read_one(data.train)
     else:
         return None, validation
     if data.split is None:
@@ -156,7 +156,7 @@ def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Sour
         return hold_out(train)
     sides = {name: hold_out(member) for name, member in train.members.items()}
     assert train.weights is not None
-    return _mixed({name: kept for name, (kept, _) in sides.items()}, train.weights), _mixed(
+    return _mixed({name: training for name, (training, _) in sides.items()}, train.weights), _mixed(
         {name: out for name, (_, out) in sides.items()}, None
     )
 
@@ -167,11 +167,11 @@ def read_validation_sets(data: DataConfig, registry: Registry) -> dict[str, Sour
     Raises:
         DataError: A dataset cannot be read.
     """
-    found = {}
+    sets = {}
     for name, section in data.validation_sets.items():
         with with_key(f"data.validation_sets.{name}"):
-            found[name] = read_source(section, registry=registry, data=data, name=f"validation_sets.{name}")
-    return found
+            sets[name] = read_source(section, registry=registry, data=data, name=f"validation_sets.{name}")
+    return sets
 
 
 def prompt_loader(
@@ -261,10 +261,10 @@ def _loader(
     if source.members is None:
         rows: Sequence[Any] = tokenized(source)
     else:
-        parts = {name: tokenized(member) for name, member in source.members.items()}
-        sizes = {name: len(part) for name, part in parts.items()}
+        rows_by_name = {name: tokenized(member) for name, member in source.members.items()}
+        sizes = {name: len(member) for name, member in rows_by_name.items()}
         mixture = Mixture(sizes=sizes, weights=source.weights or sizes)
-        rows = ConcatDataset(list(parts.values()))
+        rows = ConcatDataset(list(rows_by_name.values()))
     if shuffle and len(rows) < batch_size:
         raise DataError(
             f"The dataset {source.name!r} has {len(rows)} {'record' if len(rows) == 1 else 'records'}, but a step uses "
@@ -290,8 +290,8 @@ def _fingerprint(source: Source) -> str | None:
     """Fingerprint of the records, or of all members; None if any of them has none."""
     if source.members is None:
         return getattr(source.records, "fingerprint", None)
-    found = {name: _fingerprint(member) for name, member in source.members.items()}
-    return None if None in found.values() else " ".join(f"{name} {found[name]}" for name in sorted(found))
+    members = {name: _fingerprint(member) for name, member in source.members.items()}
+    return None if None in members.values() else " ".join(f"{name} {members[name]}" for name in sorted(members))
 
 
 def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenizedRows:
@@ -317,7 +317,7 @@ def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[st
         raise DataError(
             f"none of the {len(rows)} records of {source.name} can be tokenized; the first: {next(iter(reasons.values()))}"
         )
-    source.bad_rows.add_places(source.name, reasons)
+    source.bad_rows.add_locations(source.name, reasons)
     return TokenizedRows(Subset(source.records, good), process, tasks=choice, name=source.name)
 
 

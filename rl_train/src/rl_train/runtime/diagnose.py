@@ -18,7 +18,7 @@ from rl_train.runtime.policy_and_engine import PolicyAndEngine, PolicyAndEngineP
 from rl_train.validation import LogProbabilityAgreement, compare_log_probabilities
 
 
-def agreement_of(pair: PolicyAndEngine, plan: PolicyAndEnginePlan) -> LogProbabilityAgreement:
+def measure_agreement(pair: PolicyAndEngine, plan: PolicyAndEnginePlan) -> LogProbabilityAgreement:
     """Log-probability agreement of engine and policy on samples from the plan's prompts."""
     return compare_log_probabilities(pair.policy, pair.generation, plan.prompts.batch)
 

@@ -55,8 +55,8 @@ def check_environment(trial: EnvironmentTrial) -> Iterator[CheckResult]:
         return environments[-1]
 
     try:
-        made = yield from _result("construction", lambda: f"{type(make()).__name__} was created")
-        if made:
+        created = yield from _result("construction", lambda: f"{type(make()).__name__} was created")
+        if created:
             yield from _EnvironmentCheck(trial, environments[0], make).results()
     finally:
         for environment in environments:
@@ -95,9 +95,9 @@ class _EnvironmentCheck:
         ]
         sessions = [LocalSession(environment, f"check-{number}") for number in range(len(chosen))]
         try:
-            begun = [each.open(copy.deepcopy(row.metadata)) for each, row in zip(sessions, chosen, strict=True)]
-            logs = [[*log[:-1], *first, log[-1]] for log, (_, first) in zip(logs, begun, strict=True)]
-            return step_checked(environment, self._trial.task, logs, [metadata for metadata, _ in begun])
+            opened = [each.open(copy.deepcopy(row.metadata)) for each, row in zip(sessions, chosen, strict=True)]
+            logs = [[*log[:-1], *first, log[-1]] for log, (_, first) in zip(logs, opened, strict=True)]
+            return step_checked(environment, self._trial.task, logs, [metadata for metadata, _ in opened])
         finally:
             for each in sessions:
                 each.close()
@@ -106,9 +106,9 @@ class _EnvironmentCheck:
         return self._call(environment, self._answers, range(len(self._answers)))
 
     def _step(self) -> str:
-        made = self._all(self._environment)
-        names = ", ".join(made.rewards) if isinstance(made.rewards, Mapping) else "reward"
-        unscored = 0 if made.scored is None else int((~made.scored).sum())
+        step_return = self._all(self._environment)
+        names = ", ".join(step_return.rewards) if isinstance(step_return.rewards, Mapping) else "reward"
+        unscored = 0 if step_return.scored is None else int((~step_return.scored).sum())
         left_out = f"; {unscored} were not scored" if unscored else ""
         return f"{len(self._answers)} rows with wrong, empty and unusual answers were accepted; rewards: {names}{left_out}"
 
@@ -150,29 +150,29 @@ class _EnvironmentCheck:
         return "each row has the same rewards alone and in a batch"
 
     def _pickling(self) -> str:
-        made = self._all(self._environment)
-        pickle.loads(pickle.dumps((made.metadata, made.observations, made.answers)))
+        step_return = self._all(self._environment)
+        pickle.loads(pickle.dumps((step_return.metadata, step_return.observations, step_return.answers)))
         return "metadata can be sent to another process"
 
     def _metrics(self) -> str:
-        made = self._all(self._environment)
-        scored = [row for row in range(len(self._answers)) if made.scored is None or bool(made.scored[row])]
+        step_return = self._all(self._environment)
+        scored = [row for row in range(len(self._answers)) if step_return.scored is None or bool(step_return.scored[row])]
         if not scored:
             return "no row was scored, so there are no metrics"
-        found = metrics_checked(self._environment, self._trial.task, self._finished(made, scored))
-        if not found:
+        metrics = metrics_checked(self._environment, self._trial.task, self._finished(step_return, scored))
+        if not metrics:
             return "the environment reports none; with `accuracy`, validation reports validation/accuracy"
-        return ", ".join(f"{name} {value:g}" for name, value in found.items())
+        return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
 
-    def _finished(self, made: EnvironmentReturn, rows: Sequence[int]) -> BatchedDataDict[Any]:
+    def _finished(self, step_return: EnvironmentReturn, rows: Sequence[int]) -> BatchedDataDict[Any]:
         logs = [[*self._trial.rows[row].messages, {"role": "assistant", "content": self._answers[row]}] for row in rows]
         return BatchedDataDict(
             {
-                "rewards": torch.tensor([sum(_per_row(made)[row].values()) for row in rows]),
+                "rewards": torch.tensor([sum(_per_row(step_return)[row].values()) for row in rows]),
                 "truncated": torch.zeros(len(rows), dtype=torch.bool),
                 "message_log": logs,
-                "extra_env_info": [made.metadata[row] for row in rows],
-                "answers": [made.answers[row] if made.answers is not None else None for row in rows],
+                "extra_env_info": [step_return.metadata[row] for row in rows],
+                "answers": [step_return.answers[row] if step_return.answers is not None else None for row in rows],
                 "task_name": [self._trial.task] * len(rows),
                 "idx": list(rows),
             }
@@ -185,8 +185,12 @@ class _EnvironmentCheck:
 
     def _tool_calls(self) -> str:
         call = {"id": "000000001", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
-        made = self._call(self._environment, [""], [0], tool_calls=[call])
-        reply = "the end of the rollout" if made.terminateds[0] else repr(messages_of(made.observations[0])[0]["content"])
+        step_return = self._call(self._environment, [""], [0], tool_calls=[call])
+        reply = (
+            "the end of the rollout"
+            if step_return.terminateds[0]
+            else repr(messages_of(step_return.observations[0])[0]["content"])
+        )
         return f"a call of an unknown tool was answered with {reply}; calls in a model's text are not checked"
 
     def _right_answers(self) -> Iterator[CheckResult]:
@@ -200,20 +204,20 @@ class _EnvironmentCheck:
 
     def _compare(self, rows: Sequence[int]) -> str:
         expected = [expected_answer(self._trial.rows[row].metadata) for row in rows]
-        wrong = _totals(self._call(self._environment, [WRONG_ANSWERS[1]] * len(rows), rows))
+        wrong_totals = _totals(self._call(self._environment, [WRONG_ANSWERS[1]] * len(rows), rows))
         best: tuple[int, str, list[float]] = (-1, "", [])
         for form in ANSWER_FORMS:
-            right = _totals(self._call(self._environment, [form.format(each) for each in expected], rows))
-            better = sum(a > b for a, b in zip(right, wrong, strict=True))
-            best = max(best, (better, form, right), key=lambda each: each[0])
-        better, form, right = best
+            expected_totals = _totals(self._call(self._environment, [form.format(each) for each in expected], rows))
+            better = sum(a > b for a, b in zip(expected_totals, wrong_totals, strict=True))
+            best = max(best, (better, form, expected_totals), key=lambda each: each[0])
+        better, form, expected_totals = best
         shown = form.format("ANSWER")
         if better == 0:
             raise _CheckFailedError(
                 f"no form of the expected answer got a higher reward than {WRONG_ANSWERS[1]!r} (tried "
                 f"{', '.join(each.format('ANSWER') for each in ANSWER_FORMS)})."
             )
-        mean = sum(right) / len(right)
+        mean = sum(expected_totals) / len(expected_totals)
         return f"as {shown!r}, {better} of {len(rows)} expected answers got more than a wrong one; mean reward {mean:g}"
 
 
@@ -235,20 +239,20 @@ def _result(name: str, check: Callable[[], str], *, passed: CheckStatus = CheckS
     return True
 
 
-def _per_row(made: EnvironmentReturn) -> list[dict[str, float]]:
-    named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
-    return [{name: float(values[row]) for name, values in named.items()} for row in range(len(made.observations))]
+def _per_row(step_return: EnvironmentReturn) -> list[dict[str, float]]:
+    named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
+    return [{name: float(values[row]) for name, values in named.items()} for row in range(len(step_return.observations))]
 
 
-def _totals(made: EnvironmentReturn) -> list[float]:
-    return [sum(rewards.values()) for rewards in _per_row(made)]
+def _totals(step_return: EnvironmentReturn) -> list[float]:
+    return [sum(rewards.values()) for rewards in _per_row(step_return)]
 
 
-def _comparable(made: EnvironmentReturn) -> Any:
-    ended = made.terminateds.tolist()
-    replies = [None if over else message for message, over in zip(made.observations, ended, strict=True)]
-    scored = None if made.scored is None else made.scored.tolist()
-    return (_per_row(made), ended, replies, made.answers, scored)
+def _comparable(step_return: EnvironmentReturn) -> Any:
+    ended = step_return.terminateds.tolist()
+    replies = [None if over else message for message, over in zip(step_return.observations, ended, strict=True)]
+    scored = None if step_return.scored is None else step_return.scored.tolist()
+    return (_per_row(step_return), ended, replies, step_return.answers, scored)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -81,17 +81,17 @@ def _turns(
         if answer is None:
             return
         log.append({"role": "assistant", "content": answer})
-        made = step_checked(environment, task, [copy.deepcopy(log)], [session.named(metadata)])
-        named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
-        ended = bool(made.terminateds[0])
-        replies = [] if ended else [*messages_of(made.observations[0])]
+        step_return = step_checked(environment, task, [copy.deepcopy(log)], [session.named(metadata)])
+        named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
+        ended = bool(step_return.terminateds[0])
+        replies = [] if ended else [*messages_of(step_return.observations[0])]
         log.extend(replies)
-        metadata = made.metadata[0] if made.metadata[0] is not None else metadata
+        metadata = step_return.metadata[0] if step_return.metadata[0] is not None else metadata
         yield PlayedTurn(
             answer=answer,
             rewards={name: float(values[0]) for name, values in named.items()},
-            scored=made.scored is None or bool(made.scored[0]),
-            parsed=made.answers[0] if made.answers is not None else None,
+            scored=step_return.scored is None or bool(step_return.scored[0]),
+            parsed=step_return.answers[0] if step_return.answers is not None else None,
             ended=ended,
             replies=replies,
         )
@@ -99,13 +99,13 @@ def _turns(
             return
 
 
-def scripted(answers: Sequence[str]) -> Player:
+def scripted_player(answers: Sequence[str]) -> Player:
     """A player that gives these answers and then stops."""
     remaining = iter(answers)
     return lambda log: next(remaining, None)
 
 
-def at_random(seed: int) -> Player:
+def random_player(seed: int) -> Player:
     """A player that answers with a random word or number of the conversation."""
     draw = random.Random(seed)
 

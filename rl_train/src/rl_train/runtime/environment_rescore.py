@@ -33,7 +33,7 @@ _STEP_FILE = re.compile(r"step_(\d{6,})\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rescored:
+class RescoredRollout:
     """A stored rollout and its new rewards."""
 
     step: int
@@ -60,7 +60,7 @@ class Rescored:
 
 def rescore(
     folder: Path, overrides: Sequence[str] = (), *, config: Path | None = None, steps: Sequence[int] | None = None
-) -> Iterator[Rescored]:
+) -> Iterator[RescoredRollout]:
     """Score the rollouts of a run folder again, with the environments of its config.
 
     The metadata of the rows is read from the data of the config; the prompts must be the same.
@@ -80,8 +80,8 @@ def rescore(
         for path in sorted(folder.glob("rollouts/step_*.jsonl"))
         if (match := _STEP_FILE.fullmatch(path.name))
     }
-    wanted = sorted(files if steps is None else set(steps))
-    missing = [step for step in wanted if step not in files]
+    selected_steps = sorted(files if steps is None else set(steps))
+    missing = [step for step in selected_steps if step not in files]
     if missing or not files:
         what = f"no rollouts of step {missing[0]}" if missing else "no rollouts"
         raise ConfigError(f"{folder} has {what}: give the folder of a run, which has rollouts/step_000001.jsonl.")
@@ -93,7 +93,7 @@ def rescore(
         environments = {task: constructor(section, task, registry)() for task, section in run.env.items()}
         for environment in environments.values():
             exits.callback(environment.shutdown)
-        for step in wanted:
+        for step in selected_steps:
             yield from _of_step(
                 step, read_jsonl(files[step]), list(validation.values()) if step == 0 else [train], environments, run
             )
@@ -105,7 +105,7 @@ def _of_step(
     sources: Sequence[Source | None],
     environments: Mapping[str, EnvironmentInterface],
     run: RunConfig,
-) -> Iterator[Rescored]:
+) -> Iterator[RescoredRollout]:
     by_task: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         by_task[record["task"]].append(record)
@@ -118,7 +118,7 @@ def _of_step(
             )
         scored = _replay(environments[task], task, rows, [_metadata(row, sources, step) for row in rows])
         for row, (after, is_scored) in zip(rows, scored, strict=True):
-            yield Rescored(
+            yield RescoredRollout(
                 step=step,
                 task=task,
                 index=row["index"],
@@ -135,10 +135,10 @@ def _metadata(record: Mapping[str, Any], sources: Sequence[Source | None], step:
     """The metadata of a rollout's prompt, from the first dataset that has this prompt at this index."""
     index = record["index"]
     for source in sources:
-        found = source.records[index] if source is not None and index < len(source.records) else None
-        prompt = [message["content"] for message in without_answer(found["messages"])] if found is not None else None
-        if found is not None and prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
-            return copy.deepcopy(found.get("extra_env_info"))
+        original = source.records[index] if source is not None and index < len(source.records) else None
+        prompt = [message["content"] for message in without_answer(original["messages"])] if original is not None else None
+        if original is not None and prompt and prompt == [message["content"] for message in record["messages"][: len(prompt)]]:
+            return copy.deepcopy(original.get("extra_env_info"))
     names = ", ".join(source.name for source in sources if source is not None) or "the config, which has no such data"
     raise DataError(
         f"Row {index} of {names} is not the prompt of a rollout of step {step}: the data has changed since the run, or bad "
@@ -150,7 +150,7 @@ def _replay(
     environment: EnvironmentInterface, task: str, rows: Sequence[Mapping[str, Any]], metadata: list[Any]
 ) -> list[tuple[dict[str, float], bool]]:
     """The rewards of each rollout, summed over its turns, and whether all of them were scored."""
-    ends = [
+    turn_ends = [
         [i + 1 for i, message in enumerate(row["messages"]) if message["role"] == "assistant"][-row["turns"] :]
         if row["turns"]
         else []
@@ -160,16 +160,16 @@ def _replay(
     is_scored = [True] * len(rows)
     sessions = [LocalSession(environment, f"rescore-{row}") for row in range(len(rows))]
     metadata = [session.open(info)[0] for session, info in zip(sessions, metadata, strict=True)]
-    for turn in range(max((len(each) for each in ends), default=0)):
-        active = [row for row in range(len(rows)) if turn < len(ends[row])]
-        logs: Any = [list(rows[row]["messages"][: ends[row][turn]]) for row in active]
-        made = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])
-        named = made.rewards if isinstance(made.rewards, Mapping) else {"reward": made.rewards}
+    for turn in range(max((len(each) for each in turn_ends), default=0)):
+        active = [row for row in range(len(rows)) if turn < len(turn_ends[row])]
+        logs: Any = [list(rows[row]["messages"][: turn_ends[row][turn]]) for row in active]
+        step_return = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])
+        named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
         for position, row in enumerate(active):
             for name, values in named.items():
                 rewards[row][name] = rewards[row].get(name, 0.0) + float(values[position])
-            is_scored[row] = is_scored[row] and (made.scored is None or bool(made.scored[position]))
-            metadata[row] = made.metadata[position] if made.metadata[position] is not None else metadata[row]
+            is_scored[row] = is_scored[row] and (step_return.scored is None or bool(step_return.scored[position]))
+            metadata[row] = step_return.metadata[position] if step_return.metadata[position] is not None else metadata[row]
     for session in sessions:
         session.close()
     return list(zip(rewards, is_scored, strict=True))

@@ -28,10 +28,10 @@ class LocalSession:
         if not self._is_kept:
             return metadata, []
         metadata = self.named(metadata or {})
-        found = self._environment.reset(metadata)
-        if found is None:
+        observation = self._environment.reset(metadata)
+        if observation is None:
             return metadata, []
-        return metadata, [*messages_of(checked_observation(found, task_name=type(self._environment).__name__))]
+        return metadata, [*messages_of(checked_observation(observation, task_name=type(self._environment).__name__))]
 
     def named(self, metadata: Any) -> Any:
         """Metadata for the next step, with the name of the session."""

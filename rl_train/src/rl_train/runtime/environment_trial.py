@@ -86,17 +86,17 @@ def open_trial(
     """
     registry = Registry(discover())
     if config is not None:
-        section, found = _from_config(name, settings, config, registry, limit)
+        section, trial_rows = _from_config(name, settings, config, registry, limit)
     else:
-        section, found = _by_name(name, settings, registry, limit=0 if rows is not None else limit)
+        section, trial_rows = _by_name(name, settings, registry, limit=0 if rows is not None else limit)
     if rows is not None:
-        found = read_rows(rows, limit=limit)
-    if not found:
+        trial_rows = read_rows(rows, limit=limit)
+    if not trial_rows:
         raise ConfigError(f"There are no rows for {name!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
     make = constructor(section, name, registry)
     plain: Any = make.func
     reads_tool_calls = bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
-    return EnvironmentTrial(task=name, section=section, make=make, rows=found, reads_tool_calls=reads_tool_calls)
+    return EnvironmentTrial(task=name, section=section, make=make, rows=trial_rows, reads_tool_calls=reads_tool_calls)
 
 
 def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> partial[EnvironmentInterface]:
@@ -109,8 +109,8 @@ def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> pa
     worker_class = _component(name, registry).load()
     if not issubclass(plain_class(worker_class), EnvironmentInterface):
         raise WrongKindError(f"{name} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
-    given: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-    return partial(plain_class(worker_class), **first_argument(worker_class, given))
+    settings: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+    return partial(plain_class(worker_class), **first_argument(worker_class, settings))
 
 
 def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
@@ -120,7 +120,7 @@ def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
         DataError: the file cannot be read, or a row has no prompt.
     """
     lines = JsonLines(path)
-    made = []
+    rows = []
     for number in range(min(limit, len(lines))):
         row = lines[number]
         key = next((key for key in _PROMPTS if row.get(key) is not None), None)
@@ -128,8 +128,8 @@ def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
             raise DataError(f"{lines.place(number)}: the row has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
         messages = without_answer(read_messages(row[key], repr(key), role="user"))
         metadata = row.get("extra_env_info", {key: value for key, value in row.items() if key not in _NOT_METADATA})
-        made.append(TrialRow(messages=messages, metadata=metadata))
-    return made
+        rows.append(TrialRow(messages=messages, metadata=metadata))
+    return rows
 
 
 def _component(name: str, registry: Registry) -> Component:
@@ -184,8 +184,8 @@ def _from_config(
 
 
 def _rows_of(records: Any, limit: int) -> list[TrialRow]:
-    found = (records[index] for index in range(min(limit, len(records))))
-    return [TrialRow(messages=without_answer(record["messages"]), metadata=record.get("extra_env_info")) for record in found]
+    selected = (records[index] for index in range(min(limit, len(records))))
+    return [TrialRow(messages=without_answer(record["messages"]), metadata=record.get("extra_env_info")) for record in selected]
 
 
 def _parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

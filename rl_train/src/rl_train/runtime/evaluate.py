@@ -23,7 +23,7 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
-from rl_train.rollouts.eval_metrics import Group, Scores, grouped, score, usual_ks
+from rl_train.rollouts.eval_metrics import Group, Scores, default_ks, grouped, score
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import environment_metrics
@@ -74,7 +74,7 @@ class Pass:
 class Weights:
     """The evaluated weights, as verified in the engine; those of an engine with its own weights are not known."""
 
-    given: CheckpointPaths | None
+    checkpoint: CheckpointPaths | None
     """The checkpoint or model that the user gave; None for the config's model."""
     version: int | None
     """Their weight version; None for a checkpoint, because its training state, which has the version, is not loaded."""
@@ -99,7 +99,7 @@ class EvaluationPlan:
     Attributes:
         loaded: the config.
         manager: the plugins of this process.
-        given: the checkpoint or model that replaces the config's model.
+        checkpoint: the checkpoint or model that replaces the config's model.
         tokenizer: the policy's.
         tools: the tools of the environments.
         prompts: the validation data.
@@ -112,7 +112,7 @@ class EvaluationPlan:
 
     loaded: LoadedConfig
     manager: PluginManager
-    given: CheckpointPaths | None
+    checkpoint: CheckpointPaths | None
     tokenizer: Any
     tools: TaskTools
     prompts: BatchedDataLoader
@@ -156,21 +156,23 @@ class EvaluationPlan:
         section = builder.run.policy.generation
         assert section is not None
         if declares_own_weights(section, builder.registry):
-            own = Weights(given=None, version=None, fingerprint=None, transport=None)
-            return builder.generation(), builder.environments(), own
-        parts = builder.start(samples=True)
-        assert parts.generation is not None
-        if self.given is not None and self.given.is_checkpoint:
-            parts.policy.load_checkpoint(self.given.weights)
-        weights = builder.weights(parts.policy, parts.generation, self.tokenizer)
+            engine_weights = Weights(checkpoint=None, version=None, fingerprint=None, transport=None)
+            return builder.generation(), builder.environments(), engine_weights
+        workers = builder.start(samples=True)
+        assert workers.generation is not None
+        if self.checkpoint is not None and self.checkpoint.is_checkpoint:
+            workers.policy.load_checkpoint(self.checkpoint.weights)
+        weights = builder.weights(workers.policy, workers.generation, self.tokenizer)
         weights.sync()
         synced = Weights(
-            given=self.given,
-            version=None if self.given is not None and self.given.is_checkpoint else parts.generation.weight_version,
-            fingerprint=parts.generation.weight_fingerprint(),
+            checkpoint=self.checkpoint,
+            version=None
+            if self.checkpoint is not None and self.checkpoint.is_checkpoint
+            else workers.generation.weight_version,
+            fingerprint=workers.generation.weight_fingerprint(),
             transport=weights.transport_name,
         )
-        return parts.generation, parts.environments, synced
+        return workers.generation, workers.environments, synced
 
     def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> Pass:
         started = time.perf_counter()
@@ -186,16 +188,16 @@ class EvaluationPlan:
         refuse_any_failure(rows)
         correctness = correct_rollouts(rows, collector.environments, reward_above=self.reward_above)
         groups = grouped(rows, correctness, samples_per_prompt=mode.samples_per_prompt)
-        own = environment_metrics(rows, collector.environments)
-        whole = score(groups, correctness, ks=mode.ks)
+        environment = environment_metrics(rows, collector.environments)
+        scores = score(groups, correctness, ks=mode.ks)
         tasks = dict.fromkeys(group.task_name for group in groups)
         of_task = {task: [group for group in groups if group.task_name == task] for task in tasks}
         return Pass(
             mode=mode,
-            scores=whole,
+            scores=scores,
             by_task={task: score(of, correctness, ks=mode.ks) for task, of in of_task.items()},
-            by_dataset={self.dataset_name: whole},
-            environment={name: value for name, value in own.items() if name.startswith("env/")},
+            by_dataset={self.dataset_name: scores},
+            environment={name: value for name, value in environment.items() if name.startswith("env/")},
             groups=groups,
             seconds=time.perf_counter() - started,
         )
@@ -234,10 +236,10 @@ def plan_evaluation(
         raise ConfigError("--best chooses among the checkpoints of a run: give the run folder with --checkpoint.")
     manager = discover()
     registry = Registry(manager)
-    given = find_weights(checkpoint, best=best) if checkpoint is not None else None
+    paths = find_weights(checkpoint, best=best) if checkpoint is not None else None
     overrides = list(overrides)
-    if given is not None and not given.is_checkpoint:
-        quoted = str(given.path).replace("'", "''")
+    if paths is not None and not paths.is_checkpoint:
+        quoted = str(paths.path).replace("'", "''")
         overrides.append(f"policy.model_name='{quoted}'")
     loaded = load_config(config_path, overrides, registry=registry, for_training=False)
     config = loaded.run
@@ -258,7 +260,7 @@ def plan_evaluation(
     return EvaluationPlan(
         loaded=loaded,
         manager=manager,
-        given=given,
+        checkpoint=paths,
         tokenizer=tokenizer,
         tools=tools,
         prompts=prompts,
@@ -315,16 +317,16 @@ def _eval_modes(config: RunConfig, *, samples: int | None, greedy: bool, ks: Seq
         val_samples = config.algorithm.runtime_needs.val_samples_per_prompt
         sampling.append((section is not None and section.val_temperature == 0.0, val_samples))
     most = max(count for _, count in sampling)
-    wrong = [k for k in ks if not 1 <= k <= most]
-    if wrong:
+    invalid = [k for k in ks if not 1 <= k <= most]
+    if invalid:
         raise ConfigError(
-            f"--k {','.join(map(str, wrong))}: k must be from 1 to {most}, the number of samples per prompt. Raise --samples."
+            f"--k {','.join(map(str, invalid))}: k must be from 1 to {most}, the number of samples per prompt. Raise --samples."
         )
     return [
         EvalMode(
             greedy=is_greedy,
             samples_per_prompt=count,
-            ks=tuple(sorted({k for k in ks if k <= count})) or usual_ks(count),
+            ks=tuple(sorted({k for k in ks if k <= count})) or default_ks(count),
         )
         for is_greedy, count in sampling
     ]

@@ -21,10 +21,10 @@ FOLDER = "eval"
 
 def default_path(plan: EvaluationPlan) -> Path | None:
     """`eval/step_000010.json` in the run folder of the checkpoint, with `-2`, `-3` if it exists; None without a run folder."""
-    if plan.given is None or plan.given.run_folder is None:
+    if plan.checkpoint is None or plan.checkpoint.run_folder is None:
         return None
-    folder = plan.given.run_folder / FOLDER
-    stem, number = plan.given.path.name, 1
+    folder = plan.checkpoint.run_folder / FOLDER
+    stem, number = plan.checkpoint.path.name, 1
     while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.json").exists():
         number += 1
     return path
@@ -54,7 +54,7 @@ def as_json(evaluated: EvaluationResult, plan: EvaluationPlan, path: Path) -> di
         "dataset": plan.dataset_name,
         "validation_set": plan.validation_set,
         "reward_above": plan.reward_above,
-        "passes": [_pass(found, plan) for found in evaluated.passes],
+        "passes": [_pass(one, plan) for one in evaluated.passes],
         "prompts": prompts_path(path).name,
         "config_file": str(plan.loaded.path),
         "overrides": list(plan.loaded.overrides),
@@ -65,39 +65,39 @@ def as_json(evaluated: EvaluationResult, plan: EvaluationPlan, path: Path) -> di
 
 def prompt_records(evaluated: EvaluationResult, plan: EvaluationPlan) -> Iterator[dict[str, Any]]:
     """One record per prompt and evaluation mode, with all its samples."""
-    for found in evaluated.passes:
-        for group in found.groups:
-            yield {"asked": found.mode.name, "dataset": plan.dataset_name, **_group(group)}
+    for one in evaluated.passes:
+        for group in one.groups:
+            yield {"asked": one.mode.name, "dataset": plan.dataset_name, **_group(group)}
 
 
 def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
-    given = weights.given
+    checkpoint = weights.checkpoint
     if weights.transport is None:
         engine = plan.loaded.run.policy.generation
         assert engine is not None
         unknown = dict.fromkeys(("step", "version", "fingerprint", "transport"))
         return {"source": "engine", "path": engine.model_name or plan.loaded.run.policy.model_name, **unknown}
     return {
-        "source": "config" if given is None else "checkpoint" if given.is_checkpoint else "model",
-        "path": plan.loaded.run.policy.model_name if given is None else str(given.path),
-        "step": None if given is None else given.step,
+        "source": "config" if checkpoint is None else "checkpoint" if checkpoint.is_checkpoint else "model",
+        "path": plan.loaded.run.policy.model_name if checkpoint is None else str(checkpoint.path),
+        "step": None if checkpoint is None else checkpoint.step,
         "version": weights.version,
         "fingerprint": weights.fingerprint,
         "transport": weights.transport,
     }
 
 
-def _pass(found: Pass, plan: EvaluationPlan) -> dict[str, Any]:
+def _pass(evaluated: Pass, plan: EvaluationPlan) -> dict[str, Any]:
     section = plan.loaded.run.policy.generation
     assert section is not None
     return {
-        "asked": found.mode.name,
-        "temperature": 0.0 if found.mode.greedy else section.temperature,
-        "seconds": round(found.seconds, 3),
-        "all": _scores(found.scores),
-        "by_task": {task: _scores(scores) for task, scores in found.by_task.items()},
-        "by_dataset": {name: _scores(scores) for name, scores in found.by_dataset.items()},
-        "environments": found.environment,
+        "asked": evaluated.mode.name,
+        "temperature": 0.0 if evaluated.mode.greedy else section.temperature,
+        "seconds": round(evaluated.seconds, 3),
+        "all": _scores(evaluated.scores),
+        "by_task": {task: _scores(scores) for task, scores in evaluated.by_task.items()},
+        "by_dataset": {name: _scores(scores) for name, scores in evaluated.by_dataset.items()},
+        "environments": evaluated.environment,
     }
 
 
@@ -106,7 +106,8 @@ def _scores(scores: Scores) -> dict[str, Any]:
         "num_prompts": scores.num_prompts,
         "samples_per_prompt": scores.samples_per_prompt,
         "metrics": {
-            name: {"value": found.value, "standard_error": found.standard_error} for name, found in scores.metrics.items()
+            name: {"value": estimate.value, "standard_error": estimate.standard_error}
+            for name, estimate in scores.metrics.items()
         },
         "max_length": scores.max_length,
         "num_cut_prompts": scores.num_cut_prompts,
@@ -120,11 +121,11 @@ def _group(group: Group) -> dict[str, Any]:
         "task": group.task_name,
         "index": records[0]["index"],
         "prompt": records[0]["prompt"],
-        "prompt_cut": group.is_cut,
+        "prompt_cut": group.is_truncated,
         "expected_answer": records[0]["expected_answer"],
         "completions": [record["completion"] for record in records],
         "answers": group.answers,
-        "right": None if group.right is None else list(group.right),
+        "right": None if group.correct is None else list(group.correct),
         "rewards": [record["reward"] for record in records],
         "reward_parts": [record["reward_parts"] for record in records],
         "lengths": group.lengths,

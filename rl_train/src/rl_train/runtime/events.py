@@ -29,9 +29,9 @@ def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:
     """
     if event not in hookspecs.EVENT_HOOKS:
         raise ValueError(f"There is no event hook {event!r}.")
-    wanted = set(inspect.signature(getattr(hookspecs, event)).parameters)
-    if set(arguments) != wanted:
-        raise ValueError(f"{event} takes {sorted(wanted)}, not {sorted(arguments)}.")
+    parameters = set(inspect.signature(getattr(hookspecs, event)).parameters)
+    if set(arguments) != parameters:
+        raise ValueError(f"{event} takes {sorted(parameters)}, not {sorted(arguments)}.")
     failures: list[tuple[Plugin, Exception]] = []
     for plugin, implementation in manager.event_hooks(event):
         try:

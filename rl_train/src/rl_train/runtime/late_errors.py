@@ -94,10 +94,10 @@ def _key_in(message: str, section: KeyPath, loaded: LoadedConfig) -> KeyPath:
             within = path[len(section) :]
             for shared in range(1, min(len(within), len(named)) + 1):
                 # In a free mapping, the schema has the field and the rest is a key chosen by the user.
-                found = (*path, *named[shared:])
+                candidate = (*path, *named[shared:])
                 ends_alike = within[-shared:] == named[:shared]
-                if ends_alike and (shared == len(named) or loaded.written.at(found) is not None):
-                    return found
+                if ends_alike and (shared == len(named) or loaded.written.at(candidate) is not None):
+                    return candidate
     return section
 
 

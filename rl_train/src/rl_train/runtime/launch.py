@@ -154,11 +154,11 @@ def _warn_about_changes(run: Run, checkpoint: Path) -> None:
     state = read_state(checkpoint)
     if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
         _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, describe(changes))
-    done = {}
+    trained_steps = {}
     for name, model in run.checkpoints.models.items():
         with suppress(NotSupportedError):
-            done[name] = model.weight_version
-    for message in schedule_changes(run.config, state.get("schedule_lengths", {}), done):
+            trained_steps[name] = model.weight_version
+    for message in schedule_changes(run.config, state.get("schedule_lengths", {}), trained_steps):
         _log.warning("%s", message)
 
 
@@ -206,8 +206,8 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
     """Report the start and each step of the run to status.json and to the plugins."""
     if run.time_limit is not None:
         run.time_limit.started = since
-    parts = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
-    status.set_workers(parts, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
+    components = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
+    status.set_workers(components, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         status.running()

@@ -133,17 +133,17 @@ def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count:
     tools = tools_of_run(config, registry, tokenizer)
     loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False, tools=tools)
     first: BatchedDataDict[Any] = next(iter(loader))
-    kept = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
-    if not kept:
+    usable = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
+    if not usable:
         raise DataError(f"All of the first {first.size} prompts are too long and dropped: raise data.max_input_seq_length.")
-    logs = [first["message_log"][row] for row in kept]
+    logs = [first["message_log"][row] for row in usable]
     rows = [torch.cat([message["token_ids"] for message in log]) for log in logs]
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
             "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
-            "stop_strings": [first["stop_strings"][row] for row in kept],
-            "sample_seeds": torch.tensor([sample_seed(config.algorithm.seed, row) for row in kept], dtype=torch.int64),
+            "stop_strings": [first["stop_strings"][row] for row in usable],
+            "sample_seeds": torch.tensor([sample_seed(config.algorithm.seed, row) for row in usable], dtype=torch.int64),
         }
     )
     questions = [[{"role": message["role"], "content": message["content"]} for message in log] for log in logs]

@@ -93,10 +93,10 @@ def read_python_data(
         ConfigError: A section is invalid.
     """
     data = _data_section(dataset, registry)
-    read = partial(_source, registry=registry, wants_pairs=wants_pairs)
+    read_one = partial(_source, registry=registry, wants_pairs=wants_pairs)
     if data is None:
         data, held_out = DataConfig(), None
-        train: Source | None = read(dataset, "dataset", bad_rows=BadRows())
+        train: Source | None = read_one(dataset, "dataset", bad_rows=BadRows())
     else:
         train, held_out = read_data(data, registry)
     if train is None:
@@ -104,35 +104,35 @@ def read_python_data(
     if validation is not None and held_out is not None:
         raise ConfigError("The data section and `validation=` both set the validation data: remove one of them.")
     if validation is not None:
-        held_out = read(validation, "validation", bad_rows=train.bad_rows)
+        held_out = read_one(validation, "validation", bad_rows=train.bad_rows)
     return data, train, held_out
 
 
-def section_from(model: Any, given: Any, name: str) -> Any:
+def section_from(model: Any, values: Any, name: str) -> Any:
     """A section from a dict of its keys; a section is returned unchanged.
 
     Args:
         model: The section's model.
-        given: The dict, the section, or None for the defaults.
+        values: The dict, the section, or None for the defaults.
         name: Name of the section in error messages.
 
     Raises:
         ConfigError: A key is unknown or invalid; all such keys are listed.
     """
-    if isinstance(given, BaseModel):
-        return given
-    return section_of_values(model, given or {}, name=name)
+    if isinstance(values, BaseModel):
+        return values
+    return section_of_values(model, values or {}, name=name)
 
 
-def _data_section(given: Any, registry: Registry) -> DataConfig | None:
+def _data_section(section: Any, registry: Registry) -> DataConfig | None:
     """The section of all data, if that is what was passed."""
-    if isinstance(given, DataConfig):
-        if given.validation_sets:
+    if isinstance(section, DataConfig):
+        if section.validation_sets:
             raise ConfigError(_NO_VALIDATION_SETS)
-        return given
-    if not isinstance(given, Mapping) or "dataset_name" in given or is_split(given):
+        return section
+    if not isinstance(section, Mapping) or "dataset_name" in section or is_split(section):
         return None
-    values = dict(given)
+    values = dict(section)
     if values.get("validation_sets"):
         raise ConfigError(_NO_VALIDATION_SETS)
     expand_data_paths(values)
@@ -145,48 +145,48 @@ def _data_section(given: Any, registry: Registry) -> DataConfig | None:
     return data
 
 
-def _dataset_section(given: Any, name: str, registry: Registry) -> DatasetConfig:
-    if isinstance(given, DatasetConfig):
-        return given
-    if not isinstance(given, Mapping) or not isinstance(given.get("dataset_name"), str):
-        raise ConfigError(f"{name} is {given!r}: expected the section of a dataset, with `dataset_name`.")
-    component = registry.find("dataset", given["dataset_name"])
-    section: DatasetConfig = section_from(section_of(component, Kind.DATASET), given, name)
+def _dataset_section(dataset: Any, name: str, registry: Registry) -> DatasetConfig:
+    if isinstance(dataset, DatasetConfig):
+        return dataset
+    if not isinstance(dataset, Mapping) or not isinstance(dataset.get("dataset_name"), str):
+        raise ConfigError(f"{name} is {dataset!r}: expected the section of a dataset, with `dataset_name`.")
+    component = registry.find("dataset", dataset["dataset_name"])
+    section: DatasetConfig = section_from(section_of(component, Kind.DATASET), dataset, name)
     return section
 
 
-def _source(given: Any, name: str, *, registry: Registry, wants_pairs: bool, bad_rows: BadRows) -> Source:
-    if isinstance(given, DatasetConfig | Mapping) and not is_split(given):
-        section = _dataset_section(given, name, registry)
+def _source(dataset: Any, name: str, *, registry: Registry, wants_pairs: bool, bad_rows: BadRows) -> Source:
+    if isinstance(dataset, DatasetConfig | Mapping) and not is_split(dataset):
+        section = _dataset_section(dataset, name, registry)
         return read_source(section, registry, name=name, bad_rows=bad_rows)
-    if isinstance(given, Dataset | Records):
-        return Source(records=given, name=name, bad_rows=bad_rows)
-    if isinstance(given, str | Path):
-        name, rows = str(given), _rows_at(str(given))
+    if isinstance(dataset, Dataset | Records):
+        return Source(records=dataset, name=name, bad_rows=bad_rows)
+    if isinstance(dataset, str | Path):
+        name, rows = str(dataset), _rows_at(str(dataset))
     else:
-        rows = _rows_in_memory(given, name)
+        rows = _rows_in_memory(dataset, name)
     return Source(records=_records(rows, wants_pairs=wants_pairs), name=name, bad_rows=bad_rows)
 
 
-def _rows_in_memory(given: Any, name: str) -> Rows:
-    if is_split(given):
-        raise DataError(f"the {name} has the splits {', '.join(given)}: pass one of them, such as [{next(iter(given))!r}]")
-    if is_table(given):
-        return ArrowRows([(f"the {name}", given)], name=f"the {name}")
-    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
+def _rows_in_memory(rows: Any, name: str) -> Rows:
+    if is_split(rows):
+        raise DataError(f"the {name} has the splits {', '.join(rows)}: pass one of them, such as [{next(iter(rows))!r}]")
+    if is_table(rows):
+        return ArrowRows([(f"the {name}", rows)], name=f"the {name}")
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise DataError(
-            f"the {name} is a {type(given).__name__}, which has no indexed rows: pass a path, the name of a dataset on the "
+            f"the {name} is a {type(rows).__name__}, which has no indexed rows: pass a path, the name of a dataset on the "
             "hub, a list of dicts, a datasets.Dataset, or a section {'dataset_name': ...}"
         )
-    return ListedRows(given, name=f"the {name}")
+    return ListedRows(rows, name=f"the {name}")
 
 
-def _rows_at(given: str) -> Rows:
-    path = Path(given).expanduser()
+def _rows_at(path_or_name: str) -> Rows:
+    path = Path(path_or_name).expanduser()
     section: RowsConfig
     if (problem := csv_problem(path)) is not None:
         raise DataError(problem)
-    if path.is_dir() or not (path.is_file() or looks_like_path(given) or path.suffix in _FILES):
+    if path.is_dir() or not (path.is_file() or looks_like_path(path_or_name) or path.suffix in _FILES):
         section = HuggingFaceSource(dataset_name="huggingface", path=str(path))
     elif path.suffix == ".parquet":
         section = ParquetSource(dataset_name="parquet", path=path)

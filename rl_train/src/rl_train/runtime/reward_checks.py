@@ -74,8 +74,8 @@ def check_weights(weights: Mapping[str, float], names: set[str]) -> None:
 
 def is_conversational(records: Any) -> bool:
     """Whether the prompts of a dataset are lists of messages, and not texts."""
-    asked = getattr(records, "asked", None)
-    return asked is not None and len(records) > 0 and isinstance(asked(0), list)
+    prompts = getattr(records, "asked", None)
+    return prompts is not None and len(records) > 0 and isinstance(prompts(0), list)
 
 
 def _loaded(section: FunctionEnvironmentConfig, task: str) -> list[RewardFunction]:
@@ -105,14 +105,14 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
     try:
         if function.is_async:
             with closing(EventLoopThread("trial of reward functions")) as loop:  # a notebook runs a loop in this thread
-                found = loop.run(function.score_async(rows, as_messages=as_messages))
+                scores = loop.run(function.score_async(rows, as_messages=as_messages))
         else:
-            found = function.score(rows, as_messages=as_messages)
+            scores = function.score(rows, as_messages=as_messages)
     except ConfigError:
         raise
     except (RLCoreError, RewardFunctionError) as error:
         raise ConfigError(f"{str(error).rstrip('.')}. It was called with {place_of(source.records, 0)} of the data.") from error
-    return {name for rewards in found for name in rewards or ()}
+    return {name for rewards in scores for name in rewards or ()}
 
 
 def first_source(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Source | None:

@@ -32,8 +32,8 @@ def check_rows(loader: BatchedDataLoader, name: str, *, most: int) -> None:
             bad.append(str(error))
     if len(bad) > 1:
         more = "" if len(bad) <= _LISTED else f"\n  and {len(bad) - _LISTED} more"
-        found = "".join(f"\n  {reason}" for reason in bad[:_LISTED])
-        raise DataError(f"{len(bad)} of the first {len(numbers)} rows of {name} cannot be used:{found}{more}")
+        reasons = "".join(f"\n  {reason}" for reason in bad[:_LISTED])
+        raise DataError(f"{len(bad)} of the first {len(numbers)} rows of {name} cannot be used:{reasons}{more}")
     if bad:
         raise DataError(bad[0])
     if dropped:

@@ -55,8 +55,8 @@ def choose_start(config: RunConfig, *, name: str, resume: str) -> ResumePoint:
         return runs.new()
     if resume != "auto":
         return _at_path(Path(resume), config.checkpointing, runs)
-    found = _newest_unfinished(config, runs) if config.checkpointing.enabled else None
-    return found or runs.new()
+    newest = _newest_unfinished(config, runs) if config.checkpointing.enabled else None
+    return newest or runs.new()
 
 
 def start_in(folder: Path) -> ResumePoint:
@@ -123,19 +123,19 @@ class _Runs:
 
     def new(self) -> ResumePoint:
         """A new run in the next free folder, or in the newest one if its run failed before its first step."""
-        own, numbered = self.existing(), self._numbered()
-        if own and own[-1] == numbered[max(numbered)] and _failed_before_first_step(own[-1]):
-            return ResumePoint(folder=own[-1], identity=self.identity_of(own[-1]), checkpoint=None)
-        number = max(numbered) + 1 if own or 1 in numbered else 1
+        existing, numbered = self.existing(), self._numbered()
+        if existing and existing[-1] == numbered[max(numbered)] and _failed_before_first_step(existing[-1]):
+            return ResumePoint(folder=existing[-1], identity=self.identity_of(existing[-1]), checkpoint=None)
+        number = max(numbered) + 1 if existing or 1 in numbered else 1
         folder = self.parent / (self.name if number == 1 else f"{self.name}-{number}")
         return ResumePoint(folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None)
 
     def identity_of(self, folder: Path) -> RunIdentity:
         """Identity of the run in an existing folder, which may have been moved."""
-        found = read_identity(folder)
-        if found is None:
+        identity = read_identity(folder)
+        if identity is None:
             return RunIdentity.new(name=self.name if folder in self.existing() else folder.name, folder=folder)
-        return replace(found, folder=str(folder.absolute()))
+        return replace(identity, folder=str(folder.absolute()))
 
     def _numbered(self) -> dict[int, Path]:
         """Every folder called `name` (1) or `name-N` (N), also of other runs: the second run of `a` is called `a-2`."""
@@ -161,7 +161,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
     for folder in reversed(runs.existing()):
         latest = _latest_of(folder, section)
         if latest is not None:
-            unfinished = step_of(latest) < config.algorithm.max_num_steps and not _has_done_its_epochs(folder, latest, config)
+            unfinished = step_of(latest) < config.algorithm.max_num_steps and not _has_finished_epochs(folder, latest, config)
             return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
     # The checkpoint folder may exist without the run folder, for example on a shared disk that another machine mounts.
     elsewhere = checkpoint_store(section, runs.parent)
@@ -174,7 +174,7 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
     return ResumePoint(folder=folder, identity=replace(owner, folder=str(folder.absolute())), checkpoint=latest)
 
 
-def _has_done_its_epochs(folder: Path, latest: Path, config: RunConfig) -> bool:
+def _has_finished_epochs(folder: Path, latest: Path, config: RunConfig) -> bool:
     """Whether the run in `folder` finished after the epochs of this config; their number of steps depends on the data."""
     status = _status_of(folder)
     if config.algorithm.max_num_epochs is None or status.get("state") != "finished" or status.get("steps") != step_of(latest):
@@ -191,13 +191,15 @@ def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None
         *(Path(path) for path in (configured, _recorded_checkpoint_dir(folder)) if path is not None),
     ]
     identity = read_identity(folder)
-    found: list[Path] = []
+    candidates: list[Path] = []
     for path in stores:
         owner, latest = read_identity(path), CheckpointStore(path).latest()
-        own = path == folder / CHECKPOINTS or (owner is not None and identity is not None and owner.run_id == identity.run_id)
-        if own and latest is not None:
-            found.append(latest)
-    return max(found, key=step_of, default=None)
+        is_own = path == folder / CHECKPOINTS or (
+            owner is not None and identity is not None and owner.run_id == identity.run_id
+        )
+        if is_own and latest is not None:
+            candidates.append(latest)
+    return max(candidates, key=step_of, default=None)
 
 
 def _recorded_checkpoint_dir(folder: Path) -> str | None:
@@ -225,8 +227,8 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoi
     owner = read_identity(path.parent)
     # A copied run continues in the copy.
     for folder in (path.parent.parent, Path(owner.folder)) if owner is not None else ():
-        found = read_identity(folder)
-        if owner is not None and found is not None and found.run_id == owner.run_id:
+        identity = read_identity(folder)
+        if owner is not None and identity is not None and identity.run_id == owner.run_id:
             return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=path)
     if owner is None and path.parent.name == CHECKPOINTS:
         return ResumePoint(folder=path.parent.parent, identity=runs.identity_of(path.parent.parent), checkpoint=path)

@@ -61,8 +61,8 @@ def environment(manager: PluginManager) -> dict[str, Any]:
 
 
 def _origin(origin: Origin) -> dict[str, str]:
-    place = origin.place
-    kind = "default" if place is None else "file" if place.number is None else "override"
+    location = origin.place
+    kind = "default" if location is None else "file" if location.number is None else "override"
     return {"kind": kind, "source": str(origin)}
 
 

@@ -53,7 +53,7 @@ class Status:
         self._written = False
         self._started = _now() - datetime.timedelta(seconds=time.perf_counter() - since)
         self._phase: Callable[[], str | None] = lambda: BUILDING
-        self._parts: Mapping[str, object] = {}
+        self._components: Mapping[str, object] = {}
         self._steps: int | None = None
         self._workers: Mapping[str, list[int]] | None = None
 
@@ -69,19 +69,21 @@ class Status:
         """Report that the run is being built; call it for a resume once it is accepted."""
         self._write(BUILDING, pid=os.getpid())
 
-    def set_workers(self, parts: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
+    def set_workers(self, components: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
         """Set the workers whose processes are reported, once the run is built.
 
         Args:
-            parts: policy, engine and companion models by name; their process ids are reported.
+            components: policy, engine and companion models by name; their process ids are reported.
             phase: returns the current phase; None between two phases.
             steps: total number of steps.
         """
-        self._parts, self._phase, self._steps = parts, phase, steps
+        self._components, self._phase, self._steps = components, phase, steps
 
     def running(self) -> None:
         """Report that the run is training, with its process ids; call it again when workers may have been replaced."""
-        workers = {name: part.group.pids() for name, part in self._parts.items() if isinstance(part, WorkerFacade)}
+        workers = {
+            name: component.group.pids() for name, component in self._components.items() if isinstance(component, WorkerFacade)
+        }
         if workers != self._workers:
             self._write("running", pid=os.getpid(), workers=workers)
             self._workers = workers
@@ -106,8 +108,8 @@ class Status:
 
     def _write(self, state: str, **facts: Any) -> None:
         started = self._started.isoformat(timespec="seconds")
-        known = {name: fact for name, fact in facts.items() if fact is not None}
-        content = {"state": state, "started": started, "host": socket.gethostname(), **known}
+        known_facts = {name: fact for name, fact in facts.items() if fact is not None}
+        content = {"state": state, "started": started, "host": socket.gethostname(), **known_facts}
         self._replace(json.dumps(content, indent=1).encode())
 
     def _replace(self, content: bytes) -> None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 TASK = "default"
 
 
-class _GivenEnvironment(EnvironmentConfig):
+class _PythonEnvironment(EnvironmentConfig):
     """The section of an environment that was passed in Python."""
 
     names: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ class Trainer:
             teacher=_companion_section(self.teacher),
             data=DataConfig(),
             env={
-                task: _GivenEnvironment(reward_weights=self._reward_weights, names=self._reward_names())
+                task: _PythonEnvironment(reward_weights=self._reward_weights, names=self._reward_names())
                 for task in self._environments
             },
             rollout=section_from(RolloutConfig, rollout or {}, "rollout"),
@@ -263,8 +263,8 @@ class Trainer:
             )
         self._check_temperatures()
         self._check_turns()
-        if found := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
-            raise ConfigError("\n".join(found))
+        if conflicts := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
+            raise ConfigError("\n".join(conflicts))
 
     def _reward_names(self) -> tuple[str, ...]:
         return () if self._functions is None else tuple(function.name for function in self._functions.functions)
@@ -279,9 +279,9 @@ class Trainer:
                 )
 
     def _check_teacher(self) -> None:
-        wanted = "teacher" in self.config.algorithm.runtime_needs.companions
-        if wanted != (self.teacher is not None):
-            action = "needs a teacher: pass" if wanted else "does not use a teacher: remove"
+        needs_teacher = "teacher" in self.config.algorithm.runtime_needs.companions
+        if needs_teacher != (self.teacher is not None):
+            action = "needs a teacher: pass" if needs_teacher else "does not use a teacher: remove"
             raise ConfigError(f"{self.algorithm} {action} `teacher`.")
 
     def _check_temperatures(self) -> None:

@@ -56,10 +56,10 @@ class Workers:
             WorkerError: a rank could not load its model.
             DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
         """
-        parts: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
-        for part in parts:
-            if isinstance(part, WorkerFacade):
-                part.wait_ready()
+        models: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
+        for model in models:
+            if isinstance(model, WorkerFacade):
+                model.wait_ready()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +134,15 @@ class Builder:
 
         They score tokens at the policy's temperature.
         """
-        made: dict[str, DistributedPolicy] = {}
+        companions: dict[str, DistributedPolicy] = {}
         for name in COMPANIONS:
             section = getattr(with_schedule_lengths(self.run), name)
             if section is not None:
                 section = self._scoring(section)
                 make = self.registry.find("policy", section.backend).load()
-                made[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
-                self.exits.callback(made[name].shutdown)
-        return made
+                companions[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
+                self.exits.callback(companions[name].shutdown)
+        return companions
 
     @property
     def _temperature(self) -> float:
@@ -288,10 +288,10 @@ class Builder:
             else None,
         )
 
-    def _transports(self, wanted: str | None) -> list[type[WeightTransport]]:
+    def _transports(self, configured: str | None) -> list[type[WeightTransport]]:
         """Transports to try, the cheapest first."""
-        if wanted is not None:
-            names: tuple[str, ...] = (wanted,)
+        if configured is not None:
+            names: tuple[str, ...] = (configured,)
         elif self.cluster is None:
             names = IN_PROCESS_TRANSPORTS
         else:
@@ -300,12 +300,12 @@ class Builder:
 
     def loggers(self, folder: Path) -> list[Logger]:
         """The enabled loggers of `logger.loggers`, without the two that every run has."""
-        made: list[Logger] = []
+        loggers: list[Logger] = []
         for name, section in self.run.logger.loggers.items():
             if section.enabled:
-                made.append(self.registry.find("logger", name).load()(config=section, folder=folder))
-                self.exits.callback(made[-1].finish)
-        return made
+                loggers.append(self.registry.find("logger", name).load()(config=section, folder=folder))
+                self.exits.callback(loggers[-1].finish)
+        return loggers
 
 
 def capabilities_of(component: Component) -> tuple[str, ...]:
@@ -339,10 +339,10 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) ->
 
 
 def _check_device(use_gpus: bool | None) -> None:
-    found = device_here() == "cuda"
-    if use_gpus is None or use_gpus == found:
+    has_gpu = device_here() == "cuda"
+    if use_gpus is None or use_gpus == has_gpu:
         return
-    if found:
+    if has_gpu:
         what = "this process has a GPU and uses it. Remove use_gpus, or set CUDA_VISIBLE_DEVICES=''."
     else:
         what = "torch finds no GPU in this process. Remove use_gpus, or use a machine with a GPU and torch for CUDA."

@@ -111,13 +111,13 @@ class Retempering:
 
     def logprobs(self, policy: ColocatablePolicyInterface, rows: BatchedDataDict[Any]) -> torch.Tensor:
         """[B, T] float32, in nats; computed a few rows at a time, since each token needs the whole distribution."""
-        parts = []
+        chunks = []
         for start in range(0, rows.size, _RESCORED_ROWS):
-            part = rows.select_indices(torch.arange(start, min(start + _RESCORED_ROWS, rows.size)))
-            whole = policy.get_topk_logprobs(part, self.vocab_size)
-            own = (whole["topk_token_ids"] == part["input_ids"].unsqueeze(-1)).int().argmax(dim=-1, keepdim=True)
-            parts.append(torch.log_softmax(whole["topk_logprobs"] * self.factor, dim=-1).gather(-1, own).squeeze(-1))
-        return torch.cat(parts)
+            chunk = rows.select_indices(torch.arange(start, min(start + _RESCORED_ROWS, rows.size)))
+            topk = policy.get_topk_logprobs(chunk, self.vocab_size)
+            sampled_index = (topk["topk_token_ids"] == chunk["input_ids"].unsqueeze(-1)).int().argmax(dim=-1, keepdim=True)
+            chunks.append(torch.log_softmax(topk["topk_logprobs"] * self.factor, dim=-1).gather(-1, sampled_index).squeeze(-1))
+        return torch.cat(chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +126,14 @@ class _Compared:
 
     output: BatchedDataDict[Any]
     scored: torch.Tensor
-    apart: torch.Tensor
+    differences: torch.Tensor
     """[B, T] float64, |difference| in nats; 0 if no token was sampled."""
     tokens: int
 
     @property
     def mean(self) -> float:
         """In nats per sampled token."""
-        return float(self.apart.sum() / self.tokens)
+        return float(self.differences.sum() / self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,17 +167,19 @@ class Canary:
         """
         generation.prepare_for_generation()
         if self.tolerance is not None:
-            return self._judge(self._compare(policy, generation, self.rows), self.tolerance, "").mean
+            return self._check_difference(self._compare(policy, generation, self.rows), self.tolerance, "").mean
         allowed = self.calibration.tolerance(self.sides)
         if allowed is None:
-            first = self._judge(self._compare(policy, generation, self.more_rows), FIRST_TOLERANCE, " at the first sync")
+            first = self._check_difference(
+                self._compare(policy, generation, self.more_rows), FIRST_TOLERANCE, " at the first sync"
+            )
             self.calibration.record(self.sides, first.mean)
             return first.mean
-        found = self._compare(policy, generation, self.rows)
-        if not found.mean <= allowed:
+        compared = self._compare(policy, generation, self.rows)
+        if not compared.mean <= allowed:
             rule = f", {MARGIN:g} times the error of the first sync" if allowed > LEAST_TOLERANCE else ""
-            found = self._judge(self._compare(policy, generation, self.more_rows), allowed, rule)
-        return found.mean
+            compared = self._check_difference(self._compare(policy, generation, self.more_rows), allowed, rule)
+        return compared.mean
 
     def _compare(
         self, policy: ColocatablePolicyInterface, generation: GenerationInterface, rows: BatchedDataDict[Any]
@@ -188,23 +190,24 @@ class Canary:
         mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))
         data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
         scored = policy.get_logprobs(data)["logprobs"] if self.retempering is None else self.retempering.logprobs(policy, data)
-        apart = torch.where(mask, (scored - output["logprobs"]).double().abs(), 0.0)
-        return _Compared(output=output, scored=scored, apart=apart, tokens=int(mask.sum()))
+        differences = torch.where(mask, (scored - output["logprobs"]).double().abs(), 0.0)
+        return _Compared(output=output, scored=scored, differences=differences, tokens=int(mask.sum()))
 
     @staticmethod
-    def _judge(found: _Compared, allowed: float, rule: str) -> _Compared:
-        if found.mean <= allowed:
-            return found
-        row, place = divmod(int(found.apart.nan_to_num(float("inf")).argmax()), found.apart.shape[1])
+    def _check_difference(compared: _Compared, allowed: float, rule: str) -> _Compared:
+        if compared.mean <= allowed:
+            return compared
+        row, position = divmod(int(compared.differences.nan_to_num(float("inf")).argmax()), compared.differences.shape[1])
+        at = (row, position)
         raise WeightSyncError(
             "After the refit every weight has arrived, but the generation backend computes other log-probabilities than the "
-            f"policy: over {found.tokens} canary tokens they differ by {found.mean:.3g} nats on average (allowed: {allowed:.3g}"
-            f"{rule}) and by {float(found.apart[row, place]):.3g} at most: token {int(found.output['output_ids'][row, place])} "
-            f"at position {place} of row {row} has {float(found.output['logprobs'][row, place]):.4f} in the engine and "
-            f"{float(found.scored[row, place]):.4f} in the policy. The engine computes with an older copy of a weight, samples "
-            "from another distribution than the policy scores, or rounds much more than the policy. "
-            "`rlcore check logprobs` shows where they differ. If this difference is acceptable for training, set "
-            "policy.generation.canary_tolerance."
+            f"policy: over {compared.tokens} canary tokens they differ by {compared.mean:.3g} nats on average (allowed: "
+            f"{allowed:.3g}{rule}) and by {float(compared.differences[at]):.3g} at most: token "
+            f"{int(compared.output['output_ids'][at])} at position {position} of row {row} has "
+            f"{float(compared.output['logprobs'][at]):.4f} in the engine and {float(compared.scored[at]):.4f} in the policy. "
+            "The engine computes with an older copy of a weight, samples from another distribution than the policy scores, or "
+            "rounds much more than the policy. `rlcore check logprobs` shows where they differ. If this difference is "
+            "acceptable for training, set policy.generation.canary_tolerance."
         )
 
 

@@ -101,7 +101,7 @@ class WeightSynchronizer(WeightOwner):
         self._beside: ThreadPoolExecutor | None = None
         self._digested: Future[str] | None = None
         chosen = choose_transport(
-            transports, policy_speaks=policy_capabilities, generation_speaks=generation_capabilities, name=transport
+            transports, policy_supports=policy_capabilities, generation_supports=generation_capabilities, name=transport
         )
         self._transport = chosen(
             TransportContext(
@@ -112,7 +112,7 @@ class WeightSynchronizer(WeightOwner):
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,
                 on_sent=self._digest_beside_the_loading,
-                kept=lambda: self._dtypes,
+                receiver_dtypes=lambda: self._dtypes,
             )
         )
 
@@ -144,10 +144,10 @@ class WeightSynchronizer(WeightOwner):
         """
         with self._turn:
             while True:
-                found = self._attempt(self._generation, only_if_stale)
-                if found is not None:
+                metrics = self._attempt(self._generation, only_if_stale)
+                if metrics is not None:
                     self._synced_version = self._policy.weight_version
-                    return found
+                    return metrics
 
     def provide_weights(self) -> None:
         """See `WeightOwner`; refits the whole engine if the policy has changed since the last `sync`."""
@@ -157,11 +157,13 @@ class WeightSynchronizer(WeightOwner):
                     raise WeightSyncError("A generation worker died during a refit; the refit must be repeated.")
                 version = self._policy.weight_version
                 engine = replicas if version == self._synced_version else self._generation
-                found = self._attempt(engine, only_if_stale=False)
-                if found is not None and engine is self._generation:
+                metrics = self._attempt(engine, only_if_stale=False)
+                if metrics is not None and engine is self._generation:
                     self._synced_version = version
-                if found is not None:
-                    _log.info("restarted generation workers have weight version %d, in %.1f s", version, found["refit/total_s"])
+                if metrics is not None:
+                    _log.info(
+                        "restarted generation workers have weight version %d, in %.1f s", version, metrics["refit/total_s"]
+                    )
 
     def _restarted_replicas(self) -> GenerationInterface | None:
         while True:
@@ -195,20 +197,20 @@ class WeightSynchronizer(WeightOwner):
     def _sync_once(self, engine: GenerationInterface, only_if_stale: bool) -> dict[str, float]:
         started = time.perf_counter()
         seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0}
-        found: dict[str, float] = {}
+        canary_metrics: dict[str, float] = {}
         if only_if_stale and not self.is_stale and self._already_equal(seconds):
             if not self._digests_cover:
-                found = self._ask_canary_alone(seconds)
-            return self._metrics(seconds, started, moved=0, happened=False) | found
+                canary_metrics = self._ask_canary_alone(seconds)
+            return self._metrics(seconds, started, moved=0, happened=False) | canary_metrics
         try:
             with _attributed(self.transport_name):
                 moved = self._refit(engine, seconds)
                 with _timed(seconds, "canary_s"):
-                    found = self._ask_canary(engine)
+                    canary_metrics = self._ask_canary(engine)
         finally:
             self._policy.finish_refit()
         self._policy.offload_after_refit()
-        return self._metrics(seconds, started, moved=moved, happened=True) | found
+        return self._metrics(seconds, started, moved=moved, happened=True) | canary_metrics
 
     def close(self) -> None:
         """Leave process groups, free buffers and give up the engine; calling it twice is fine."""
@@ -249,19 +251,20 @@ class WeightSynchronizer(WeightOwner):
     def _ask_canary_alone(self, seconds: dict[str, float]) -> dict[str, float]:
         self._policy.offload_before_refit()
         with _timed(seconds, "canary_s"), _attributed(self.transport_name):
-            found = self._ask_canary(self._generation)
+            metrics = self._ask_canary(self._generation)
         self._policy.offload_after_refit()
-        return found
+        return metrics
 
     def _prove_version(self, engine: GenerationInterface) -> None:
-        sent, arrived = self._policy.weight_version, engine.weight_version
-        if sent == arrived:
+        policy_version, engine_version = self._policy.weight_version, engine.weight_version
+        if policy_version == engine_version:
             return
-        if arrived < 0:
+        if engine_version < 0:
             engine.weight_fingerprint()  # names the tensors that have not arrived
         raise WeightSyncError(
-            f"After the refit the policy is at weight version {sent} and the generation backend at {arrived}: "
-            + ("the weights that arrived are of another step." if arrived >= 0 else "the refit did not complete.")
+            f"After the refit the policy is at weight version {policy_version} and the generation backend at {engine_version}: "
+            + ("the weights that arrived are of another step. " if engine_version >= 0 else "the refit did not complete. ")
+            + "Resume the run from its last checkpoint."
         )
 
     def _digest_beside_the_loading(self) -> None:
@@ -306,8 +309,8 @@ class WeightSynchronizer(WeightOwner):
 def choose_transport(
     transports: Sequence[type[WeightTransport]],
     *,
-    policy_speaks: Collection[str],
-    generation_speaks: Collection[str],
+    policy_supports: Collection[str],
+    generation_supports: Collection[str],
     name: str | None = None,
 ) -> type[WeightTransport]:
     """The named transport, or the first that both sides support.
@@ -315,20 +318,21 @@ def choose_transport(
     Raises:
         MissingCapabilityError: there is none; lists what each side supports.
     """
-    wanted = [transport for transport in transports if name is None or transport.name == name]
-    for transport in wanted:
-        if transport.name in policy_speaks and transport.name in generation_speaks:
+    candidates = [transport for transport in transports if name is None or transport.name == name]
+    for transport in candidates:
+        if transport.name in policy_supports and transport.name in generation_supports:
             return transport
-    known = [transport.name for transport in transports]
-    spoken = (
-        f"Known are {_listed(known)}; the policy backend supports {_listed([n for n in known if n in policy_speaks])}, "
-        f"the generation backend {_listed([n for n in known if n in generation_speaks])}."
+    names = [transport.name for transport in transports]
+    supported = (
+        f"Registered transports: {_listed(names)}. The policy backend supports "
+        f"{_listed([n for n in names if n in policy_supports])}, the generation backend "
+        f"{_listed([n for n in names if n in generation_supports])}."
     )
     if name is not None:
         raise MissingCapabilityError(
-            f"The weight transport {name!r} (policy.generation.refit_transport) cannot be used. {spoken}"
+            f"The weight transport {name!r} (policy.generation.refit_transport) cannot be used. {supported}"
         )
-    raise MissingCapabilityError(f"Policy and generation backend have no weight transport in common. {spoken}")
+    raise MissingCapabilityError(f"Policy and generation backend have no weight transport in common. {supported}")
 
 
 def free_loopback_port() -> tuple[str, int]:

@@ -216,14 +216,14 @@ def metric(value: Any, foreign: ForeignConfig) -> Decision:
     """Convert the metric that ranks checkpoints."""
     if value is None:
         return Redundant("no ranking")
-    found = str(value)
-    if found.startswith("val:validation") and found.endswith("_loss"):
-        found = "val:loss"
-    if found not in _METRICS:
+    name = str(value)
+    if name.startswith("val:validation") and name.endswith("_loss"):
+        name = "val:loss"
+    if name not in _METRICS:
         return Unsupported("no equivalent metric; see docs/metrics.md")
-    if found.startswith("val:") and not validates(foreign):
+    if name.startswith("val:") and not validates(foreign):
         return Unsupported("ranking checkpoints by it needs validation data")
-    return Mapped({"checkpointing.metric_name": _METRICS[found]})
+    return Mapped({"checkpointing.metric_name": _METRICS[name]})
 
 
 def best_checkpoints(value: Any, foreign: ForeignConfig) -> Decision:

@@ -27,15 +27,15 @@ _Value = Callable[[Any, str, ForeignConfig], Decision]
 
 def rows() -> list[Row]:
     """A row for each dataset key in each section that may contain it. Older configs have these keys directly in `data`."""
-    found = unsupported("data", " ".join(_KEYS), "old layout: move it to data.train and data.validation, then import again")
+    result = unsupported("data", " ".join(_KEYS), "old layout: move it to data.train and data.validation, then import again")
     for key, value in _KEYS.items():
-        found.append(converted(f"data.default.{key}", _default(key, value)))
+        result.append(converted(f"data.default.{key}", _default(key, value)))
         for split in SPLITS:
-            found += [
+            result += [
                 converted(f"data.{split}.{key}", _own(split, value)),
                 converted(f"data.{split}.*.{key}", _listed(split, value)),
             ]
-    return found
+    return result
 
 
 def _own(split: str, value: _Value) -> Callable[[Any, ForeignConfig], Decision]:
@@ -69,8 +69,8 @@ def _default(key: str, value: _Value) -> Callable[[Any, ForeignConfig], Decision
 
 
 def _single(foreign: ForeignConfig, split: str) -> Mapping[str, Any]:
-    found = foreign.get(f"data.{split}")
-    alone = found[0] if isinstance(found, list) else found
+    section = foreign.get(f"data.{split}")
+    alone = section[0] if isinstance(section, list) else section
     return alone if isinstance(alone, Mapping) else {}
 
 

@@ -15,8 +15,8 @@ def rows_for(section: str, rows: Sequence[Row]) -> list[Row]:
 
 def switches_for(section: str, switches: Sequence[Switch]) -> list[Switch]:
     """The switches of `policy` for another section."""
-    found = [switch for switch in switches if switch.pattern.startswith("policy.") and ".generation" not in switch.pattern]
-    return [_switch(section, switch) for switch in found]
+    selected = [switch for switch in switches if switch.pattern.startswith("policy.") and ".generation" not in switch.pattern]
+    return [_switch(section, switch) for switch in selected]
 
 
 def _row(section: str, row: Row) -> Row:

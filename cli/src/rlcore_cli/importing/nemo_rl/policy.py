@@ -310,8 +310,8 @@ def megatron_schedule(value: Any, foreign: ForeignConfig) -> Decision:
 def part_of_schedule(value: Any, foreign: ForeignConfig) -> Decision:
     """Convert a key that is converted together with `lr_decay_style`."""
     style = foreign.get("policy.megatron_cfg.scheduler.lr_decay_style", "constant")
-    found = megatron_schedule(style, foreign)
-    return Mapped(found.values, "part of the schedule") if isinstance(found, Mapped) else found
+    schedule = megatron_schedule(style, foreign)
+    return Mapped(schedule.values, "part of the schedule") if isinstance(schedule, Mapped) else schedule
 
 
 def warmup_start(value: Any, foreign: ForeignConfig) -> Decision:

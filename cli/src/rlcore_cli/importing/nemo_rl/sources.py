@@ -58,22 +58,22 @@ class Source:
 
 def dataset(foreign: ForeignConfig, split: str) -> Mapping[str, Any] | None:
     """The keys of a split, including those of `data.default`; None if it has no dataset or several."""
-    found = foreign.get(f"data.{split}")
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if not isinstance(found, Mapping):
+    section = foreign.get(f"data.{split}")
+    if isinstance(section, list) and len(section) == 1:
+        section = section[0]
+    if not isinstance(section, Mapping):
         return None
     defaults = foreign.get("data.default", {})
-    return {**(defaults if isinstance(defaults, Mapping) else {}), **found}
+    return {**(defaults if isinstance(defaults, Mapping) else {}), **section}
 
 
 def source_of(foreign: ForeignConfig, split: str) -> Source | None:
     """The rlcore dataset that reads a split; None if no dataset supports it."""
-    found = dataset(foreign, split) or {}
-    name = str(found.get("dataset_name"))
+    section = dataset(foreign, split) or {}
+    name = str(section.get("dataset_name"))
     if name in _NAMED and not has_pairs(foreign):
         return _on_the_hub(_NAMED[name], algorithm_of(foreign))
-    component = _component(str(found.get("data_path", MISSING)), pairs=has_pairs(foreign))
+    component = _component(str(section.get("data_path", MISSING)), pairs=has_pairs(foreign))
     if name not in FILES or component is None:
         return None
     return Source(component=component, keys=_read(name, algorithm_of(foreign)))

@@ -62,15 +62,15 @@ class DistillationLossFn(LossFunction):
         """The divergence from the teacher in nats, averaged as configured, and its metrics."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         if self.config.topk is not None:
-            per_token, found = self._of_candidates(data)
+            per_token, metrics = self._of_candidates(data)
         else:
-            per_token, found = self._of_samples(next_token_logprobs, data, mask)
+            per_token, metrics = self._of_samples(next_token_logprobs, data, mask)
         if self.loss_type is LossType.TOKEN_LEVEL:
             loss = token_mean(per_token, mask, global_valid_toks)
         else:
             loss = sequence_mean(per_token, mask, global_valid_seqs)
-        found["entropy/sampled"] = -next_token_logprobs
-        return loss, {name: token_mean(values.detach(), mask, global_valid_toks) for name, values in found.items()}
+        metrics["entropy/sampled"] = -next_token_logprobs
+        return loss, {name: token_mean(values.detach(), mask, global_valid_toks) for name, values in metrics.items()}
 
     def _of_candidates(self, data: BatchedDataDict[Any]) -> tuple[torch.Tensor, Metrics]:
         """[B, T] the divergence at each position, and metrics [B, T]."""
@@ -80,16 +80,18 @@ class DistillationLossFn(LossFunction):
                 "needs. "
                 "Use a backend with the capability `topk_logprobs`, or `loss_fn: {divergence: reverse_kl, topk: null}`."
             )
-        given, own = data[TOPK_LOGPROBS], data[CANDIDATES]
+        teacher_topk, student_topk = data[TOPK_LOGPROBS], data[CANDIDATES]
         complete = with_rest if self.config.beyond_topk == "bucket" else renormalized
-        teacher, student = complete(given), complete(own)
+        teacher, student = complete(teacher_topk), complete(student_topk)
         forward, reverse = kl_divergence(teacher, student), kl_divergence(student, teacher)
         return self._divergence(teacher, student, forward, reverse), {
             "distillation/kl_forward": forward,
             "distillation/kl_reverse": reverse,
-            "distillation/topk_mass_teacher": given.exp().sum(dim=-1),
-            "distillation/topk_mass_student": own.exp().sum(dim=-1),
-            "distillation/argmax_agreement": (own.argmax(dim=-1) == given.argmax(dim=-1)).to(own.dtype),
+            "distillation/topk_mass_teacher": teacher_topk.exp().sum(dim=-1),
+            "distillation/topk_mass_student": student_topk.exp().sum(dim=-1),
+            "distillation/argmax_agreement": (student_topk.argmax(dim=-1) == teacher_topk.argmax(dim=-1)).to(
+                student_topk.dtype
+            ),
         }
 
     def _divergence(

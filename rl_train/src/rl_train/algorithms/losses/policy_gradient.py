@@ -96,9 +96,11 @@ class ClippedPGLossFn(LossFunction):
         per_token = self._surrogate(next_token_logprobs, ratio, data["advantages"])
         metrics = mismatch_metrics(previous, data["generation_logprobs"], mask, global_valid_toks)
         if self.config.use_importance_sampling_correction:
-            weights, found = sampling_weights(previous, data["generation_logprobs"], mask, self.config, global_valid_toks)
+            weights, weight_metrics = sampling_weights(
+                previous, data["generation_logprobs"], mask, self.config, global_valid_toks
+            )
             per_token = per_token * weights
-            metrics |= found
+            metrics |= weight_metrics
         loss = self._mean(per_token, mask, global_valid_seqs, global_valid_toks)
         metrics["loss/policy"] = loss.detach()
         if self.has_kl_penalty:

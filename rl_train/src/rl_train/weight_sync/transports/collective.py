@@ -9,7 +9,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.weights.collective import abort_rendezvous
-from rl_core.weights.manifest import as_sent, total_bytes
+from rl_core.weights.manifest import manifest_to_send, total_bytes
 
 
 class CollectiveTransport(WeightTransport):
@@ -31,10 +31,10 @@ class CollectiveTransport(WeightTransport):
         # Joined again after any error, because an unfinished broadcast leaves the group unusable.
         self._joined = None
         # Two buckets are in transit at a time.
-        policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
+        policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, receiver_dtypes=self.context.receiver_dtypes())
         wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
         self._joined = group
-        return total_bytes(as_sent(policy.prepare_refit_info() or {}, self.context.kept()))
+        return total_bytes(manifest_to_send(policy.prepare_refit_info() or {}, self.context.receiver_dtypes()))
 
     def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
         ip, port = self._new_meeting_point()
@@ -49,8 +49,8 @@ class CollectiveTransport(WeightTransport):
     def _new_meeting_point(self) -> tuple[str, int]:
         """A port that was not used before, because a rank that leaves late may still hold the old one."""
         for _ in range(100):
-            place = self.context.rendezvous()
-            if place not in self._left:
-                self._left.add(place)
-                return place
-        raise WeightSyncError(f"No new port was found for the weight collective in 100 attempts; the last was {place[1]}.")
+            address = self.context.rendezvous()
+            if address not in self._left:
+                self._left.add(address)
+                return address
+        raise WeightSyncError(f"No new port was found for the weight collective in 100 attempts; the last was {address[1]}.")

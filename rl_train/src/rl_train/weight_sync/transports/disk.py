@@ -35,7 +35,7 @@ class DiskTransport(WeightTransport):
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
         deadline = time.monotonic() + self.context.deadline_s
-        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
+        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, receiver_dtypes=self.context.receiver_dtypes())
         moved = 0
         loading: Future[None] | None = None
         with _own_folder(self.context.folder) as folder, ThreadPoolExecutor(max_workers=1) as reader:

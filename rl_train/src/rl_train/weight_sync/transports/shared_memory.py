@@ -25,7 +25,7 @@ class SharedMemoryTransport(WeightTransport):
         sweep()
         deadline = time.monotonic() + self.context.deadline_s
         # Two buckets are in transit at a time: one is written while the previous one is read.
-        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, kept=self.context.kept())
+        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, receiver_dtypes=self.context.receiver_dtypes())
         reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rlcore-refit")
         loading: Future[None] | None = None
         moved = 0
