@@ -208,11 +208,9 @@ class RayWorkerGroup(WorkerGroup):
     def _build(self, ranks: Sequence[int]) -> None:
         """Wait for the processes, let rank 0 find a rendezvous address if there is none yet, and build the workers."""
         actors = [self._actors[rank] for rank in ranks]
-        share, name = self._cluster.worker_share(), self._name
+        share, name, allocator = self._cluster.worker_share(), self._name, self._allocator
         holding = [
-            call
-            for rank in ranks
-            for call in self._allocator.reserve(rank, share=share, runtime_env=self._runtime_env, name=name)
+            call for rank in ranks for call in allocator.reserve(rank, share=share, runtime_env=self._runtime_env, name=name)
         ]
         self._collect_start([*(actor.started() for actor in actors), *holding])
         if not self._contexts:

@@ -57,10 +57,9 @@ class TextGeneration:
                 chat_template=section.chat_template,
                 chat_template_kwargs=section.chat_template_kwargs,
             )
-        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not prompt_list:
+        rows = [_token_ids(prompt, self._tokenizer) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        if not rows:
             return []
-        rows = [_token_ids(prompt, self._tokenizer) for prompt in prompt_list]
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
                 "input_ids": cat_right_padded([row.unsqueeze(0) for row in rows], pad_value=pad_value("input_ids")),
@@ -70,8 +69,8 @@ class TextGeneration:
         output = self.generate(batch, greedy=greedy)
         if failed := [(row, reason) for row, reason in enumerate(output.get("failures") or ()) if reason is not None]:
             raise RLCoreError(
-                f"{len(failed)} of {len(asked)} prompts could not be sampled. prompts[{failed[0][0]}]: {failed[0][1]}. Repeat "
-                "the call, or call generate, which returns the other rows and the reasons in `failures`."
+                f"{len(failed)} of {len(rows)} prompts could not be sampled. prompts[{failed[0][0]}]: {failed[0][1]}. Call "
+                "generate to keep the other rows; it returns the reasons in `failures`."
             )
         ends, sampled = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
         return [
