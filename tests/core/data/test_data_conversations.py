@@ -69,7 +69,7 @@ def test_invalid_training_conversations_are_errors_with_a_reason(message, says):
 
 
 def test_a_completion_must_end_with_the_assistant_and_a_template_is_for_texts(read):
-    with pytest.raises(DataError, match="ends with a message of the role user"):
+    with pytest.raises(DataError, match="ends with a message of the role 'user'"):
         read({"prompt": "a", "completion": [ASKED]}, input_key="prompt", response_key="completion", output_key=None)
     with pytest.raises(DataError, match="prompt templates need a text"):
         read({"question": [ASKED]}, output_key=None, prompt="generic/math")

@@ -12,7 +12,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.runtime.environment_check import CheckStatus, check_environment
-from rl_train.runtime.environment_play import at_random, play, scripted
+from rl_train.runtime.environment_play import play, random_player, scripted_player
 from rl_train.runtime.environment_rescore import rescore
 from rl_train.runtime.environment_trial import open_trial
 
@@ -153,21 +153,21 @@ def test_rows_come_from_a_file_a_config_or_the_dataset_of_the_same_name(rows):
 
 def test_a_rollout_is_played_turn_by_turn_until_the_script_or_the_game_ends():
     trial = open_trial("guess", ["data.lowest=5", "data.highest=5"], limit=1)
-    turns = list(play(trial.make(), "guess", trial.rows[0], scripted(["1", "9", "5", "5"]), max_turns=7))
+    turns = list(play(trial.make(), "guess", trial.rows[0], scripted_player(["1", "9", "5", "5"]), max_turns=7))
     assert [turn.answer for turn in turns] == ["1", "9", "5"]
     assert [turn.rewards["reward"] for turn in turns] == [0.0, 0.0, 1.0]
     assert [message["content"] for turn in turns for message in turn.replies] == ["higher", "lower"]
     assert turns[-1].ended
-    assert len(list(play(trial.make(), "guess", trial.rows[0], scripted(["1"]), max_turns=7))) == 1
+    assert len(list(play(trial.make(), "guess", trial.rows[0], scripted_player(["1"]), max_turns=7))) == 1
     assert trial.rows[0].metadata["guesses"] == 0
 
 
 def test_a_random_player_answers_with_a_piece_of_the_conversation_by_its_seed():
     log = [{"role": "user", "content": "up 12 down"}, {"role": "assistant", "content": "never"}]
-    said = [at_random(seed)(log) for seed in range(20)]
+    said = [random_player(seed)(log) for seed in range(20)]
     assert set(said) == {"up", "12", "down"}
-    assert said == [at_random(seed)(log) for seed in range(20)]
-    assert at_random(0)([]) == ""
+    assert said == [random_player(seed)(log) for seed in range(20)]
+    assert random_player(0)([]) == ""
 
 
 class Counts(Lengths):
@@ -197,7 +197,7 @@ def test_sessions_are_opened_and_closed(rows):
     assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == ["correct answers"]
     trial = open_trial(f"{__name__}.Counts", ["max_rollout_turns=3"], rows=rows)
     environment, opened = trial.make(), []
-    turns = list(play(environment, "x", trial.rows[0], at_random(0), max_turns=trial.max_turns, on_open=opened.extend))
+    turns = list(play(environment, "x", trial.rows[0], random_player(0), max_turns=trial.max_turns, on_open=opened.extend))
     assert [turn.rewards["reward"] for turn in turns] == [1.0, 2.0]
     assert opened == [{"role": "environment", "content": "start"}]
     assert environment.steps == {}

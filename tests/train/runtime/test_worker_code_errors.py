@@ -1,6 +1,7 @@
 """A custom loss or environment class that raises in a worker is reported with its file and line."""
 
 import json
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -102,18 +103,31 @@ def test_a_loss_that_raises_in_a_step_is_reported_with_its_line(config, name, er
         train(path, console=False)
 
 
+@pytest.mark.full
 @pytest.mark.ray
-def test_a_loss_that_raises_in_another_process_is_reported_with_its_line(config):
-    path = config("ray", sft={"global_batch_size": 2, "max_num_steps": 1}, loss_fn={"name": "their_code.Failing"})
-    with pytest.raises(
-        InvalidConfigError, match=rf"loss_fn.name: their_code.Failing raised KeyError at .*:{line_of('no_such_key')}: "
-    ):
-        train(path, console=False)
+@pytest.mark.parametrize(
+    ("sections", "message", "text"),
+    [
+        (
+            {"sft": {"global_batch_size": 2, "max_num_steps": 1}, "loss_fn": {"name": "their_code.Failing"}},
+            "loss_fn.name: their_code.Failing raised KeyError at ",
+            "no_such_key",
+        ),
+        (grpo("Raising"), "env.arithmetic.env_cls: their_code.Raising raised OSError at ", "no licence"),
+    ],
+)
+def test_code_that_raises_in_another_process_is_reported_with_its_line(config, sections, message, text):
+    path = config("ray", **sections)
+    command = [Path(sys.executable).with_name("rlcore"), "train", str(path)]  # its own Ray, which finds modules in its folder
+    finished = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 2
+    assert message in finished.stderr
+    assert f"their_code.py:{line_of(text)}: " in finished.stderr
+    assert "Traceback" not in finished.stderr
 
 
-@pytest.mark.parametrize("cluster", ["in_process", pytest.param("ray", marks=pytest.mark.ray)])
-def test_an_environment_whose_constructor_raises_is_reported_with_its_line(config, cluster):
-    path = config(cluster, **grpo("Raising"))
+def test_an_environment_whose_constructor_raises_is_reported_with_its_line(config):
+    path = config(**grpo("Raising"))
     with pytest.raises(
         InvalidConfigError,
         match=rf"env.arithmetic.env_cls: their_code.Raising raised OSError at .*:{line_of('no licence')}: no licence",
