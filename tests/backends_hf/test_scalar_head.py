@@ -17,8 +17,6 @@ from rl_core.interfaces.conversion import Conversion
 
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2")
 BATCHING = ({}, {"dynamic_batching": {"enabled": True, "train_mb_tokens": 256}}, {"sequence_packing": {"enabled": True}})
-
-
 SMALL_STEPS = {"name": "torch.optim.SGD", "kwargs": {"lr": 0.002}}
 """For adapters, which diverge at the learning rate of the other tests."""
 
