@@ -78,7 +78,7 @@ def test_the_official_client_gets_chats_completions_streams_models_and_errors(st
     assert "sk-" not in f"{refused.value.response.text} {answer} {log}"
 
     server.send_signal(signal.SIGTERM)
-    assert server.wait(60) in (0, -signal.SIGTERM)
+    assert server.wait(60) == 143
     with pytest.raises(ConnectionRefusedError), socket.socket() as probe:
         probe.connect(("127.0.0.1", int(re.search(r":(\d+)/", url)[1])))
 
@@ -161,3 +161,16 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         f"error: --host 127.0.0.1 --port {port} cannot be used: Address already in use. Choose another port.\n"
     )
+
+
+def test_sigterm_while_a_model_is_loaded_shuts_down_what_has_been_started():
+    program = """
+import contextlib, signal
+from rl_serve.listening import exit_on_sigterm
+with exit_on_sigterm(), contextlib.ExitStack() as exits:
+    exits.callback(print, "shut down", flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("still running")
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (143, "shut down\n", "")

@@ -92,7 +92,7 @@ def serve(
     from rl_serve.answering import started_answering
     from rl_serve.app import create_app
     from rl_serve.engine import EngineThread
-    from rl_serve.listening import listening, run_server
+    from rl_serve.listening import exit_on_sigterm, listening, run_server
     from rl_serve.sampling import Limits
     from rl_serve.served_model import started_model
     from rl_serve.settings import load_answer_settings, split_overrides
@@ -101,6 +101,7 @@ def serve(
     settings = load_answer_settings(config or [], own)
     # Before the model is loaded, so that a port in use is reported at once.
     with (
+        exit_on_sigterm(),
         listening(address) as listener,
         started_answering(settings) as answering,
         started_model(target, backend=backend, overrides=others, name=name, best=best) as model,
@@ -150,7 +151,7 @@ def _serve_proxy(
     from rl_serve.answering import started_answering
     from rl_serve.app import create_proxy_app
     from rl_serve.backend import Backend
-    from rl_serve.listening import listening, run_server
+    from rl_serve.listening import exit_on_sigterm, listening, run_server
     from rl_serve.sampling import Limits
     from rl_serve.settings import load_settings
 
@@ -160,7 +161,7 @@ def _serve_proxy(
     if not has_port:
         address = replace(address, port=settings.generate_port)
     label = name or PROXY_NAME
-    with started_answering(settings) as answering:
+    with exit_on_sigterm(), started_answering(settings) as answering:
         backend = Backend(settings.server, concurrency=max_concurrent)
         if settings.dry_run:
             _print_dry_run(settings, shown, backend, address, label)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +55,25 @@ class Address:
     def url(self) -> str:
         """The URL of the server."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit with code 143 on SIGTERM while the block runs, so that what it has started is shut down.
+
+    A second SIGTERM ends the process at once. The HTTP server handles the signal while it runs, and passes it on when its
+    requests have finished.
+    """
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.exit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
