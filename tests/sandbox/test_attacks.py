@@ -333,7 +333,8 @@ def test_memory_of_all_processes_of_a_session_is_limited_by_its_cgroup(sandbox, 
 
 def test_disk_space_is_limited_in_every_writable_folder(session, off):
     limit = 2 * LIMITS["disk_mb"] * MIB  # the home folder and /dev/shm
-    result = session.run_program(FILLS_EVERY_FOLDER, stdin=f"{limit}\n")
+    # Walking the folders takes a second, and tens of seconds if none of them is in the file cache.
+    result = session.run_program(FILLS_EVERY_FOLDER, stdin=f"{limit}\n", timeout_s=120)
     assert re.fullmatch(r"no \d+\n", result.stdout), result
     assert succeeded(off(FILLS_EVERY_FOLDER, f"{limit}\n").stdout)
     assert session.run_program("print(1)").stdout == "1\n"
