@@ -6,7 +6,8 @@
 Each row is a conversation that ends with an answer of the model, about half of them correct. One call of the pool scores all
 rows, divided among its workers, which are Ray actors; a call with a few rows comes before it. CPU-seconds are of the workers
 and of the processes that they start, such as sandboxes, so they hold on a busy machine. The judge is a server in this process
-that answers at once. `reward_model` is missing: its speed is that of its model.
+that answers at once. `reward_model` is missing: its speed is that of its model. The benchmark takes about two minutes even with
+few rows, because it starts three workers for each environment.
 """
 
 from __future__ import annotations

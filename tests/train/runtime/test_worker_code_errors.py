@@ -103,7 +103,7 @@ def test_a_loss_that_raises_in_a_step_is_reported_with_its_line(config, name, er
         train(path, console=False)
 
 
-@pytest.mark.full
+@pytest.mark.full("starts a Ray for each command; the tests in this process cover the messages")
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("sections", "message", "text"),
