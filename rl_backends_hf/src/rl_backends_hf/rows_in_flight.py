@@ -50,7 +50,7 @@ class RowsInFlight:
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str], wait_s: float, weight_version: int
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
-        """See `GenerationWorker.poll`; rows that begin now are marked with `weight_version`."""
+        """Advance the rows and return those that ended; rows that begin now are marked with `weight_version`."""
         try:
             with self._sampler.without_gradients():
                 self._loop.remove([row for name in cancelled if (row := self._rows.pop(name, None)) is not None])

@@ -101,7 +101,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """See `GenerationInterface`.
+        """Complete every row of `data` with a request each, see `GenerationInterface`.
 
         Raises:
             HttpError: the server rejected a row, or no row could be sampled.
@@ -117,7 +117,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """See `GenerationInterface`; a row whose request fails after all retries is yielded with its reason in `failures`."""
+        """Yield each row when it ends; one whose request fails after all retries has its reason in `failures`."""
         rows = self._rows(data)
         running = {asyncio.wrap_future(self._started().start(self._sample(*row, greedy=greedy))): row for row in rows}
         try:

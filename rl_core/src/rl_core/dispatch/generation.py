@@ -72,7 +72,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """See `GenerationInterface`; all returned rows are sampled with the same weight version.
+        """Complete every row of `data`, all with the same weight version; see `GenerationInterface`.
 
         Raises:
             DataError: a row cannot be completed; raised before any replica starts.
@@ -96,7 +96,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """See `GenerationInterface`; the rows of concurrent calls are sampled together.
+        """Yield each row when it ends; the rows of concurrent calls are sampled together.
 
         Rows in progress on a replica that dies are sampled again from their start, once it is restarted and refitted.
 
@@ -228,7 +228,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
 
     @property
     def weight_version(self) -> int:
-        """See `GenerationInterface`; -1 if a replica was restarted and not refitted since.
+        """Version of the weights of all replicas; -1 if one was restarted and not refitted since.
 
         Raises:
             WeightSyncError: the replicas have different versions.

@@ -64,7 +64,7 @@ class RestartedReplicas(ReplicaRefits):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """See `GenerationInterface`; used by the canary.
+        """Complete every row of `data` with the restarted replicas, for the canary.
 
         Raises:
             WorkerDiedError: a replica died.

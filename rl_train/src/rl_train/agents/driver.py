@@ -68,7 +68,7 @@ class AgentDriver(RolloutDriver):
         self._task_name, self._returns_reward = task_name, returns_reward
 
     async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
-        """See `RolloutDriver`.
+        """Run the agent on a prompt, and return what it sampled; see `RolloutDriver`.
 
         Raises:
             StepFailedError: the agent raised, exceeded its timeout or sampled nothing, or its environment failed.

@@ -60,7 +60,7 @@ class EnvironmentDriver(RolloutDriver):
         self._history = HISTORIES[history](tokenizer) if max(max_turns.values(), default=1) > 1 else None
 
     async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
-        """See `RolloutDriver`. Without a session, a rollout is one answer without a reward."""
+        """Run a rollout with its environment. Without a session, it is one answer without a reward."""
         rollout = prompt
         if session is not None:
             rollout.metadata, observation = await session.open(rollout.metadata)

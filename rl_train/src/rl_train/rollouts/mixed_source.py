@@ -38,7 +38,7 @@ class MixedRolloutSource(RolloutSource):
         return sample_seed(self._seed, step) < self._sampled_fraction * _SEED_LIMIT
 
     def take(self, step: int, groups: int) -> Rollouts:
-        """See `RolloutSource`; rows from the data have the keys that a loss and a teacher need, and no trajectories."""
+        """Rollouts of a step: sampled, or from the data with the keys that a loss and a teacher need, without trajectories."""
         if self.samples(step):
             rollouts = self._sampled.take(step, groups)
             return Rollouts(
@@ -50,7 +50,7 @@ class MixedRolloutSource(RolloutSource):
         return Rollouts(batch=batch, metrics={"rollout/sampled": 0.0}, trajectories=[])
 
     def put_back(self, rollouts: Rollouts) -> None:
-        """See `RolloutSource`; conversations of the data are not taken again."""
+        """Return groups of sampled rollouts that are not trained on; conversations of the data are not taken again."""
         self._sampled.put_back(rollouts)
 
     def state_dict(self) -> dict[str, Any]:

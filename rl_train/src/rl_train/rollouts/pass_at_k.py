@@ -87,7 +87,7 @@ def consensus_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], 
 
 @lru_cache(maxsize=4096)
 def _majority_accuracy(classes: tuple[tuple[int, int], ...], num_samples: int, k: int) -> float:
-    """See `consensus_at_k`; `classes` has the votes and the number of correct samples of each answer."""
+    """`consensus_at_k` from `classes`, the votes and the number of correct samples of each answer."""
     most = max((count for count, _ in classes), default=0)
     won = sum((_wins_with(classes, num_samples, k, winner) for winner in range(1, min(most, k) + 1)), Fraction(0))
     return float(won / math.comb(num_samples, k))

@@ -105,7 +105,7 @@ class OnDemandSource(RolloutSource):
         self._weights = RewardWeightCheck(reward_names or {})
 
     def take(self, step: int, groups: int) -> Rollouts:
-        """See `RolloutSource`; every row has the current weight version of the generation backend.
+        """Complete groups of a step; every row has the current weight version of the generation backend.
 
         Raises:
             RLCoreError: too many rows could not be scored.

@@ -32,7 +32,7 @@ class Prompts:
     """The first prompts of a config's data."""
 
     batch: BatchedDataDict[Any]
-    """See `GenerationDatumSpec`, with `sample_seeds`."""
+    """The prompts, a `GenerationDatumSpec` with `sample_seeds`."""
     questions: Sequence[Sequence[Message]]
     """The prompts as messages with role and content."""
 

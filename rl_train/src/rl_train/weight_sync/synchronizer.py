@@ -150,7 +150,7 @@ class WeightSynchronizer(WeightOwner):
                     return metrics
 
     def provide_weights(self) -> None:
-        """See `WeightOwner`; refits the whole engine if the policy has changed since the last `sync`."""
+        """Give restarted replicas their weights; refits the whole engine if the policy has changed since the last `sync`."""
         with self._turn:  # waits for a refit of another thread
             while (replicas := self._restarted_replicas()) is not None:
                 if self._is_refitting:

@@ -28,7 +28,7 @@ class NLLLossFn(LossFunction):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `LossFunction`; the loss is in nats per token."""
+        """The loss in nats per token, and its metrics; see `LossFunction`."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         loss = token_mean(-next_token_logprobs, mask, global_valid_toks)
         return loss, {"loss/nll": loss.detach()}

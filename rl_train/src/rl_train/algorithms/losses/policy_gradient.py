@@ -88,7 +88,7 @@ class ClippedPGLossFn(LossFunction):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `LossFunction`; `advantages` [B, T] float32, the log-probabilities [B, T] float32."""
+        """The loss and its metrics from `advantages` [B, T] and log-probabilities [B, T], float32; see `LossFunction`."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         previous = next_token_logprobs.detach() if self.on_policy else data["prev_logprobs"]
         ratio = self._ratio(next_token_logprobs, previous, mask)

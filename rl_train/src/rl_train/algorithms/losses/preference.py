@@ -74,7 +74,7 @@ class PreferenceLossFn(LossFunction):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `LossFunction`; both rows of a pair have the same `sample_mask`."""
+        """The loss of the pairs and its metrics; both rows of a pair have the same `sample_mask`. See `LossFunction`."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         counts = data["sample_mask"][0::2] * data["sample_mask"][1::2]
         num_pairs = (global_valid_seqs / 2).clamp(min=1.0)

@@ -44,7 +44,7 @@ class BradleyTerryLossFn(LossFunction):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `LossFunction`; the first argument is the values [B, T] float32.
+        """The loss and its metrics from the values [B, T] float32, the first argument; see `LossFunction`.
 
         Both rows of a pair have the same `sample_mask`.
         """

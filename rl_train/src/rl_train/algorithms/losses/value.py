@@ -44,7 +44,7 @@ class MseValueLossFn(LossFunction):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `LossFunction`; the first argument is the values [B, T] float32."""
+        """The loss and its metrics from the values [B, T] float32, the first argument; see `LossFunction`."""
         values, returns = next_token_logprobs, data["returns"]
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
         squared = (values - returns).square()
