@@ -102,13 +102,13 @@ def vowel_reward(completions, **_):
 
 def without_end_tokens(model, folder):
     """A copy of a model's folder whose end token is one that hardly ever occurs: the last of the vocabulary."""
+    from transformers import AutoTokenizer
+
     shutil.copytree(model, folder, dirs_exist_ok=True)
     last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
     for name in ("config.json", "generation_config.json"):
         if (folder / name).exists():
             (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), "eos_token_id": last}))
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(last)
     tokenizer.save_pretrained(folder)
@@ -302,6 +302,16 @@ def measure(side, arguments):
     return {**found, "peak_gib": memory.peak / 2**30}
 
 
+def measured_rounds(arguments):
+    rounds = []
+    for number in range(arguments.rounds):
+        sides = arguments.sides if number % 2 == 0 else arguments.sides[::-1]
+        measured = {side: measure(side, arguments) for side in sides}
+        rounds.append({side: measured[side] for side in arguments.sides})
+        print(f"round {number + 1}: {json.dumps(rounds[-1])}", file=sys.stderr, flush=True)
+    return rounds
+
+
 def machine():
     import torch
 
@@ -322,9 +332,9 @@ def table(rounds, arguments):
         "",
         f"{Path(arguments.model).name}, {arguments.dtype}, {PROMPTS_PER_STEP} prompts x {GROUP} samples, prompts of "
         f"{prompt:.0f} tokens, {'exactly' if arguments.full_length else 'at most'} {MAX_NEW_TOKENS} new tokens, "
-        f"{arguments.threads} threads, {machine()}. Rounds: "
-        f"{len(rounds)}, each with {arguments.steps} steps per side after a warm-up step. Only tokens in the backward pass "
-        "count. Median (smallest to largest). `ours` is rlcore in one process, `ours-ray` over Ray.",
+        f"{arguments.threads} threads, {machine()}. Rounds: {len(rounds)}, each with {arguments.steps} steps per side after a "
+        "warm-up step. Only tokens in the backward pass count. Median (smallest to largest). "
+        "`ours` is rlcore in one process, `ours-ray` over Ray.",
         "",
         "| | tokens/s | against TRL | tokens per CPU second | against TRL | s/step | mean completion | peak memory, GiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -371,16 +381,10 @@ def main():
     elif arguments.side:
         run_ours(arguments)
     else:
-        rounds = []
-        copy = tempfile.TemporaryDirectory()
-        if arguments.full_length:
-            arguments.model = without_end_tokens(arguments.model, Path(copy.name) / Path(arguments.model).resolve().name)
-        for number in range(arguments.rounds):
-            sides = arguments.sides if number % 2 == 0 else arguments.sides[::-1]
-            found = {side: measure(side, arguments) for side in sides}
-            rounds.append({side: found[side] for side in arguments.sides})
-            print(f"round {number + 1}: {json.dumps(rounds[-1])}", file=sys.stderr, flush=True)
-        copy.cleanup()
+        with tempfile.TemporaryDirectory() as folder:
+            if arguments.full_length:
+                arguments.model = without_end_tokens(arguments.model, Path(folder) / Path(arguments.model).resolve().name)
+            rounds = measured_rounds(arguments)
         text = table(rounds, arguments)
         print(text)
         if arguments.output:
