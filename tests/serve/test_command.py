@@ -163,7 +163,7 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch, capsys):
     )
 
 
-def test_sigterm_while_a_model_is_loaded_shuts_down_what_has_been_started():
+def test_sigterm_before_the_server_runs_shuts_down_what_has_been_started():
     program = """
 import contextlib, signal
 from rl_serve.listening import exit_on_sigterm

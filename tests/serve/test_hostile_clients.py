@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from unittest.mock import Mock
 
 import httpx
@@ -254,6 +254,19 @@ def test_prompts_that_are_too_long_or_too_many_are_refused_before_they_are_token
         assert response.json()["error"]["message"].startswith(message)
 
 
+@contextmanager
+def while_request_waits(client, path, body, started, answered):
+    """Run the block once a request has set `started`; the request succeeds after `answered`."""
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(client.post, path, json=body)
+        assert started.wait(60)
+        try:
+            yield
+        finally:
+            answered.set()
+        assert slow.result().status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -274,13 +287,9 @@ def test_other_clients_are_answered_while_prompts_are_tokenized(serve_scripted, 
 
     client, _ = serve_scripted(lambda prompt: "yes")
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", wait)
-    with ThreadPoolExecutor() as pool:
-        slow = pool.submit(client.post, path, json=body)
-        assert started.wait(60)
+    with while_request_waits(client, path, body, started, answered):
         assert client.get("/health").status_code == 200
         assert client.post("/v1/completions", json={"prompt": "quick"}).status_code == 200
-        answered.set()
-        assert slow.result().status_code == 200
     assert all(waits)
 
 
@@ -304,12 +313,8 @@ def test_other_clients_are_answered_while_completions_are_decoded(serve_scripted
 
     client, _ = serve_scripted(lambda prompt: "yes")
     monkeypatch.setattr(PreTrainedTokenizerFast, "decode", wait)
-    with ThreadPoolExecutor() as pool:
-        slow = pool.submit(client.post, path, json=body)
-        assert started.wait(60)
+    with while_request_waits(client, path, body, started, answered):
         assert client.get("/health").status_code == 200
-        answered.set()
-        assert slow.result().status_code == 200
     assert all(waits)
 
 
