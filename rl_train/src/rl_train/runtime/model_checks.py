@@ -27,9 +27,9 @@ def check_models(config: RunConfig, tokenizer: Any) -> None:
         ConfigError: a companion has another tokenizer, or rows may be longer than the positions of a model.
     """
     refuse_other_tokenizers(config, tokenizer)
-    if found := [f"{dotted(path)}: {message}" for path, message in length_conflicts(config)]:
-        error = ConfigError("\n".join(found))
-        error.key = found[0].partition(": ")[0]
+    if conflicts := list(length_conflicts(config)):
+        error = ConfigError("\n".join(f"{dotted(path)}: {message}" for path, message in conflicts))
+        error.key = dotted(conflicts[0][0])
         raise error
     for path, message in length_warnings(config):
         _log.warning("%s: %s", dotted(path), message)
