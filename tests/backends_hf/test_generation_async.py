@@ -14,6 +14,8 @@ from rl_core.errors import DataError, NonFiniteError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEMPERATURE = 0.7
+LIMIT = 40
+"""Maximum number of sampled tokens per row."""
 FORGETS = 7
 """Token whose embedding is NaN in the folder `one_bad_token`."""
 
@@ -25,7 +27,7 @@ def folder(model_folder):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    engine = HuggingFaceGeneration(folder, max_new_tokens=40, temperature=TEMPERATURE)
+    engine = HuggingFaceGeneration(folder, max_new_tokens=LIMIT, temperature=TEMPERATURE)
     yield engine
     engine.shutdown()
 
@@ -128,18 +130,23 @@ def test_an_error_of_one_row_fails_that_row_only(folder, tmp_path):
     engine.shutdown()
 
 
+CANCELLED = (0, 4)
+"""Rows with the maximum number of tokens, so that they are in progress when they are cancelled."""
+
+
 def test_cancelled_rows_leave_the_engine_and_others_continue(engine):
     async def cancel_some():
         tasks = [asyncio.create_task(row_of(engine, BATCH, row)) for row in range(BATCH.size)]
         await asyncio.sleep(0)
         await wait_for_tokens(engine, 2)
-        for row in (0, 3):
+        for row in CANCELLED:
             tasks[row].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     expected = engine.generate(BATCH)
+    assert expected["generation_lengths"][list(CANCELLED)].tolist() == [LIMIT, LIMIT]
     for row, found in enumerate(asyncio.run(cancel_some())):
-        if row in (0, 3):
+        if row in CANCELLED:
             assert isinstance(found, asyncio.CancelledError)
         else:
             assert_same_row(found, expected, row)
@@ -178,9 +185,11 @@ def refitted(folder, tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(77)
         other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    # No token ends a row, so that rows are still in progress at a refit at any time before their limit.
+    other.config.eos_token_id = other.generation_config.eos_token_id = None
     other.save_pretrained(tmp_path)
     policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
-    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=40, temperature=TEMPERATURE)
+    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=LIMIT, temperature=TEMPERATURE)
     sync = WeightSynchronizer(
         policy,
         engine,
@@ -201,13 +210,14 @@ def plain_scores(folder, ids):
 
 
 def test_rows_in_progress_at_a_refit_keep_their_tokens_and_continue_with_the_new_weights(refitted, folder, tmp_path):
-    _, engine, sync = refitted
+    policy, engine, sync = refitted
     before = engine.generate(BATCH)
 
     async def refit_between_tokens():
         tasks = [asyncio.create_task(row_of(engine, BATCH, row)) for row in range(3)]
         await asyncio.sleep(0)
         await wait_for_tokens(engine, 4)
+        engine.prepare_refit_info(policy.prepare_refit_info())  # no row gets tokens until the sync
         kept = [len(row.tokens) for row in engine.group.worker._rows._rows.values()]
         sync.sync()
         tasks.append(asyncio.create_task(row_of(engine, BATCH, 3)))
@@ -219,13 +229,13 @@ def test_rows_in_progress_at_a_refit_keep_their_tokens_and_continue_with_the_new
     assert [int(row["weight_version"][0]) for row in found] == [-1, -1, -1, 0]
     for row, (tokens, output) in enumerate(zip(kept, found[:3], strict=True)):
         prompt, ids = int(BATCH["input_lengths"][row]), output["output_ids"][0]
+        assert 4 <= tokens < len(ids) - prompt == LIMIT
         assert ids[: prompt + tokens].tolist() == before["output_ids"][row, : prompt + tokens].tolist()
         # Every later token is scored by the new weights alone: no key or value of the old ones is left.
         new, old = plain_scores(folder, ids), plain_scores(tmp_path, ids)
         torch.testing.assert_close(output["logprobs"][0, prompt + tokens :], new[prompt + tokens :], atol=1e-4, rtol=0)
         drawn = slice(prompt, prompt + tokens)
         torch.testing.assert_close(output["logprobs"][0, drawn], old[drawn], atol=1e-4, rtol=0)
-        assert len(ids) > prompt + tokens
 
 
 def test_rows_that_arrive_during_a_refit_wait_for_its_weights(refitted):
