@@ -64,16 +64,15 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path:
-    """The folder of the model that training starts from."""
+def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path | None:
+    """The folder of the model that training starts from; None is the model of the config."""
     made = work / "warm"
     if (made / "config.json").exists():
         return made
     untrained, conversations = work / "untrained", work / "demonstrations.jsonl"
     records = training_records(HERE / f"{name}.yaml", data)
     if task.demonstrate is None:
-        assert task.model is not None
-        return ROOT / task.model
+        return ROOT / task.model if task.model is not None else None
     draw = random.Random(0)
     tools = {"tools": list(task.tools)} if task.tools else {}
     rows = [
@@ -223,7 +222,7 @@ def main() -> None:
     config = HERE / f"{name}.yaml"
     data = write_data(task, work)
     model = warm_up(name, task, work, data)
-    start = [f"policy.model_name={model}", *data, *chosen.overrides]
+    start = [*([f"policy.model_name={model}"] if model is not None else []), *data, *chosen.overrides]
     before = evaluate(task, config, work / "before.json", *start)
     label = f"-{chosen.label}" if chosen.label else ""
     results: dict[str, Any] = {"task": name, "config": config.name, "overrides": chosen.overrides, **machine(), "seeds": {}}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import operator
 import random
 import re
@@ -41,7 +42,8 @@ class Task:
     Attributes:
         succeeded: Whether a rollout succeeded, from its prompt and its sampled text.
         demonstrate: The conversation that the model is warmed up on, from a record of the training data.
-        model: Folder of a model in the repository, which is not warmed up.
+        model: Folder of a model in the repository, which is not warmed up. Without one and without `demonstrate`, the training starts
+            from the model of the config.
         metric: The metric of the curve.
         problems: All problems, if the data is not a dataset of the config; the text of a problem decides its split.
         tools: The functions that demonstrations offer.
@@ -316,6 +318,16 @@ def _added_twice(prompt: str, completion: str) -> bool:
     return completion.split() == [str(int(left) + int(right)) * 2]
 
 
+def _multiplied_in_python(prompt: str, completion: str) -> bool:
+    """Whether the first final answer is the product, written as a number or as the product of the two factors."""
+    left, right = (int(factor) for factor in re.findall(r"(\d+)\*(\d+)[=?]", prompt)[-1])
+    answer = re.search(r"final_answer\(([^()]*)\)|The answer is:? *(\d+)", completion)
+    if answer is None:
+        return False
+    factors = [factor.strip() for factor in (answer[1] or answer[2] or "").split("*")]
+    return all(factor.isdecimal() for factor in factors) and math.prod(map(int, factors)) == left * right
+
+
 TASKS: Mapping[str, Task] = {
     "agents": Task(succeeded=_added_twice, model="examples/addition/model", metric="validation/reward"),
     "guess": Task(
@@ -335,6 +347,7 @@ TASKS: Mapping[str, Task] = {
             *(f" {number}" for number in range(1, 100)),
         ),
     ),
+    "smolagents": Task(succeeded=_multiplied_in_python, metric="reward/mean", samples=2),
     "sliding_puzzle": Task(
         spelled=r" ?[\d_]",
         demonstrate=_play,
