@@ -42,8 +42,8 @@ class Task:
     Attributes:
         succeeded: Whether a rollout succeeded, from its prompt and its sampled text.
         demonstrate: The conversation that the model is warmed up on, from a record of the training data.
-        model: Folder of a model in the repository, which is not warmed up. Without one and without `demonstrate`, training starts
-            from the model of the config.
+        model: Folder of a model in the repository, which is not warmed up. Without it and `demonstrate`, training starts from
+            the model of the config.
         metric: The metric of the curve.
         problems: All problems, if the data is not a dataset of the config; the text of a problem decides its split.
         tools: The functions that demonstrations offer.
