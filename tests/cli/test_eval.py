@@ -160,20 +160,20 @@ def test_an_engine_with_its_own_weights_is_evaluated_without_a_policy(config, ru
 def test_greedy_and_sampled_in_one_call_add_up_to_their_prompts(config):
     found, prompts = results_of(config, "--greedy", "--samples", 5, "--k", "1,2,5")
     greedy, sampled = found["passes"]
-    assert (greedy["asked"], greedy["temperature"], sampled["asked"], sampled["temperature"]) == ("greedy", 0.0, "sampled", 1.0)
+    assert (greedy["mode"], greedy["temperature"], sampled["mode"], sampled["temperature"]) == ("greedy", 0.0, "sampled", 1.0)
     assert list(values(greedy["all"]))[:3] == ["mean@1", "pass@1", "cons@1"]
     assert len(prompts) == 96
-    of_sampled = [line for line in prompts if line["asked"] == "sampled"]
+    of_sampled = [line for line in prompts if line["mode"] == "sampled"]
     assert [line["index"] for line in of_sampled] == list(range(48))
     scores = values(sampled["all"])
-    assert scores["mean@5"] == pytest.approx(fmean(fmean(line["right"]) for line in of_sampled))
+    assert scores["mean@5"] == pytest.approx(fmean(fmean(line["correct"]) for line in of_sampled))
     for k in (1, 2, 5):
-        passed = fmean(fmean(any(subset) for subset in combinations(line["right"], k)) for line in of_sampled)
+        passed = fmean(fmean(any(subset) for subset in combinations(line["correct"], k)) for line in of_sampled)
         assert scores[f"pass@{k}"] == pytest.approx(passed)
     assert scores["reward"] == pytest.approx(fmean(fmean(line["rewards"]) for line in of_sampled))
     for line in prompts:
         expected = str(sum(map(int, line["prompt"].removesuffix("=").split("+"))))
-        assert line["right"] == [answer == expected for answer in line["answers"]]
+        assert line["correct"] == [answer == expected for answer in line["answers"]]
         assert len({len(line[key]) for key in ("completions", "answers", "rewards", "lengths", "truncated")}) == 1
 
 
@@ -202,17 +202,17 @@ def test_the_keys_of_the_json_are_those_of_the_page(config):
         "fingerprint": found["weights"]["fingerprint"],
     }
     [one] = found["passes"]
-    assert list(one) == ["asked", "temperature", "seconds", "all", "by_task", "by_dataset", "environments"]
+    assert list(one) == ["mode", "temperature", "seconds", "all", "by_task", "by_dataset", "environments"]
     assert one["by_task"] == one["by_dataset"] == {"arithmetic": one["all"]}
     assert list(one["all"]) == [
-        *("num_prompts", "samples_per_prompt", "metrics", "max_length", "num_cut_prompts", "not_reported"),
+        *("num_prompts", "samples_per_prompt", "metrics", "max_length", "num_truncated_prompts", "not_reported"),
     ]
     assert all(list(estimate) == ["value", "standard_error"] for estimate in one["all"]["metrics"].values())
     assert found["config"]["grpo"]["max_val_samples"] == 3
     assert [list(line) for line in prompts] == [
         [
-            *("asked", "dataset", "task", "index", "prompt", "prompt_cut", "expected_answer", "completions"),
-            *("answers", "right", "rewards"),
+            *("mode", "dataset", "task", "index", "prompt", "prompt_truncated", "expected_answer", "completions"),
+            *("answers", "correct", "rewards"),
             *("reward_parts", "lengths", "truncated", "turns"),
         ]
     ] * 3
