@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.config.template_kwargs import check_template_kwargs
-from rl_core.data.hub import refuse_unreachable
+from rl_core.data.hub import require_model
 from rl_core.errors import DataError
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
@@ -41,7 +41,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     path = Path(name_or_path)
-    refuse_unreachable(str(name_or_path), file="tokenizer_config.json")
+    require_model(str(name_or_path), query_cached=True)
     try:
         if path.suffix == ".gguf":
             tokenizer = AutoTokenizer.from_pretrained(

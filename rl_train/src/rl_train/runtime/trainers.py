@@ -34,10 +34,11 @@ from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.runtime.build import DataLoaders, connect
 from rl_train.runtime.data import Source
 from rl_train.runtime.losses import make_loss
-from rl_train.runtime.model_checks import refuse_other_tokenizers
+from rl_train.runtime.model_checks import check_models
 from rl_train.runtime.python_data import read_python_data, section_from
 from rl_train.runtime.reward_checks import check_weights, is_conversational, try_functions
 from rl_train.runtime.run_folder import claim, start_in
+from rl_train.runtime.worker_code_errors import reporting_lines
 from rl_train.runtime.workers import Builder, Workers
 from rl_train.tools.task_tools import tools_of_instances
 
@@ -126,7 +127,7 @@ class Trainer:
                 "tokenizer.chat_template = rl_core.data.tokenizer.with_template_kwargs(tokenizer.chat_template, {...}) instead"
             )
         self._tokenizer = tokenizer or load_policy_tokenizer(self.config.policy)
-        refuse_other_tokenizers(self.config, self._tokenizer)
+        check_models(self.config, self._tokenizer)
         parts: tuple[Any, ...] = (policy, generation, value, teacher)
         for part in parts:
             if cluster is not None and isinstance(part, WorkerFacade) and part.is_in_process:
@@ -190,8 +191,16 @@ class Trainer:
                 run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
             run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
-            self._registry.find("algorithm", self.algorithm).load()(run.config.algorithm, run)
+            with reporting_lines(self._own_classes()):
+                self._registry.find("algorithm", self.algorithm).load()(run.config.algorithm, run)
         return history
+
+    def _own_classes(self) -> list[type]:
+        """The classes of the loss and the environments, without those of installed plugins."""
+        registered = [*self._registry.all("loss"), *self._registry.all("environment")]
+        packages = {component.target.partition(":")[0].partition(".")[0] for component in registered}
+        objects = [self._loss_fn, *self._environments.values()]
+        return [type(each) for each in objects if type(each).__module__.partition(".")[0] not in packages]
 
     def _try_reward_functions(self, train: Source) -> None:
         if self._functions is not None:
