@@ -132,7 +132,10 @@ MISSING = {
         {"policy": {"tokenizer": {"name": "nobody/none-such"}}},
         "policy.tokenizer.name: 'nobody/none-such' is neither",
     ),
-    "a chat template": ({"policy": {"tokenizer": {"chat_template": "none.jinja"}}}, "chat_template 'none.jinja' is neither"),
+    "a chat template": (
+        {"policy": {"tokenizer": {"chat_template": "none.jinja"}}},
+        "chat_template: 'none.jinja' does not exist in ",
+    ),
     "a data file": (
         {"data": {"train": {"dataset_name": "preference", "path": "none.jsonl"}}},
         "data.train.path: 'none.jsonl' does not exist in ",

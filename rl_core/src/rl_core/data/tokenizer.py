@@ -145,6 +145,6 @@ def _template_text(chat_template: str | Path) -> str:
     if not is_path:
         return str(chat_template)
     if not Path(chat_template).is_file():
-        raise DataError(f"chat_template {str(chat_template)!r} is neither Jinja text nor an existing file")
+        raise DataError(f"chat_template {str(chat_template)!r} is neither Jinja text nor an existing file: give one of them")
     # A byte order mark would be part of every prompt.
     return Path(chat_template).read_text(encoding="utf-8-sig")
