@@ -91,9 +91,9 @@ def test_a_request_that_cannot_be_served_as_asked_gets_status_400_and_the_reason
         ("/v1/completions", {"prompt": ["1", 2.5]}, "prompt"),
         ("/v1/completions", {"prompt": "1", "stop": [3]}, "stop"),
         ("/v1/completions", {"prompt": "1", "stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ("/v1/chat/completions", {"messages": MESSAGES, "expected_answer": [4]}, "expected_answer"),
-        ("/inference/v1/generate", {"token_ids": [1, -1]}, "token_ids.1"),
+        ("/inference/v1/generate", {"token_ids": [1, -1]}, "token_ids[1]"),
     ],
 )
 def test_an_error_names_the_parameter_as_the_client_sent_it(client, path, body, param):

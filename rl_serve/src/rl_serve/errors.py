@@ -78,19 +78,19 @@ async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
         if problem["type"] == "json_invalid":
             where, reason = problem["loc"][-1], problem["ctx"]["error"]
             return ApiError(400, f"Invalid JSON at character {where}: {reason}.", code="invalid_body").response()
-        path = ".".join(_keys_of(problem["loc"][1:], error.body, is_missing=problem["type"] == "missing"))
+        path = _path_of(problem["loc"][1:], error.body, is_missing=problem["type"] == "missing")
         reason = str(problem["msg"]).removeprefix("Value error, ")
         params.append(path)
         problems.append(f"{path}: {reason}" if path else reason)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param=params[0] or None, code="invalid_body").response()
 
 
-def _keys_of(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> list[str]:
-    """The keys and indices of a location that are in the body, and the last one if it is missing there.
+def _path_of(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
+    """The path of a location in the body, such as `messages[0].content`.
 
-    Pydantic also names the type of a union that it tried, such as `list[int]`, which clients did not send.
+    Left out are the types of a union that Pydantic tried, such as `list[int]`, because clients did not send them.
     """
-    keys: list[str] = []
+    path = ""
     for number, key in enumerate(loc, start=1):
         if isinstance(body, Mapping) and (key in body or (is_missing and number == len(loc))):
             body = body.get(key)
@@ -98,10 +98,10 @@ def _keys_of(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> list[s
             body = body[key] if key < len(body) else None
         else:
             continue
-        keys.append(str(key))
+        path += f"[{key}]" if isinstance(key, int) else f".{key}"
         if body is None:
             break
-    return keys
+    return path.removeprefix(".")
 
 
 async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:
