@@ -37,7 +37,7 @@ class ChatOptions:
     def of(cls, body: ChatRequest | ForwardedChatRequest, *, record: Mapping[str, Any], model: str) -> ChatOptions:
         """Read the options of a request; `record` has its fields for grading, and `model` is the name to report."""
         counts = body.stream_options is not None and body.stream_options.include_usage
-        return cls(n=body.n, stream=body.stream, include_usage=counts, record=record, model=model)
+        return cls(n=body.n or 1, stream=bool(body.stream), include_usage=counts, record=record, model=model)
 
 
 def refuse_with_code(body: Mapping[str, Any]) -> None:
