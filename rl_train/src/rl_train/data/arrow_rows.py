@@ -46,7 +46,7 @@ class ArrowRows:
         fields: dict[str, Any] = self._tables[table][row]
         return {**fields, **{key: _without_nulls(fields[key], kind) for key, kind in self._nested[table].items()}}
 
-    def location(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Table and row number, from 0, as `dataset[row]` counts."""
         table, row = self._rows.locate(index)
         return f"{self._names[table]}, row {row}"

@@ -38,7 +38,7 @@ class Subset(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._records[self._numbers[index]]
 
-    def location(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Location of the row of a record."""
         return row_location(self._records, self._numbers[index])
 
@@ -71,7 +71,7 @@ def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Su
 
 def row_location(records: Any, index: int) -> str:
     """Location of a record's row, if its dataset has one."""
-    location = getattr(records, "location", None)
+    location = getattr(records, "row_location", None)
     return str(location(index)) if location is not None else f"record {index}"
 
 

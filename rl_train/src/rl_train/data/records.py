@@ -32,7 +32,7 @@ class Rows(Protocol):
         """
         ...
 
-    def location(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Location of the row: file and line, or file and row number."""
         ...
 
@@ -92,13 +92,13 @@ class Records(Sequence[RecordT]):
             try:
                 records = form.records(rows[number])
             except DataError as error:
-                reason = f"{rows.location(number)}: {error}"
+                reason = f"{rows.row_location(number)}: {error}"
                 if on_bad_row is OnBadRow.ERROR:
                     raise DataError(reason) from error
                 self.skipped += 1
                 self.reasons = [*self.reasons, reason][:_MAX_REASONS]
             except ConfigError as error:  # a bug in a user's function
-                raise ConfigError(f"{rows.location(number)}: {error}") from error
+                raise ConfigError(f"{rows.row_location(number)}: {error}") from error
             else:
                 for part, record in enumerate(records):
                     kinds.setdefault(form.kind(record), len(self._index))
@@ -126,9 +126,9 @@ class Records(Sequence[RecordT]):
         number, part = self._index[index]
         return self._form.records(self._rows[number])[part]
 
-    def location(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Location of the row of a record."""
-        return self._rows.location(self._index[index][0])
+        return self._rows.row_location(self._index[index][0])
 
     def prompt_of(self, index: int) -> Any:
         """The prompt of the row of a record: equal for all records of the row."""

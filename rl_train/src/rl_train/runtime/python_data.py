@@ -70,7 +70,7 @@ class ListedRows:
             raise DataError(f"it is a {type(row).__name__}: expected a mapping of its fields")
         return dict(row)
 
-    def location(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """The row's number, from 0."""
         return f"{self.name}, row {index}"
 
@@ -206,11 +206,11 @@ def _keys_of(rows: Rows) -> dict[str, Any]:
     try:
         fields = {key for key, value in rows[0].items() if value is not None}
     except DataError as error:
-        raise DataError(f"{rows.location(0)}: {error}") from error
+        raise DataError(f"{rows.row_location(0)}: {error}") from error
     for wanted, keys in _FORMS:
         if wanted <= fields:
             return keys
     raise DataError(
-        f"{rows.location(0)} has {sorted(fields)}: expected `messages`, `prompt` with `completion`, or `question`. If "
+        f"{rows.row_location(0)} has {sorted(fields)}: expected `messages`, `prompt` with `completion`, or `question`. If "
         "the fields have other names, pass the section of a dataset: {'dataset_name': 'jsonl', 'path': ..., 'input_key': ...}"
     )
