@@ -63,8 +63,8 @@ def check_environment_class(worker_class: Any, name: str) -> None:
     except (TypeError, OSError):
         location = ""
     raise ConfigError(
-        f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define `step(self, message_log_batch, "
-        "metadata)`, which returns an EnvironmentReturn."
+        f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define "
+        "`step(self, message_log_batch, metadata)`, which returns an EnvironmentReturn."
     )
 
 
