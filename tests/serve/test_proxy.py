@@ -313,3 +313,12 @@ def test_the_documented_commands_serve_and_ask_a_proxy(scripted_app, serve_http)
         server.kill()
         server.wait()
         server.stdout.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"expected_answer": "4"}])
+def test_a_proxy_accepts_null_for_n_and_stream(scripted_app, serve_http, proxy, more):
+    app, _ = scripted_app(lambda prompt: "four")
+    body = {"messages": QUESTION, "n": None, "stream": None, **more}
+    response = proxy(serve_http(app)).post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == "four"

@@ -84,6 +84,23 @@ def test_a_request_that_cannot_be_served_as_asked_gets_status_400_and_the_reason
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": {"text": "1"}}, "prompt"),
+        ("/v1/completions", {"prompt": ["1", 2.5]}, "prompt"),
+        ("/v1/completions", {"prompt": "1", "stop": [3]}, "stop"),
+        ("/v1/completions", {"prompt": "1", "stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "expected_answer": [4]}, "expected_answer"),
+        ("/inference/v1/generate", {"token_ids": [1, -1]}, "token_ids[1]"),
+    ],
+)
+def test_an_error_names_the_parameter_as_the_client_sent_it(client, path, body, param):
+    response = client.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 def test_parameters_that_change_nothing_are_accepted(client):
     neutral = {"presence_penalty": 0, "logit_bias": None, "user": "me", "best_of": 1, "echo": False, "suffix": None}
     assert client.post("/v1/completions", json={"prompt": "1", "max_tokens": 1, **neutral}).status_code == 200
@@ -97,7 +114,28 @@ def test_another_model_and_another_path_are_not_found(client):
 
 def test_a_body_that_is_not_json_is_rejected(client):
     response = client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_body")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_body", None)
+    assert error["message"].startswith("Invalid JSON at character 1: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "1", "n": None, "stream": None, "logprobs": None, "return_token_ids": None}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": None, "stream": None, "logprobs": None}),
+    ],
+)
+def test_a_null_parameter_means_its_default(client, path, body):
+    response = client.post(path, json={**body, "temperature": 0})
+    assert response.status_code == 200, response.text
+    required = {name: value for name, value in body.items() if value is not None}
+    assert response.json()["choices"] == client.post(path, json={**required, "temperature": 0}).json()["choices"]
+
+
+def test_a_prompt_that_is_null_is_an_error_at_prompt(client):
+    response = client.post("/v1/completions", json={"prompt": None})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_every_path_but_health_needs_one_of_the_keys(model, engine):

@@ -190,9 +190,9 @@ def _print_omissions(passes: Sequence[Pass]) -> None:
         print()
     for reason in reasons:
         print(reason)
-    truncated = passes[0].scores.num_truncated_prompts
-    if truncated:
-        print(f"\n{truncated} prompts exceed data.max_input_seq_length and were truncated")
+    cut = passes[0].scores.num_truncated_prompts
+    if cut:
+        print(f"\n{cut} prompts exceed data.max_input_seq_length and were truncated")
 
 
 def _sort_key(name: str) -> tuple[int, str, int]:

@@ -37,7 +37,7 @@ class ChatOptions:
     def of(cls, body: ChatRequest | ForwardedChatRequest, *, record: Mapping[str, Any], model: str) -> ChatOptions:
         """Read the options of a request; `record` has its fields for grading, and `model` is the name to report."""
         counts = body.stream_options is not None and body.stream_options.include_usage
-        return cls(n=body.n, stream=body.stream, include_usage=counts, record=record, model=model)
+        return cls(n=body.n or 1, stream=bool(body.stream), include_usage=counts, record=record, model=model)
 
 
 def refuse_with_code(body: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class AnswerResponses:
         self, messages: Sequence[Mapping[str, Any]], ask: Ask, replies: list[Reply]
     ) -> AsyncGenerator[tuple[dict[str, Any], str | None], None]:
         separator, reason = "", "length"
-        async with aclosing(self._answering.parts(messages, ask)) as parts:
+        async with aclosing(self._answering.stream(messages, ask)) as parts:
             async for part in parts:
                 text = part if isinstance(part, str) else part.content
                 yield {"role": "assistant", "content": f"{separator}{text}"}, None

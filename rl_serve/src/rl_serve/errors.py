@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -57,7 +57,7 @@ class ApiError(Exception):
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer all errors of an application in the form of OpenAI's API."""
+    """Return all errors of an application in the format of OpenAI's API."""
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -75,11 +75,33 @@ async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
     problems = []
     params = []
     for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"] if part != "body")
+        if problem["type"] == "json_invalid":
+            where, reason = problem["loc"][-1], problem["ctx"]["error"]
+            return ApiError(400, f"Invalid JSON at character {where}: {reason}.", code="invalid_body").response()
+        path = _path_of(problem["loc"][1:], error.body, is_missing=problem["type"] == "missing")
         reason = str(problem["msg"]).removeprefix("Value error, ")
         params.append(path)
         problems.append(f"{path}: {reason}" if path else reason)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param=params[0] or None, code="invalid_body").response()
+
+
+def _path_of(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
+    """The path of a location in the body, such as `messages[0].content`.
+
+    Left out are the types of a union that Pydantic tried, such as `list[int]`, because clients did not send them.
+    """
+    path = ""
+    for number, key in enumerate(loc, start=1):
+        if isinstance(body, Mapping) and (key in body or (is_missing and number == len(loc))):
+            body = body.get(key)
+        elif isinstance(body, list) and isinstance(key, int):
+            body = body[key] if key < len(body) else None
+        else:
+            continue
+        path += f"[{key}]" if isinstance(key, int) else f".{key}"
+        if body is None:
+            break
+    return path.removeprefix(".")
 
 
 async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:

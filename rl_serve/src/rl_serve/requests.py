@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from rl_serve.errors import ApiError
 
@@ -89,6 +97,12 @@ class SamplingRequest(RequestBody):
     """Only with `stream`."""
     return_token_ids: bool = False
     """Whether choices have `token_ids` (with the tokens that ended the completion) and `prompt_token_ids`."""
+
+    @field_validator("n", "stream", "logprobs", "return_token_ids", mode="wrap", check_fields=False)
+    @classmethod
+    def _null_is_default(cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        # OpenAI's API allows null for them.
+        return cls.model_fields[info.field_name or ""].default if value is None else read(value)
 
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings.
@@ -212,7 +226,7 @@ class GenerateRequest(RequestBody):
     """Another name of `max_tokens`."""
 
     def record(self) -> dict[str, Any]:
-        """The fields of the record: all but those about sampling."""
+        """The fields of the record: all except the sampling parameters."""
         return self.model_dump(exclude={"model", *_SAMPLING, "max_tokens", "tokens_to_generate"}, exclude_none=True)
 
     def new_tokens(self) -> int | None:
@@ -228,11 +242,11 @@ class GenerateRequest(RequestBody):
         return self.tokens_to_generate if self.max_tokens is None else self.max_tokens
 
     def as_sampling(self) -> SamplingRequest:
-        """How to sample."""
+        """The sampling parameters of the request."""
         return SamplingRequest(model=self.model, **self.sampling())
 
     def sampling(self) -> dict[str, Any]:
-        """The fields about sampling that are set, apart from the length."""
+        """The sampling parameters that are set, without the length."""
         return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
 
 
@@ -269,7 +283,7 @@ class ForwardedCompletionRequest(RequestBody):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = False
 
 
 class ForwardedTokensRequest(RequestBody):
@@ -288,15 +302,15 @@ class ForwardedChatRequest(RequestBody):
 
     model: str | None = None
     messages: list[ChatMessage] = Field(min_length=1)
-    n: int = Field(default=1, ge=1)
-    stream: bool = False
+    n: int | None = Field(default=1, ge=1)
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     expected_answer: str | int | float | None = None
     """Right answer; choices then have `predicted_answer` and `is_correct`. Not sent to the backend."""
 
     def record(self) -> dict[str, Any]:
         """As `ChatRequest.record`."""
-        return _record(self.expected_answer, is_streamed=self.stream)
+        return _record(self.expected_answer, is_streamed=bool(self.stream))
 
 
 def _record(expected_answer: str | float | None, *, is_streamed: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rl_train.rollouts.records import rollout_records
 from rl_train.runtime.evaluate import EvaluationPlan, EvaluationResult, Pass, Weights
 from rl_train.runtime.run_provenance import environment
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON; increased when a key is removed or changes its meaning."""
 FOLDER = "eval"
 """Folder of evaluations in a run folder."""
@@ -54,7 +54,7 @@ def as_json(evaluated: EvaluationResult, plan: EvaluationPlan, path: Path) -> di
         "dataset": plan.dataset_name,
         "validation_set": plan.validation_set,
         "reward_above": plan.reward_above,
-        "passes": [_pass(one, plan) for one in evaluated.passes],
+        "modes": [_pass(one, plan) for one in evaluated.passes],
         "prompts": prompts_path(path).name,
         "config_file": str(plan.loaded.path),
         "overrides": list(plan.loaded.overrides),

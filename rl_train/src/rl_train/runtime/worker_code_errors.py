@@ -42,7 +42,7 @@ def problem_in_user_code(error: WorkerError, loaded: LoadedConfig) -> Problem | 
             continue
         if (message := _raised_in(error, found, component.name)) is not None:
             path = _key_of(at, loaded)
-            return Problem(place=loaded.place_of(path), path=path, message=message)
+            return Problem(location=loaded.location_of(path), path=path, message=message)
     return None
 
 
@@ -92,12 +92,12 @@ def check_environment_class(worker_class: Any, name: str) -> None:
     if not missing:
         return
     try:
-        place = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
+        location = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
     except (TypeError, OSError):
-        place = ""
+        location = ""
     raise ConfigError(
-        f"The environment {name}{place} has no method {' and no method '.join(missing)}. Define `step(self, message_log_batch, "
-        "metadata)`, which returns an EnvironmentReturn."
+        f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define "
+        "`step(self, message_log_batch, metadata)`, which returns an EnvironmentReturn."
     )
 
 
