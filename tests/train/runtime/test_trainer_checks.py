@@ -125,11 +125,6 @@ class FailingLoss(LossFunction):
         return data["no_such_key"], {}
 
 
-class FailingEnvironment(ArithmeticEnvironment):
-    def step(self, message_log_batch, metadata):
-        raise ValueError("no such sum")
-
-
 def line_of(code, text: str) -> int:
     lines, first = inspect.getsourcelines(code)
     return first + next(number for number, line in enumerate(lines) if text in line)
@@ -145,17 +140,3 @@ def test_a_loss_that_raises_in_a_step_is_reported_with_its_line():
     line = line_of(FailingLoss, "no_such_key")
     with pytest.raises(ConfigError, match=rf"FailingLoss raised KeyError at .*test_trainer_checks\.py:{line}: "):
         trainer.train(conversations)
-
-
-def test_an_environment_that_raises_in_a_step_is_reported_with_its_line():
-    trainer = GRPOTrainer(
-        policy(),
-        generation=HuggingFaceGeneration(MODEL, max_new_tokens=4),
-        environments=FailingEnvironment(),
-        config={"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": 1},
-    )
-    line = line_of(FailingEnvironment, "no such sum")
-    with pytest.raises(
-        ConfigError, match=rf"FailingEnvironment raised ValueError at .*test_trainer_checks\.py:{line}: no such sum"
-    ):
-        trainer.train([{"question": f"{n}+1=", "expected_answer": str(n + 1)} for n in range(4)])

@@ -55,5 +55,4 @@ def _query_hub(name: str) -> None:
     try:
         api.model_info(name, timeout=10.0)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise DataError(f"{api.endpoint} failed with {type(error).__name__}: {reason}".rstrip(".")) from error
+        raise DataError(f"{api.endpoint} failed with {type(error).__name__}: {error}".splitlines()[0].rstrip(".")) from error

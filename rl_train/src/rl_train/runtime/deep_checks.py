@@ -37,11 +37,12 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
         loss_problem = _problem_of(lambda: loss_of(loaded.run, registry))
         if loss_problem is not None:
             yield loss_problem
-    missing = dict(missing_models(loaded.run))
-    yield from missing.items()
-    without_files = {path[0] for path in missing}
+    missing: set[str] = set()
+    for names, finding in missing_models(loaded.run):
+        yield finding
+        missing |= names
     for path, section in sections_of(loaded.run):
-        if path[0] in without_files:
+        if path[0] in missing:
             continue
         try:
             for inner, message in section.deep_conflicts(loaded.run):

@@ -64,16 +64,16 @@ def tokenizer_key(section: PolicyConfig) -> str:
     return "tokenizer.name" if section.tokenizer.name else "model_name"
 
 
-def missing_models(config: RunConfig) -> Iterator[Finding]:
-    """Models whose tokenizer is loaded but which do not exist, each reported once."""
-    sources: dict[str, KeyPath] = {}
+def missing_models(config: RunConfig) -> Iterator[tuple[set[str], Finding]]:
+    """Each model that does not exist: the sections that load its tokenizer, and the error at the first of them."""
+    keys: dict[str, list[KeyPath]] = {}
     for name, section in models_of(config).items():
-        sources.setdefault(section.tokenizer.name or section.model_name, (name, *tokenizer_key(section).split(".")))
-    for source, path in sources.items():
+        keys.setdefault(section.tokenizer.name or section.model_name, []).append((name, *tokenizer_key(section).split(".")))
+    for source, paths in keys.items():
         try:
             require_model(source)
         except DataError as error:
-            yield path, f"{error}."
+            yield {str(path[0]) for path in paths}, (paths[0], f"{error}.")
 
 
 def length_conflicts(config: RunConfig) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ engine, environments and cluster.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -117,6 +117,7 @@ class Trainer:
         )
         self._reward_weights = dict(reward_weights or {})
         self._loss_fn, loss_section = self._loss(loss_fn)
+        self._own_loss = type(loss_fn) if isinstance(loss_fn, LossFunction) else None
         self.config = self._run_config(config, loss_section, checkpointing, rollout)
         if self.config.checkpointing.enabled and folder is None:
             raise ConfigError("checkpointing needs a folder: pass `folder` to the trainer")
@@ -191,16 +192,10 @@ class Trainer:
                 run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
             run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
-            with reporting_lines(self._own_classes()):
-                self._registry.find("algorithm", self.algorithm).load()(run.config.algorithm, run)
+            algorithm = self._registry.find("algorithm", self.algorithm).load()
+            with reporting_lines(self._own_loss) if self._own_loss is not None else nullcontext():
+                algorithm(run.config.algorithm, run)
         return history
-
-    def _own_classes(self) -> list[type]:
-        """The classes of the loss and the environments, without those of installed plugins."""
-        registered = [*self._registry.all("loss"), *self._registry.all("environment")]
-        packages = {component.target.partition(":")[0].partition(".")[0] for component in registered}
-        objects = [self._loss_fn, *self._environments.values()]
-        return [type(each) for each in objects if type(each).__module__.partition(".")[0] not in packages]
 
     def _try_reward_functions(self, train: Source) -> None:
         if self._functions is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,22 +47,19 @@ def problem_in_user_code(error: WorkerError, loaded: LoadedConfig) -> Problem | 
 
 
 @contextmanager
-def reporting_lines(classes: Iterable[type]) -> Iterator[None]:
-    """Reports exceptions that the code of a class raised in the block, here or in a worker, with its file and line.
-
-    Args:
-        classes: the classes of the user's loss and environments; those of the registered components are not among them.
+def reporting_lines(found: type) -> Iterator[None]:
+    """Reports an exception that the code of a class raised in the block, here or in a worker, with its file and line.
 
     Raises:
-        ConfigError: one of the classes raised.
+        ConfigError: the class raised.
     """
     try:
         yield
     except Exception as error:
         if isinstance(error.__cause__ if isinstance(error, WorkerError) else error, RLCoreError):
             raise
-        messages = (_raised_in(error, each, f"{each.__module__}.{each.__qualname__}") for each in classes)
-        if (message := next(filter(None, messages), None)) is None:
+        message = _raised_in(error, found, f"{found.__module__}.{found.__qualname__}")
+        if message is None:
             raise
         raise ConfigError(message) from error
 
