@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import HfApi
 
 from rlcore_cli.main import main
 
@@ -27,6 +28,7 @@ def validate(tmp_path, monkeypatch, capsys):
             "policy": {"backend": "hf", "model_name": str(model), "max_total_sequence_length": 16, **changes.get("policy", {})},
             "data": {"train": {"dataset_name": "preference", "path": str(tmp_path / "pairs.jsonl")}},
         } | {key: value for key, value in changes.items() if key != "policy"}
+        config = {key: value for key, value in config.items() if value is not None}
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         monkeypatch.setattr(sys, "argv", ["rlcore", "validate", str(path), *options])
@@ -113,3 +115,59 @@ def test_a_row_that_would_end_the_run_at_a_later_step_is_found_with_its_line(val
     assert "pairs.jsonl:5" in printed
     assert says in " ".join(printed.split())
     assert "Traceback" not in printed
+
+
+MISSING = {
+    "a name on the hub": ({"policy": {"model_name": "nobody/none-such"}}, "policy.model_name: 'nobody/none-such' is neither"),
+    "a folder of several levels": (
+        {"policy": {"model_name": "no/such/model"}},
+        "policy.model_name: 'no/such/model' does not exist",
+    ),
+    "an absolute folder": ({"policy": {"model_name": "/no/model"}}, "policy.model_name: '/no/model' does not exist. "),
+    "a name that no hub accepts": (
+        {"policy": {"model_name": "my model!"}},
+        "policy.model_name: 'my model!' is not an existing",
+    ),
+    "a tokenizer": (
+        {"policy": {"tokenizer": {"name": "nobody/none-such"}}},
+        "policy.tokenizer.name: 'nobody/none-such' is neither",
+    ),
+    "a chat template": (
+        {"policy": {"tokenizer": {"chat_template": "none.jinja"}}},
+        "chat_template: 'none.jinja' does not exist in ",
+    ),
+    "a data file": (
+        {"data": {"train": {"dataset_name": "preference", "path": "none.jsonl"}}},
+        "data.train.path: 'none.jsonl' does not exist in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+@pytest.mark.parametrize("case", MISSING)
+def test_each_missing_file_or_model_is_one_error_at_its_key_with_a_fix(validate, monkeypatch, case, is_offline):
+    changes, says = MISSING[case]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
+    code, output = validate(changes, "--deep")
+    assert code == 2
+    assert "has 1 error:" in output, output
+    assert re.search(rf"run\.yaml:\d+:\d+: .*{re.escape(says)}", output), output
+    assert re.search(r"\. (Give|Use|Set|Check) ", output)
+    assert not re.search("HFValidationError|Repo id|Traceback|huggingface.co/docs|OfflineModeIsEnabled", output), output
+
+
+def test_a_missing_model_that_two_sections_name_is_one_error(validate):
+    teacher = {"backend": "hf", "model_name": "nobody/none-such", "max_total_sequence_length": 16}
+    generation = {"backend": "hf", "max_new_tokens": 4}
+    changes = {
+        "dpo": None,
+        "distillation": {"num_prompts_per_step": 2},
+        "policy": {"model_name": "nobody/none-such", "generation": generation},
+        "teacher": teacher,
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 8}},
+    }
+    code, output = validate(changes, "--deep")
+    assert code == 2
+    assert "has 1 error:" in output, output
+    assert "policy.model_name: 'nobody/none-such' is neither an existing path nor in the hub's cache, and " in output

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from e2e_runs import MODEL, merged
 
-from rl_core.errors import DataError
+from rl_core.errors import UserError
 from rl_train.runtime.launch import train
 from rlcore_cli.main import main
 
@@ -154,13 +154,13 @@ def test_an_error_in_the_data_exits_with_code_2(name, changes, command, says, da
     [
         ("template.jinja", "the file was read"),
         ("{{ raise_exception('the text was read') }}", "the text was read"),
-        ("absent.jinja", "'absent.jinja' is neither Jinja text nor an existing file"),
+        ("absent.jinja", "policy.tokenizer.chat_template: 'absent.jinja' does not exist in "),
         ("{% for m in messages %}", "Unexpected end of template"),
     ],
 )
 def test_a_chat_template_is_a_file_next_to_the_config_or_inline_text(template, says, data, tmp_path):
     (tmp_path / "template.jinja").write_text("{{ raise_exception('the file was read') }}")
     changes = {"policy": {"tokenizer": {"chat_template": template}}}
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(UserError) as caught:
         train(written(tmp_path, configs(data)["parquet"], changes), resume="never", console=False)
     assert says in str(caught.value)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +21,7 @@ from transformers import (
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.scalar_head import init_missing_head, prepare_head
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
-from rl_core.data.hub import query_hub
+from rl_core.data.hub import require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
 from rl_core.training.heads import Head
@@ -198,9 +197,11 @@ def _check_options(options: HFModelConfig, name: str) -> None:
 def _locate(name: str) -> dict[str, Any]:
     """Arguments of `from_pretrained` that locate the model."""
     path = Path(name).expanduser()
+    try:
+        require_model(name)
+    except DataError as error:
+        raise UserError(f"`model_name`: {error}.") from error
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"The GGUF file {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
@@ -214,17 +215,6 @@ def _locate(name: str) -> dict[str, Any]:
                 "`save_pretrained` (or `rlcore convert`)."
             )
         return {"pretrained_model_name_or_path": str(path)}
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        raise UserError(f"The folder {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        try:
-            query_hub(name)
-        except DataError as error:
-            raise UserError(
-                f"Model {name!r} not found: there is no folder {Path(name).absolute()}, it is not in the hub's cache, and "
-                f"{error}. Give the path of a model folder or .gguf file, or connect to the hub (HF_ENDPOINT selects another "
-                "hub, HF_TOKEN gives access to gated models)."
-            ) from error
     return {"pretrained_model_name_or_path": name}
 
 

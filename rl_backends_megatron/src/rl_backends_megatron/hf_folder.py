@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
-from rl_core.errors import CheckpointError, UserError
+from rl_core.data.hub import require_model
+from rl_core.errors import CheckpointError, DataError, UserError
 
 _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
@@ -43,8 +44,10 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
             f"{name} is a GGUF file, but the Megatron backend reads only safetensors. Load it with Transformers and write it "
             "with `save_pretrained`, or use `backend: hf`."
         )
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        raise UserError(f"The folder {name} does not exist (looked at {path.absolute()}). Check `model_name`.")
+    try:
+        require_model(name)
+    except DataError as error:
+        raise UserError(f"`model_name`: {error}.") from error
     try:
         patterns = ["*.json", *(["*.safetensors"] if weights else [])]
         return Path(snapshot_download(name, allow_patterns=patterns))

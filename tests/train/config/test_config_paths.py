@@ -42,7 +42,16 @@ def test_a_name_that_is_not_a_file_is_kept_as_a_name(files, good):
 @pytest.mark.parametrize("path", ["./model", "~/no-such-model", "/no/such/model", "weights.gguf"])
 def test_a_value_that_can_only_be_a_path_must_exist(files, good, path):
     line = files.errors(good.replace("some/model", path))[0]
-    assert line.startswith(f"config.yaml:5:15: policy.model_name: '{path}' does not exist in {files.folder.parent}/work or in ")
+    searched = "" if path.startswith(("~", "/")) else f" in {files.folder.parent}/work or in "
+    assert line.startswith(f"config.yaml:5:15: policy.model_name: '{path}' does not exist{searched}")
+    assert line.endswith(" Give an existing path, or the name of a model on the hub.")
+
+
+def test_a_missing_chat_template_is_not_said_to_be_a_name_on_the_hub(files, good):
+    text = good.replace("  generation:", "  tokenizer: {chat_template: ./none.jinja}\n  generation:")
+    [line] = files.errors(text)
+    assert "policy.tokenizer.chat_template: './none.jinja' does not exist in " in line
+    assert line.endswith(". Give an existing path.")
 
 
 def test_a_data_file_must_exist(files, good):

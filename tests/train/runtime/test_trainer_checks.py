@@ -1,11 +1,15 @@
 """Trainers created from Python reject the same settings as a config file, before starting anything."""
 
+import inspect
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.errors import ConfigError
+from rl_core.interfaces.loss import LossFunction
 from rl_envs import ArithmeticEnvironment
 from rl_train.algorithms import DPOTrainer, GRPOTrainer, PPOTrainer, SFTTrainer
 from rl_train.runtime.trainers import DistillationTrainer
@@ -100,3 +104,39 @@ def test_a_trainer_refuses_epochs_that_end_while_only_the_critic_is_trained():
     rows = [{"question": f"{n}+1=", "expected_answer": str(n + 1)} for n in range(4)]
     with pytest.raises(ConfigError, match="the first 2 steps train only the critic and the run has 2"):
         trainer.train(rows)
+
+
+def test_a_trainer_warns_of_more_tokens_than_the_model_has_rotary_positions_for(caplog):
+    SFTTrainer(HuggingFacePolicy(MODEL, max_total_sequence_length=129))
+    assert "policy.max_total_sequence_length: 129 tokens are more than the 128 positions" in caplog.text
+
+
+def test_a_trainer_refuses_more_tokens_than_the_model_has_learned_positions_for(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = GPT2Config(vocab_size=18, n_positions=128, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"policy\.max_total_sequence_length: 129 tokens are more than the 128 positions"):
+        SFTTrainer(HuggingFacePolicy(str(folder), max_total_sequence_length=129))
+
+
+class FailingLoss(LossFunction):
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        return data["no_such_key"], {}
+
+
+def line_of(code, text: str) -> int:
+    lines, first = inspect.getsourcelines(code)
+    return first + next(number for number, line in enumerate(lines) if text in line)
+
+
+def test_a_loss_that_raises_in_a_step_is_reported_with_its_line():
+    rows = [{"question": f"{n}+1=", "expected_answer": str(n + 1)} for n in range(4)]
+    conversations = [
+        {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["expected_answer"]}]}
+        for row in rows
+    ]
+    trainer = SFTTrainer(policy(), config={"global_batch_size": 2, "max_num_steps": 1}, loss_fn=FailingLoss())
+    line = line_of(FailingLoss, "no_such_key")
+    with pytest.raises(ConfigError, match=rf"FailingLoss raised KeyError at .*test_trainer_checks\.py:{line}: "):
+        trainer.train(conversations)

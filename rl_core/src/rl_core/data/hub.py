@@ -8,51 +8,51 @@ from typing import Final
 
 from rl_core.errors import DataError
 
-TIMEOUT_S: Final = 10.0
+_FILES: Final = ("config.json", "tokenizer_config.json", "tokenizer.json")
+_FIX: Final = (
+    "Give the path of a model folder or .gguf file, or the name of a model on the hub. Without network, HF_HUB_OFFLINE=1 uses "
+    "cached models at once (HF_ENDPOINT selects another hub, HF_TOKEN gives access to gated models)"
+)
 _log = logging.getLogger("rlcore")
 
 
-def refuse_unreachable(name: str, *, file: str) -> None:
-    """Refuse the name of a model that is neither cached nor available on the hub; paths are not checked.
+def require_model(name: str, *, query_cached: bool = False) -> None:
+    """Check that a model is an existing path, in the hub's cache, or available on the hub.
 
-    If the hub does not respond and the model is cached, which its `file` shows, this only logs a warning.
+    Args:
+        name: A path, or a name on the hub.
+        query_cached: Whether to query the hub even if the model is cached, and to log a warning if it does not respond.
 
     Raises:
-        DataError: The hub does not respond, or has no such model.
+        DataError: There is no such model, or it is not cached and the hub does not respond.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants, errors, try_to_load_from_cache
 
-    if not _is_name(name) or constants.HF_HUB_OFFLINE:
+    path = Path(name).expanduser()
+    if path.exists():
         return
+    if path.is_absolute() or path.suffix == ".gguf" or name.startswith(".") or name.count("/") > 1:
+        raise DataError(f"{name!r} does not exist (searched: {path.absolute()}). {_FIX}")
     try:
-        query_hub(name)
+        is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
+        if not is_cached or (query_cached and not constants.HF_HUB_OFFLINE):
+            _query_hub(name)
+    except errors.HFValidationError:
+        raise DataError(f"{name!r} is not an existing path, and not a valid name of a model on the hub. {_FIX}") from None
     except DataError as error:
-        if isinstance(try_to_load_from_cache(name, file), str):
-            _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
-            return
-        raise DataError(
-            f"{name!r} is neither a folder nor in the hub's cache, and {error}. Give the path of a model folder, or connect "
-            "to the hub. Without network, HF_HUB_OFFLINE=1 uses cached models at once (HF_ENDPOINT selects another hub, "
-            "HF_TOKEN gives access to gated models)"
-        ) from error
+        if not is_cached:
+            raise DataError(f"{name!r} is neither an existing path nor in the hub's cache, and {error}. {_FIX}") from error
+        _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
 
 
-def query_hub(name: str) -> None:
-    """Check that the hub has a model, with a single request.
+def _query_hub(name: str) -> None:
+    """Query the hub once; a DataError is a clause that the caller's message contains."""
+    from huggingface_hub import HfApi, constants
 
-    Raises:
-        DataError: The hub does not respond, or has no such model; the text is a clause that a caller's message contains.
-    """
-    from huggingface_hub import HfApi
-
+    if constants.HF_HUB_OFFLINE:
+        raise DataError("HF_HUB_OFFLINE is set")
     api = HfApi()
     try:
-        api.model_info(name, timeout=TIMEOUT_S)
+        api.model_info(name, timeout=10.0)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
-        raise DataError(f"{api.endpoint} failed with {type(error).__name__}: {reason}") from error
-
-
-def _is_name(name: str) -> bool:
-    """Whether it is the name of a model on the hub: `owner/model` or `model`, and not an existing path."""
-    return not Path(name).expanduser().exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+        raise DataError(f"{api.endpoint} failed with {type(error).__name__}: {error}".splitlines()[0].rstrip(".")) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.config.template_kwargs import check_template_kwargs
-from rl_core.data.hub import refuse_unreachable
+from rl_core.data.hub import require_model
 from rl_core.errors import DataError
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
@@ -41,7 +41,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     path = Path(name_or_path)
-    refuse_unreachable(str(name_or_path), file="tokenizer_config.json")
+    require_model(str(name_or_path), query_cached=True)
     try:
         if path.suffix == ".gguf":
             tokenizer = AutoTokenizer.from_pretrained(
@@ -145,6 +145,6 @@ def _template_text(chat_template: str | Path) -> str:
     if not is_path:
         return str(chat_template)
     if not Path(chat_template).is_file():
-        raise DataError(f"chat_template {str(chat_template)!r} is neither Jinja text nor an existing file")
+        raise DataError(f"chat_template {str(chat_template)!r} is neither Jinja text nor an existing file: give one of them")
     # A byte order mark would be part of every prompt.
     return Path(chat_template).read_text(encoding="utf-8-sig")

@@ -33,7 +33,7 @@ def folders(location: SourceLocation | None) -> list[str]:
 
 def looks_like_path(text: str) -> bool:
     """Whether a text can only be a path: `./model`, `~/model`, `/model`, `model.gguf`."""
-    return text.startswith(("./", "../", "~", "/")) or text.endswith((".gguf", ".jsonl", ".safetensors"))
+    return text.startswith(("./", "../", "~", "/")) or text.endswith((".gguf", ".jinja", ".jsonl", ".safetensors"))
 
 
 def _exists(path: str) -> bool:

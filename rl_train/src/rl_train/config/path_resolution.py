@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
@@ -9,6 +10,11 @@ from rl_core.config.paths import PathRule
 from rl_core.config.source_tree import KeyPath, Node
 from rl_train.config.path_lookup import folders, locate, looks_like_path
 from rl_train.config.section_resolver import ConfigLayout
+
+_ON_THE_HUB = {"path": ", or the name of a dataset on the hub"} | dict.fromkeys(
+    ("model_name", "name", "tokenizer_name"), ", or the name of a model on the hub"
+)
+"""What else a key accepts besides a path."""
 
 
 def locate_paths(values: dict[str, Any], layout: ConfigLayout, *, written: Node, problems: Problems) -> None:
@@ -34,9 +40,9 @@ def locate_paths(values: dict[str, Any], layout: ConfigLayout, *, written: Node,
         if found is not None:
             section[str(key)] = found
         elif rule.must_exist or looks_like_path(text):
-            searched = " or in ".join(folders(location))
-            other = "" if rule.must_exist else ", or a name such as that of a model on the hub"
-            message = f"{show(text)} does not exist in {searched}. Give an existing path{other}."
+            searched = "" if os.path.isabs(os.path.expanduser(text)) else f" in {' or in '.join(folders(location))}"
+            other = "" if rule.must_exist else _ON_THE_HUB.get(str(key), "")
+            message = f"{show(text)} does not exist{searched}. Give an existing path{other}."
             problems.mark_invalid(message, location=location, path=field.path)
 
 

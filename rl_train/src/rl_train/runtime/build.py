@@ -49,7 +49,7 @@ from rl_train.runtime.data import (
 )
 from rl_train.runtime.late_errors import with_key
 from rl_train.runtime.losses import make_loss
-from rl_train.runtime.model_checks import check_models, warn_about_engine_limit
+from rl_train.runtime.model_checks import check_models, tokenizer_key, warn_about_engine_limit
 from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.run_folder import checkpoint_store
 from rl_train.runtime.workers import Builder, Workers, make_cluster
@@ -78,7 +78,7 @@ def build_run(
         before_models: called with the final config (epochs converted to steps) before models are loaded, so that a run that
             cannot be resumed fails within seconds.
     """
-    with with_key("policy.tokenizer.name" if config.policy.tokenizer.name else "policy.model_name"):
+    with with_key(f"policy.{tokenizer_key(config.policy)}"):
         tokenizer = load_policy_tokenizer(config.policy)
     check_models(config, tokenizer)
     tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None

@@ -14,7 +14,13 @@ from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.runtime.build import DataLoaders, loss_of, read_sources
 from rl_train.runtime.late_errors import problem_in_section, with_key
-from rl_train.runtime.model_checks import length_conflicts, length_warnings, refuse_other_tokenizers
+from rl_train.runtime.model_checks import (
+    length_conflicts,
+    length_warnings,
+    missing_models,
+    refuse_other_tokenizers,
+    tokenizer_key,
+)
 from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.worker_code_errors import check_environment_class
 from rl_train.tools.task_tools import tools_of_run
@@ -31,13 +37,21 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
         loss_problem = _problem_of(lambda: loss_of(loaded.run, registry))
         if loss_problem is not None:
             yield loss_problem
+    missing: set[str] = set()
+    for names, finding in missing_models(loaded.run):
+        yield finding
+        missing |= names
     for path, section in sections_of(loaded.run):
+        if path[0] in missing:
+            continue
         try:
             for inner, message in section.deep_conflicts(loaded.run):
                 yield (*path, *inner), message
         except UserError as error:
             problem = problem_in_section(error, path, loaded)
             yield problem.path, problem.message
+    if missing:
+        return
     yield from length_conflicts(loaded.run)
     data_problem = _problem_of(lambda: _load_data(loaded, registry))
     if data_problem is not None:
@@ -68,8 +82,7 @@ def _environment_classes(loaded: LoadedConfig, registry: Registry) -> Iterator[F
 def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
     """The first steps of a run: the tokenizer, the data, and the first row of each dataset as tokens."""
     config = loaded.run
-    tokenizer_section = config.policy.tokenizer
-    with with_key("policy.tokenizer.name" if tokenizer_section.name else "policy.model_name"):
+    with with_key(f"policy.{tokenizer_key(config.policy)}"):
         tokenizer = load_policy_tokenizer(config.policy)
     refuse_other_tokenizers(config, tokenizer)
     tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None

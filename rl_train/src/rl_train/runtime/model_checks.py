@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, dotted
+from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.config.component_checks import Finding, models_of
 from rl_train.config.schema import RunConfig
 from rl_train.config.section_resolver import COMPANIONS
 from rl_train.diagnostics.position_limit import PositionLimit, position_limit
+from rl_train.runtime.late_errors import with_key
 
 _log = logging.getLogger("rlcore")
 
@@ -45,7 +48,8 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
         section = getattr(config, name)
         if section is None or section.model_name == config.policy.model_name:
             continue
-        own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
+        with with_key(f"{name}.{tokenizer_key(section)}"):
+            own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
         others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
         if others:
             raise ConfigError(
@@ -53,6 +57,23 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
                 f"{config.policy.model_name} in {len(others)} tokens, for example {others[0][0]!r}, so the policy's token "
                 "ids would mean other words. Use a model with the policy's tokenizer."
             )
+
+
+def tokenizer_key(section: PolicyConfig) -> str:
+    """The key of a model's section that names its tokenizer."""
+    return "tokenizer.name" if section.tokenizer.name else "model_name"
+
+
+def missing_models(config: RunConfig) -> Iterator[tuple[set[str], Finding]]:
+    """Each model that does not exist: the sections that load its tokenizer, and the error at the first of them."""
+    keys: dict[str, list[KeyPath]] = {}
+    for name, section in models_of(config).items():
+        keys.setdefault(section.tokenizer.name or section.model_name, []).append((name, *tokenizer_key(section).split(".")))
+    for source, paths in keys.items():
+        try:
+            require_model(source)
+        except DataError as error:
+            yield {str(path[0]) for path in paths}, (paths[0], f"{error}.")
 
 
 def length_conflicts(config: RunConfig) -> Iterator[Finding]:

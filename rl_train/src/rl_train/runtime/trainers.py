@@ -7,7 +7,7 @@ engine, environments and cluster.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,10 +34,11 @@ from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.runtime.build import DataLoaders, connect
 from rl_train.runtime.data import Source
 from rl_train.runtime.losses import make_loss
-from rl_train.runtime.model_checks import refuse_other_tokenizers
+from rl_train.runtime.model_checks import check_models
 from rl_train.runtime.python_data import read_python_data, section_from
 from rl_train.runtime.reward_checks import check_weights, is_conversational, try_functions
 from rl_train.runtime.run_folder import claim, start_in
+from rl_train.runtime.worker_code_errors import reporting_lines
 from rl_train.runtime.workers import Builder, Workers
 from rl_train.tools.task_tools import tools_of_instances
 
@@ -116,6 +117,7 @@ class Trainer:
         )
         self._reward_weights = dict(reward_weights or {})
         self._loss_fn, loss_section = self._loss(loss_fn)
+        self._own_loss = type(loss_fn) if isinstance(loss_fn, LossFunction) else None
         self.config = self._run_config(config, loss_section, checkpointing, rollout)
         if self.config.checkpointing.enabled and folder is None:
             raise ConfigError("checkpointing needs a folder: pass `folder` to the trainer")
@@ -126,7 +128,7 @@ class Trainer:
                 "tokenizer.chat_template = rl_core.data.tokenizer.with_template_kwargs(tokenizer.chat_template, {...}) instead"
             )
         self._tokenizer = tokenizer or load_policy_tokenizer(self.config.policy)
-        refuse_other_tokenizers(self.config, self._tokenizer)
+        check_models(self.config, self._tokenizer)
         parts: tuple[Any, ...] = (policy, generation, value, teacher)
         for part in parts:
             if cluster is not None and isinstance(part, WorkerFacade) and part.is_in_process:
@@ -190,7 +192,9 @@ class Trainer:
                 run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
             run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
-            self._registry.find("algorithm", self.algorithm).load()(run.config.algorithm, run)
+            algorithm = self._registry.find("algorithm", self.algorithm).load()
+            with reporting_lines(self._own_loss) if self._own_loss is not None else nullcontext():
+                algorithm(run.config.algorithm, run)
         return history
 
     def _try_reward_functions(self, train: Source) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
@@ -35,16 +37,44 @@ def problem_in_user_code(error: WorkerError, loaded: LoadedConfig) -> Problem | 
         if not is_path(component.name) or not _uses(error.group, at):
             continue
         try:
-            file = inspect.getsourcefile(plain_class(component.load()))
-        except (PluginError, TypeError, OSError):
+            found = plain_class(component.load())
+        except PluginError:
             continue
-        lines = [line for found, line in _frames(error) if found == file]
-        raised = _raised(error)
-        if lines and not raised.startswith(_OF_RESOURCES) and not raised.partition(":")[0].endswith(_OF_RESOURCES):
+        if (message := _raised_in(error, found, component.name)) is not None:
             path = _key_of(at, loaded)
-            what = f"{component.name} raised {raised.partition(':')[0]} at {file}:{lines[-1]}:{raised.partition(':')[2]}"
-            return Problem(location=loaded.location_of(path), path=path, message=what)
+            return Problem(location=loaded.location_of(path), path=path, message=message)
     return None
+
+
+@contextmanager
+def reporting_lines(found: type) -> Iterator[None]:
+    """Reports an exception that the code of a class raised in the block, here or in a worker, with its file and line.
+
+    Raises:
+        ConfigError: the class raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error.__cause__ if isinstance(error, WorkerError) else error, RLCoreError):
+            raise
+        message = _raised_in(error, found, f"{found.__module__}.{found.__qualname__}")
+        if message is None:
+            raise
+        raise ConfigError(message) from error
+
+
+def _raised_in(error: Exception, found: Any, name: str) -> str | None:
+    """What was raised, with the last line in the file of a class; None if no frame is in that file."""
+    try:
+        file = inspect.getsourcefile(found)
+    except (TypeError, OSError):
+        return None
+    lines = [line for path, line in _frames(error) if path == file]
+    kind, _, text = _raised(error).partition(":")
+    if not lines or kind.startswith(_OF_RESOURCES) or kind.endswith(_OF_RESOURCES):
+        return None
+    return f"{name} raised {kind} at {file}:{lines[-1]}:{text}"
 
 
 def check_environment_class(worker_class: Any, name: str) -> None:
@@ -81,18 +111,17 @@ def _key_of(section: KeyPath, loaded: LoadedConfig) -> KeyPath:
     return next((key for key in keys if loaded.written.at(key) is not None), section)
 
 
-def _frames(error: WorkerError) -> list[tuple[str, int]]:
+def _frames(error: Exception) -> list[tuple[str, int]]:
     """File and line of each frame, from the traceback of the exception or, from another process, from its text."""
-    text = str(error).partition(_TRACEBACK)[2]
+    text = str(error).partition(_TRACEBACK)[2] if isinstance(error, WorkerError) else ""
     if text:
         return [(found["file"], int(found["line"])) for found in _FRAME.finditer(text)]
-    cause = error.__cause__
+    cause = error.__cause__ if isinstance(error, WorkerError) else error
     frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
     return [(frame.filename, frame.lineno or 0) for frame in frames]
 
 
-def _raised(error: WorkerError) -> str:
+def _raised(error: Exception) -> str:
     """Type and message of the exception."""
-    if error.__cause__ is not None:
-        return f"{type(error.__cause__).__name__}: {error.__cause__}"
-    return str(error).rstrip().rpartition("\n")[2]
+    cause = error.__cause__ if isinstance(error, WorkerError) else error
+    return f"{type(cause).__name__}: {cause}" if cause is not None else str(error).rstrip().rpartition("\n")[2]
