@@ -168,7 +168,7 @@ def test_a_tokenizer_without_a_padding_token_pads_with_eos_on_the_right(tmp_path
 
 
 def test_a_missing_tokenizer_is_a_data_error_with_a_suggestion(tmp_path):
-    with pytest.raises(DataError, match=r"a folder with its tokenizer files, or a \.gguf file"):
+    with pytest.raises(DataError, match=r"does not exist\. Give the path of a model folder or \.gguf file"):
         load_tokenizer(tmp_path / "nothing.gguf")
 
 

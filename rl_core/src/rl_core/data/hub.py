@@ -9,10 +9,8 @@ from typing import Final
 from rl_core.errors import DataError
 
 _FILES: Final = ("config.json", "tokenizer_config.json", "tokenizer.json")
-_FIX: Final = (
-    "Give the path of a model folder or .gguf file, or the name of a model on the hub. Without network, HF_HUB_OFFLINE=1 uses "
-    "cached models at once (HF_ENDPOINT selects another hub, HF_TOKEN gives access to gated models)"
-)
+_FIX: Final = "Give the path of a model folder or .gguf file, or the name of a model on the hub"
+_OFFLINE: Final = "HF_HUB_OFFLINE=1 uses cached models at once, HF_ENDPOINT selects another hub, and HF_TOKEN gives access"
 _log = logging.getLogger("rlcore")
 
 
@@ -32,7 +30,8 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
     if path.exists():
         return
     if path.is_absolute() or path.suffix == ".gguf" or name.startswith(".") or name.count("/") > 1:
-        raise DataError(f"{name!r} does not exist (searched: {path.absolute()}). {_FIX}")
+        searched = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(f"{name!r} does not exist{searched}. {_FIX}")
     try:
         is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
         if not is_cached or (query_cached and not constants.HF_HUB_OFFLINE):
@@ -41,7 +40,7 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
         raise DataError(f"{name!r} is not an existing path, and not a valid name of a model on the hub. {_FIX}") from None
     except DataError as error:
         if not is_cached:
-            raise DataError(f"{name!r} is neither an existing path nor in the hub's cache, and {error}. {_FIX}") from error
+            raise DataError(f"{name!r} is neither a path nor in the hub's cache, and {error}. {_FIX}. {_OFFLINE}") from error
         _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
 
 
