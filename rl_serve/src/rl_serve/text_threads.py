@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
+
+from rl_core.event_loop import in_thread
 
 _THREADS = 32
 """More than a machine needs for throughput, so that short texts do not wait for the long texts of other requests."""
@@ -19,7 +22,7 @@ class TextThreads:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="rl-serve-text")
+        self._pool: ThreadPoolExecutor | None = None
 
     async def run(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Call a function in a thread; it also finishes if the caller is cancelled.
@@ -27,4 +30,12 @@ class TextThreads:
         Raises:
             Exception: whatever the function raises.
         """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="rl-serve-text")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    async def close(self) -> None:
+        """End the threads once they have finished; functions that have not started are not called. Idempotent."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await in_thread(partial(pool.shutdown, cancel_futures=True), name="rl-serve-text-end")
