@@ -52,7 +52,7 @@ def create_app(
         is_local: refuse requests that name another host than this machine.
     """
     routes = LocalRoutes(model, engine, limits, answering or Answering())
-    return _app(routes, limits=limits, api_keys=api_keys, is_local=is_local)
+    return _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=routes.close)
 
 
 def create_proxy_app(
@@ -84,13 +84,12 @@ def _app(
     limits: Limits,
     api_keys: Sequence[str],
     is_local: bool,
-    at_end: Callable[[], Awaitable[None]] | None = None,
+    at_end: Callable[[], Awaitable[None]],
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        if at_end is not None:
-            await at_end()
+        await at_end()
 
     app = FastAPI(title="rlcore serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     checks = [*([check_local_name] if is_local else ()), *([key_check(api_keys)] if api_keys else ())]

@@ -52,6 +52,10 @@ class LocalRoutes:
         # Not in the threads of asyncio, which may all wait for code in the sandbox.
         self._state = SharedCheck(lambda: in_thread(partial(read_engine_state, model.generation), name="rl-serve-health"))
 
+    async def close(self) -> None:
+        """End the threads that tokenize and decode."""
+        await self._threads.close()
+
     async def health(self) -> Response:
         """Whether the engine answers: 200, also if some replicas are dead, and 503 if all are."""
         state = await self._state.result()
