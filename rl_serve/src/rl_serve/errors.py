@@ -75,6 +75,9 @@ async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
     problems = []
     params = []
     for problem in error.errors():
+        if problem["type"] == "json_invalid":  # its location is a position in the body
+            reason = f"{problem['ctx']['error']} at character {problem['loc'][-1]}"
+            return ApiError(400, f"The body is invalid JSON: {reason}.", code="invalid_body").response()
         path = ".".join(str(part) for part in problem["loc"] if part != "body")
         reason = str(problem["msg"]).removeprefix("Value error, ")
         params.append(path)

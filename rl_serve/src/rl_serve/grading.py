@@ -45,7 +45,7 @@ class Grader:
     """
 
     def __init__(self, name: str) -> None:
-        from rl_train.runtime.environment_trial import constructor  # imports Ray, which a server that grades nothing does not need
+        from rl_train.runtime.environment_trial import constructor  # imports Ray, which not every server needs
 
         self.name = name
         registry = Registry(discover())
