@@ -1,13 +1,16 @@
 """Agents with their own control loop sample from the training engine through the official OpenAI client, and are recorded."""
 
 import asyncio
+import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import openai
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -267,6 +270,53 @@ def test_a_client_that_leaves_a_stream_cancels_the_turn_which_is_not_recorded(pl
     [row] = played(agent)
     assert (row.turns, row.scored) == (1, True), row.failure
     assert_recorded([row], sampler.log)
+
+
+def holding(calls, method):
+    """A method of the tokenizer that waits until the event that it puts into a queue is set; False is put if it never is."""
+
+    def wait(*arguments, **options):
+        go_on = threading.Event()
+        calls.put(go_on)
+        if not go_on.wait(60):
+            calls.put(False)
+        return method(*arguments, **options)
+
+    return wait
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_other_agents_are_answered_while_a_turn_is_tokenized_and_decoded(played, sampler, monkeypatch, stream):
+    monkeypatch.setattr(RecordingEngine, "streams_tokens", False)
+    held = []
+
+    def request(client, calls, model, history):
+        try:
+            found = client.chat.completions.create(model=model, messages=history, stream=stream, logprobs=True)
+            return "".join(chunk.choices[0].delta.content for chunk in found) if stream else found.choices[0].message.content
+        finally:
+            calls.put(None)
+
+    def agent(base_url, api_key, model, messages, metadata):
+        client, calls, history = client_of(base_url, api_key), queue.Queue(), list(messages)
+        with ThreadPoolExecutor(1) as pool:
+            for turn in range(2):
+                with monkeypatch.context() as patch:
+                    for name in ("__call__", "decode", "batch_decode"):
+                        patch.setattr(PreTrainedTokenizerFast, name, holding(calls, getattr(PreTrainedTokenizerFast, name)))
+                    asking = pool.submit(request, client, calls, model, history)
+                    while (go_on := calls.get()) is not None:
+                        held.append(go_on)
+                        assert go_on
+                        assert [one.id for one in client.models.list()] == ["addition"]
+                        go_on.set()
+                    history += [{"role": "assistant", "content": asking.result()}, {"role": "user", "content": f"+{turn}="}]
+        return 1.0
+
+    [row] = played(agent)
+    assert row.failure is None
+    assert_recorded([row], sampler.log)
+    assert len(held) > 2 * 3
 
 
 def test_errors_before_the_first_token_of_a_stream_have_their_status(played, sampler):

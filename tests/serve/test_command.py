@@ -83,6 +83,15 @@ def test_the_official_client_gets_chats_completions_streams_models_and_errors(st
         probe.connect(("127.0.0.1", int(re.search(r":(\d+)/", url)[1])))
 
 
+def test_a_server_of_a_model_in_one_process_does_not_import_ray(start, tmp_path):
+    _, url = start(MODEL, "--backend", "hf", "policy.generation.max_new_tokens=16", PYTHONPROFILEIMPORTTIME="1")
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    assert client.completions.create(model="model", prompt="12+34=", temperature=0).choices[0].text == "46"
+    imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "log.txt").read_text().splitlines()}
+    assert "torch" in imported
+    assert "ray" not in imported
+
+
 def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
     config = {
         "defaults": str(MODEL.parents[1] / "grpo_addition.yaml"),

@@ -234,3 +234,29 @@ def test_invalid_unicode_and_deep_nesting_get_status_400(client, path, body):
     response = client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [-1], ["1+1=", [4, 5]], [True], [[4], ["a"]]])
+def test_a_prompt_of_another_form_is_one_problem_of_the_parameter(client, prompt):
+    error = client.post("/v1/completions", json={"prompt": prompt}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "invalid_body")
+    assert error["message"].startswith("prompt: expected a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+@pytest.mark.parametrize("stop", [3, [3], {"a": "b"}])
+def test_stop_strings_of_another_form_are_one_problem_of_the_parameter(client, stop):
+    error = client.post("/v1/completions", json={"prompt": "1", "stop": stop}).json()["error"]
+    assert (error["param"], error["message"]) == ("stop", "stop: expected a text or a list of texts")
+
+
+@pytest.mark.parametrize(("body", "where"), [(b"{bad", "character 1"), (b'{"prompt": }', "character 11")])
+def test_invalid_json_is_a_problem_of_the_body_and_not_of_a_parameter(client, body, where):
+    error = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}).json()["error"]
+    assert (error["param"], error["code"]) == (None, "invalid_body")
+    assert error["message"].startswith("The body is invalid JSON")
+    assert where in error["message"]
+
+
+def test_an_empty_conversation_names_the_messages(client):
+    response = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": ""}]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")

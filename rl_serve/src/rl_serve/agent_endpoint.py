@@ -6,8 +6,8 @@ import hashlib
 import secrets
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -18,7 +18,7 @@ from starlette.types import Scope
 from rl_core.interfaces.messages import Message
 from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
-from rl_serve.deltas import ChatDeltas
+from rl_serve.deltas import ChatDeltas, new_delta
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError, add_error_handlers
@@ -28,6 +28,7 @@ from rl_serve.listening import server_config
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
+from rl_serve.text_threads import TextThreads
 from rl_train.agents.model_server import AgentRequest, AgentTurn, ModelServer, ServerSettings, TurnSource
 
 _LIMITS = Limits(max_concurrent_requests=100_000, max_body_bytes=32 * 2**20, body_timeout_s=600.0, read_timeout_s=600.0)
@@ -44,7 +45,9 @@ class AgentEndpoint(ModelServer):
 
     def __init__(self, settings: ServerSettings) -> None:
         self._routes = AgentRoutes(settings)
-        app = FastAPI(title="rlcore agent endpoint", docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(
+            title="rlcore agent endpoint", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._routes.lifespan
+        )
         app.add_middleware(Gate, limits=_LIMITS, checks=[self._routes.check_key])
         add_error_handlers(app)
         app.get("/v1/models")(self._routes.models)
@@ -88,7 +91,16 @@ class AgentRoutes:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._chat = ChatFormat(settings.tokenizer)
+        self._threads = TextThreads()
         self.turns: dict[bytes, TurnSource] = {}
+
+    @asynccontextmanager
+    async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        """The lifespan of the application; ends the threads at its end."""
+        try:
+            yield
+        finally:
+            await self._threads.close()
 
     def check_key(self, scope: Scope) -> None:
         """Refuse a request whose rollout does not exist, before its body is read."""
@@ -106,7 +118,7 @@ class AgentRoutes:
         messages = read_messages([message.model_dump() for message in body.messages])
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         requested = AgentRequest(
-            prompt=self._chat.prompt(messages, tools),
+            prompt=await self._threads.run(self._chat.prompt, messages, tools),
             messages=_messages(messages),
             stop_strings=body.stop_strings(),
             max_new_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -125,7 +137,7 @@ class AgentRoutes:
         turn = await unless_disconnected(request, sample_turn(turns, requested))
         row, answer = row_of(turn), answers(turn)
         head = ResponseHead.new("chatcmpl", "chat.completion", self._settings.model)
-        found = answer.choices.message(0, row, answer.message(0, row))
+        found = await self._threads.run(lambda: answer.choices.message(0, row, answer.message(0, row)))
         return JSONResponse(head.body([found], usage=usage(answer.choices.plan, {0: row})))
 
     async def _stream(
@@ -147,7 +159,7 @@ class AgentRoutes:
             async with aclosing(arrivals):
                 while True:
                     row = row_of(turn, is_finished=is_finished)
-                    if (choice := deltas.choice(0, row)) is not None:
+                    if (choice := await new_delta(deltas, 0, row, self._threads)) is not None:
                         yield server_sent_event(head.body([choice]))
                     if is_finished:
                         break

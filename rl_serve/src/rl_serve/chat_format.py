@@ -69,15 +69,19 @@ class ChatFormat:
             tools: from `read_offered_tools`.
 
         Raises:
-            ApiError: the chat template cannot render the conversation, or the model has no format for tool calls.
+            ApiError: the chat template cannot render the conversation or renders no tokens, or the model has no format for tool
+                calls.
         """
         if tools:
             _ = self._parser
         try:
-            return conversation_tokens(messages, self._tokenizer, add_generation_prompt=True, tools=list(tools or ()) or None)
+            tokens = conversation_tokens(messages, self._tokenizer, add_generation_prompt=True, tools=list(tools or ()) or None)
         except DataError as error:
             param = "tools" if tools else "messages"
             raise ApiError(400, f"The messages cannot be rendered: {error}.", param=param) from error
+        if not tokens:
+            raise ApiError(400, "The messages are empty: they must have at least one token.", param="messages")
+        return tokens
 
     def answer(
         self,

@@ -11,6 +11,7 @@ from rl_serve.engine import SampledRow
 from rl_serve.errors import ApiError
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop
 from rl_serve.responses import ChoiceFormat
+from rl_serve.text_threads import TextThreads
 
 
 class RowDeltas:
@@ -148,6 +149,16 @@ class ChatDeltas:
             return state.stable_text(row.token_ids)
         tokens = self._chat.tokens_before_calls(row.token_ids)
         return self._chat.text_before_calls(state.stable_text(tokens))
+
+
+async def new_delta(
+    deltas: CompletionDeltas | ChatDeltas, index: int, row: SampledRow, threads: TextThreads
+) -> Mapping[str, Any] | None:
+    """The delta of a completion; raises as `CompletionDeltas.choice`.
+
+    Only the end of a completion is decoded from its first token, so only that is done in a thread.
+    """
+    return await threads.run(deltas.choice, index, row) if row.is_finished else deltas.choice(index, row)
 
 
 def _row_deltas(choices: ChoiceFormat, index: int) -> RowDeltas:

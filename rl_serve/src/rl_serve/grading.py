@@ -18,7 +18,6 @@ from rl_core.plugins.registry import Registry
 from rl_serve.errors import ApiError
 from rl_train.config.section_resolver import section_of
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
-from rl_train.runtime.environment_trial import constructor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,8 @@ class Grader:
     """
 
     def __init__(self, name: str) -> None:
+        from rl_train.runtime.environment_trial import constructor  # imports Ray, which not every server needs
+
         self.name = name
         registry = Registry(discover())
         component = registry.find(Kind.ENVIRONMENT, name)

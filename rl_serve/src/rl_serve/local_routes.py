@@ -18,7 +18,7 @@ from rl_core.event_loop import in_thread
 from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
 from rl_serve.answering import Answering, Ask, Reply
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
-from rl_serve.deltas import ChatDeltas, CompletionDeltas
+from rl_serve.deltas import ChatDeltas, CompletionDeltas, new_delta
 from rl_serve.disconnects import unless_disconnected
 from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.errors import ApiError
@@ -248,7 +248,7 @@ class LocalRoutes:
             async with contextlib.aclosing(self._rows(plan, stream=True)) as found:
                 async for index, row in found:
                     rows[index] = row
-                    if (choice := deltas.choice(index, row)) is not None:
+                    if (choice := await new_delta(deltas, index, row, self._threads)) is not None:
                         yield server_sent_event(head.body([choice]))
             if counts:
                 yield server_sent_event(head.body([], usage=usage(plan, rows)))

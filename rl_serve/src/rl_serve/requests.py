@@ -9,15 +9,35 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
 from rl_serve.errors import ApiError
 
+
+def _expects(form: str) -> WrapValidator:
+    """Report one problem for a value that no type of a union accepts, instead of one for each type."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(f"expected {form}") from None
+
+    return WrapValidator(check)
+
+
 TokenIds = list[Annotated[int, Field(ge=0)]]
+Prompts = Annotated[
+    str | list[str] | TokenIds | list[TokenIds],
+    _expects("a text, a list of texts, a list of token ids, or a list of such lists; token ids are integers of at least 0"),
+]
+StopStrings = Annotated[str | list[str] | None, _expects("a text or a list of texts")]
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1000
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -89,7 +109,7 @@ class SamplingRequest(RequestBody):
     """Number of most likely tokens to sample from; by default the engine's."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Equal seeds give equal completions under the same weights; random by default."""
-    stop: str | list[str] | None = None
+    stop: StopStrings = None
     """Strings that end a completion; they are not part of its text."""
     stream: bool = False
     """Whether completions are sent as server-sent events while they are sampled."""
@@ -157,7 +177,7 @@ class SamplingRequest(RequestBody):
 class CompletionRequest(SamplingRequest):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Prompts
     """One or several prompts, as text or as token ids."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a completion; by default the server's limit."""
@@ -219,7 +239,7 @@ class GenerateRequest(RequestBody):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: StopStrings = None
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of each message of the model."""
     tokens_to_generate: int | None = Field(default=None, ge=1)
@@ -261,7 +281,7 @@ class TokenSamplingParameters(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
+    stop: StopStrings = None
     logprobs: Literal[0] | None = None
 
 

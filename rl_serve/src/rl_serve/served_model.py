@@ -22,7 +22,6 @@ from rl_train.config.overrides import apply_overrides
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.runtime.checkpoint_paths import find_weights
 from rl_train.runtime.run_provenance import CONFIG
-from rl_train.runtime.workers import Builder, make_cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +113,8 @@ def _of_model(
 def _of_run(
     path: Path, registry: Registry, overrides: Sequence[str], label: str, exits: ExitStack, *, best: bool
 ) -> ServedModel:
+    from rl_train.runtime.workers import Builder, make_cluster  # imports Ray, which a model does not need
+
     given = find_weights(path, best=best)
     folder = given.run_folder if given.run_folder is not None else path
     if not (folder / CONFIG).is_file():

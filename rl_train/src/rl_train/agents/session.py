@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 
+from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import MESSAGE_KEYS
 from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSessionEndedError, AgentTurn
 from rl_train.rollouts.engines import RolloutEngine, SampledTurn
@@ -57,9 +59,12 @@ class AgentSession:
         self.engine_error: Exception | None = None
 
     async def sample(self, request: AgentRequest) -> AgentTurn:
-        """Sample the next turn of this rollout and record it; raises as `TurnSource.sample`."""
+        """Sample the next turn of this rollout and record it; raises as `TurnSource.sample`.
+
+        Long texts are tokenized and decoded in separate threads, because the caller's event loop also serves other agents.
+        """
+        prompt = await in_thread(partial(self._tokens_before, request), name="agent-text")
         with self._lock:
-            prompt = self._tokens_before(request)
             new_tokens = self._begin(len(prompt), request.max_new_tokens)
         sampling = asyncio.run_coroutine_threadsafe(
             self._engine.sample(
@@ -78,9 +83,10 @@ class AgentSession:
             raise
         finally:
             sampling.cancel()
+        [text] = await in_thread(partial(decode_answers, self._tokenizer, [turn.token_ids]), name="agent-text")
         with self._lock:
             self._refuse_if_ended()
-            self._record(request, prompt, turn)
+            self._record(request, prompt, turn, text)
         return _agent_turn(prompt, turn)
 
     def finish(self) -> None:
@@ -117,14 +123,15 @@ class AgentSession:
         text = self._tokenizer.decode(list(request.prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         best: list[int] = []
         longest = -1
-        for log in self._segments:
-            tokens = log_token_ids(log)
+        with self._lock:
+            segments = [log_token_ids(log) for log in self._segments]
+        for tokens in segments:
             found = prompt_after(tokens, text, self._tokenizer)
             if found is not None and len(tokens) > longest:
                 longest, best = len(tokens), [*tokens.tolist(), *found.token_ids.tolist()]
         return best if longest >= 0 else list(request.prompt)
 
-    def _record(self, request: AgentRequest, prompt: list[int], turn: SampledTurn) -> None:
+    def _record(self, request: AgentRequest, prompt: list[int], turn: SampledTurn, text: str) -> None:
         """Append the turn to the segment whose tokens it continues; one that grew meanwhile is not continued."""
         continued = [log for log in self._segments if (ids := log_token_ids(log).tolist()) == prompt[: len(ids)]]
         messages = [_plain(message) for message in request.messages]
@@ -139,7 +146,6 @@ class AgentSession:
         _append(log, messages, read)
         self._recorded += 1
         self._truncated = turn.truncated
-        [text] = decode_answers(self._tokenizer, [turn.token_ids])
         log.append(
             {
                 "role": "assistant",
