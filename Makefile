@@ -23,7 +23,7 @@ FOLDER := tests
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# What CI runs: about 14 minutes on two cores.
+# What CI runs: about 12 minutes on two cores.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
 
@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 parallel-tests: $(VENV)/.installed-dev
 	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not full"
 
-# No Ray, vLLM or Megatron, and no file of slow tests: about 4 minutes on two cores.
+# No Ray, vLLM or Megatron, and no file of slow tests: about 3 minutes on two cores.
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL_BUSY) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
 

@@ -38,7 +38,7 @@ def report(work: Path) -> Iterable[str]:
         passed = demonstrated | set().union(*(boards(read_jsonl(path)) for path in played))
         after = read_jsonl(work / f"after_{run.name.removeprefix('seed_')}.prompts.jsonl")
         for mode in ("sampled", "greedy"):
-            pairs = [pair for pair in zip(before, after, strict=True) if pair[0]["asked"] == mode]
+            pairs = [pair for pair in zip(before, after, strict=True) if pair[0]["mode"] == mode]
             for kind, seen in (("passed through before", True), ("never seen", False)):
                 chosen = [pair for pair in pairs if (board_of(pair[0]["prompt"]) in passed) == seen]
                 if not chosen:

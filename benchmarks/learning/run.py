@@ -125,7 +125,7 @@ def evaluate(task: Task, config: Path, output: Path, *arguments: str) -> list[di
 
 def successes(rows: Sequence[Mapping[str, Any]], mode: str, task: Task) -> tuple[list[str], list[bool]]:
     """The problem of each answer of an evaluation, and whether it succeeded."""
-    answers = [(row["prompt"], text) for row in rows if row["asked"] == mode for text in row["completions"]]
+    answers = [(row["prompt"], text) for row in rows if row["mode"] == mode for text in row["completions"]]
     return [prompt for prompt, _ in answers], [task.succeeded(prompt, text) for prompt, text in answers]
 
 
@@ -136,7 +136,7 @@ def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, An
         problems, old = successes(before, mode, task)
         same, new = successes(after, mode, task)
         assert problems == same
-        rewarded = [reward for row in after if row["asked"] == mode for reward in row["rewards"]]
+        rewarded = [reward for row in after if row["mode"] == mode for reward in row["rewards"]]
         found[mode] = {
             "before": rate(old),
             "after": rate(new),

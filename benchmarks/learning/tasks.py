@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
-from rl_envs.sliding_puzzle.board import legal_moves, moved, shown, solved
+from rl_envs.sliding_puzzle.board import format_board, legal_moves, moved, solved
 from rl_envs.sliding_puzzle.dataset import QUESTION
 from rl_envs.tools.environment import ToolsEnvironment
 
@@ -88,23 +88,23 @@ def _play(record: Record, draw: random.Random) -> Messages:
     near = _moves_to_win(len(board))
     for _ in range(MOVES):
         after = {way: moved(board, way) for way in legal_moves(board)}
-        distances = {way: near[shown(made)] for way, made in after.items() if shown(made) in near}
+        distances = {way: near[format_board(made)] for way, made in after.items() if format_board(made) in near}
         way = min(distances, key=distances.__getitem__) if distances else draw.choice(sorted(after))
         board = after[way]
         log.append({"role": "assistant", "content": f"<move>{way}</move>"})
         if board == solved(len(board)):
             break
-        log.append({"role": "user", "content": shown(board)})
+        log.append({"role": "user", "content": format_board(board)})
     return log if log[-1]["role"] == "assistant" else log[:-1]
 
 
 @cache
 def _moves_to_win(size: int) -> dict[str, int]:
     """The boards that fewer than `FORESIGHT` moves solve, and how many moves each needs."""
-    found, reached = {shown(solved(size)): 0}, [solved(size)]
+    found, reached = {format_board(solved(size)): 0}, [solved(size)]
     for moves in range(1, FORESIGHT):
         reached = [moved(board, way) for board in reached for way in legal_moves(board)]
-        found = {**dict.fromkeys(map(shown, reached), moves), **found}
+        found = {**dict.fromkeys(map(format_board, reached), moves), **found}
     return found
 
 

@@ -45,7 +45,7 @@ def test_a_remote_model_has_the_scores_of_the_same_model_here(served, tmp_path, 
     found = evaluate(config, "--engine", "openai", server(served[0], api))
     assert found.exit_code == 0, found.output + repr(found.exception)
     scores = json.loads((tmp_path / "found.json").read_text())
-    assert scores["passes"][0]["all"]["metrics"]["mean@1"] == expected["passes"][0]["all"]["metrics"]["mean@1"]
+    assert scores["modes"][0]["all"]["metrics"]["mean@1"] == expected["modes"][0]["all"]["metrics"]["mean@1"]
     assert scores["weights"]["source"] == "engine"
     assert "engine openai with its own weights" in found.output
     written = "".join(path.read_text() for path in tmp_path.iterdir())

@@ -112,7 +112,7 @@ def values(scores):
 def test_evaluating_a_checkpoint_equals_the_validation_of_the_run(config, run, run_metrics, which):
     step = 3 if which == "run folder" else 1
     found, _ = results_of(config, "--checkpoint", run if step == 3 else run / "checkpoints" / "step_000001")
-    scores = values(found["passes"][0]["all"])
+    scores = values(found["modes"][0]["all"])
     assert found["weights"]["step"] == step
     assert scores["mean@4"] == pytest.approx(run_metrics[step]["validation/accuracy"], abs=ROUNDING)
     for name in ("pass@1", "pass@2", "pass@4", "cons@1", "cons@2", "cons@4", "reward", "length", "truncated_frac"):
@@ -134,7 +134,7 @@ def test_the_weights_of_a_checkpoint_as_a_model_are_the_same_weights(config, run
     assert as_checkpoint["weights"]["source"] == "checkpoint"
     assert as_model["weights"]["source"] == "model"
     assert as_checkpoint["weights"]["fingerprint"] == as_model["weights"]["fingerprint"]
-    assert as_checkpoint["passes"][0]["all"] == as_model["passes"][0]["all"]
+    assert as_checkpoint["modes"][0]["all"] == as_model["modes"][0]["all"]
 
 
 def test_an_engine_with_its_own_weights_is_evaluated_without_a_policy(config, run, tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_an_engine_with_its_own_weights_is_evaluated_without_a_policy(config, ru
         "fingerprint": None,
         "transport": None,
     }
-    assert found["passes"][0]["all"] == synced["passes"][0]["all"]
+    assert found["modes"][0]["all"] == synced["modes"][0]["all"]
     result = evaluate(config, own, "--checkpoint", run)
     assert isinstance(result.exception, UserError), repr(result.exception)
     assert "has its own weights and cannot receive those of a checkpoint" in result.output + str(result.exception)
@@ -159,21 +159,21 @@ def test_an_engine_with_its_own_weights_is_evaluated_without_a_policy(config, ru
 
 def test_greedy_and_sampled_in_one_call_add_up_to_their_prompts(config):
     found, prompts = results_of(config, "--greedy", "--samples", 5, "--k", "1,2,5")
-    greedy, sampled = found["passes"]
-    assert (greedy["asked"], greedy["temperature"], sampled["asked"], sampled["temperature"]) == ("greedy", 0.0, "sampled", 1.0)
+    greedy, sampled = found["modes"]
+    assert (greedy["mode"], greedy["temperature"], sampled["mode"], sampled["temperature"]) == ("greedy", 0.0, "sampled", 1.0)
     assert list(values(greedy["all"]))[:3] == ["mean@1", "pass@1", "cons@1"]
     assert len(prompts) == 96
-    of_sampled = [line for line in prompts if line["asked"] == "sampled"]
+    of_sampled = [line for line in prompts if line["mode"] == "sampled"]
     assert [line["index"] for line in of_sampled] == list(range(48))
     scores = values(sampled["all"])
-    assert scores["mean@5"] == pytest.approx(fmean(fmean(line["right"]) for line in of_sampled))
+    assert scores["mean@5"] == pytest.approx(fmean(fmean(line["correct"]) for line in of_sampled))
     for k in (1, 2, 5):
-        passed = fmean(fmean(any(subset) for subset in combinations(line["right"], k)) for line in of_sampled)
+        passed = fmean(fmean(any(subset) for subset in combinations(line["correct"], k)) for line in of_sampled)
         assert scores[f"pass@{k}"] == pytest.approx(passed)
     assert scores["reward"] == pytest.approx(fmean(fmean(line["rewards"]) for line in of_sampled))
     for line in prompts:
         expected = str(sum(map(int, line["prompt"].removesuffix("=").split("+"))))
-        assert line["right"] == [answer == expected for answer in line["answers"]]
+        assert line["correct"] == [answer == expected for answer in line["answers"]]
         assert len({len(line[key]) for key in ("completions", "answers", "rewards", "lengths", "truncated")}) == 1
 
 
@@ -183,7 +183,7 @@ def test_reward_functions_are_tried_before_the_evaluation_and_score_it(config):
     )
     section = "env.arithmetic={reward_fn: own_rewards.exact}"
     found, prompts = results_of(config, section, "--greedy")
-    assert values(found["passes"][0]["all"])["reward"] == fmean(float(*line["rewards"]) for line in prompts)
+    assert values(found["modes"][0]["all"])["reward"] == fmean(float(*line["rewards"]) for line in prompts)
     Path("other_rewards.py").write_text("def named(completion, solution):\n    return 1.0\n")
     error = evaluate(config, "env.arithmetic={reward_fn: other_rewards.named}").exception
     assert isinstance(error, UserError)
@@ -193,26 +193,26 @@ def test_reward_functions_are_tried_before_the_evaluation_and_score_it(config):
 def test_the_keys_of_the_json_are_those_of_the_page(config):
     found, prompts = results_of(config, "grpo.max_val_samples=3")
     assert list(found) == [
-        *("format", "weights", "dataset", "validation_set", "reward_above", "passes", "prompts", "config_file", "overrides"),
+        *("format", "weights", "dataset", "validation_set", "reward_above", "modes", "prompts", "config_file", "overrides"),
         *("config", "environment"),
     ]
-    assert found["format"] == 1
+    assert found["format"] == 2
     assert found["weights"] == {
         **{"source": "config", "path": str(MODEL), "step": None, "version": 0, "transport": "by_reference"},
         "fingerprint": found["weights"]["fingerprint"],
     }
-    [one] = found["passes"]
-    assert list(one) == ["asked", "temperature", "seconds", "all", "by_task", "by_dataset", "environments"]
+    [one] = found["modes"]
+    assert list(one) == ["mode", "temperature", "seconds", "all", "by_task", "by_dataset", "environments"]
     assert one["by_task"] == one["by_dataset"] == {"arithmetic": one["all"]}
     assert list(one["all"]) == [
-        *("num_prompts", "samples_per_prompt", "metrics", "max_length", "num_cut_prompts", "not_reported"),
+        *("num_prompts", "samples_per_prompt", "metrics", "max_length", "num_truncated_prompts", "not_reported"),
     ]
     assert all(list(estimate) == ["value", "standard_error"] for estimate in one["all"]["metrics"].values())
     assert found["config"]["grpo"]["max_val_samples"] == 3
     assert [list(line) for line in prompts] == [
         [
-            *("asked", "dataset", "task", "index", "prompt", "prompt_cut", "expected_answer", "completions"),
-            *("answers", "right", "rewards"),
+            *("mode", "dataset", "task", "index", "prompt", "prompt_truncated", "expected_answer", "completions"),
+            *("answers", "correct", "rewards"),
             *("reward_parts", "lengths", "truncated", "turns"),
         ]
     ] * 3
@@ -280,7 +280,7 @@ def test_tasks_are_reported_separately_and_missing_metrics_are_not_shared(config
     Path(config).write_text(json.dumps(changed))
     result = evaluate(config, "--samples", 2, "--json", "found.json")
     assert result.exit_code == 0, result.output + repr(result.exception)
-    [one] = json.loads(Path("found.json").read_text())["passes"]
+    [one] = json.loads(Path("found.json").read_text())["modes"]
     assert {task: scores["num_prompts"] for task, scores in one["by_task"].items()} == {"silent": 4, "sums": 3}
     assert "cons@2" in values(one["by_task"]["sums"])
     for scores in (one["all"], one["by_task"]["silent"]):
@@ -409,6 +409,6 @@ def test_vllm_over_ray_scores_a_checkpoint_as_hf_does_in_process_and_leaves_no_p
     found = json.loads(Path("vllm.json").read_text())
     assert found["weights"]["transport"] == "shared_memory"
     # Greedy tokens in float32 of one model: the two engines may differ only if two tokens are almost equally likely.
-    [mine], [theirs] = found["passes"], in_process["passes"]
+    [mine], [theirs] = found["modes"], in_process["modes"]
     assert math.isclose(values(mine["all"])["pass@1"], values(theirs["all"])["pass@1"], abs_tol=1.5 / 48)
     assert_gone(mark)

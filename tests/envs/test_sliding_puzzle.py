@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_envs.sliding_puzzle.board import can_be_solved, legal_moves, moved, shown, solved
+from rl_envs.sliding_puzzle.board import can_be_solved, format_board, legal_moves, moved, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
 from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
 from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
@@ -45,7 +45,7 @@ def test_a_record_depends_only_on_the_seed_and_its_index():
     assert [first[i] for i in range(8)] == [again[i] for i in range(8)]
     assert first[0] != SlidingPuzzleDataset({"num_samples": 8, "seed": 1})[0]
     assert first[-1] == first[7]
-    assert shown(first[0]["extra_env_info"]["board"]) in first[0]["messages"][0]["content"]
+    assert format_board(first[0]["extra_env_info"]["board"]) in first[0]["messages"][0]["content"]
 
 
 def test_no_board_is_in_both_splits():
@@ -75,7 +75,7 @@ def test_the_solution_of_a_board_wins_the_game(form):
             made = step_checked(environment, "sliding_puzzle", [log], [state])
             state, total = made.metadata[0], total + float(made.rewards["solved"][0])
             log.append(made.observations[0])
-            assert made.observations[0]["content"] == shown(state["board"])
+            assert made.observations[0]["content"] == format_board(state["board"])
         assert (total, bool(made.terminateds[0]), state["illegal_moves"]) == (1.0, True, 0)
 
 

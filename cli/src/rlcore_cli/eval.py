@@ -190,7 +190,7 @@ def _print_omissions(passes: Sequence[Pass]) -> None:
         print()
     for reason in reasons:
         print(reason)
-    cut = passes[0].scores.num_cut_prompts
+    cut = passes[0].scores.num_truncated_prompts
     if cut:
         print(f"\n{cut} prompts exceed data.max_input_seq_length and were truncated")
 

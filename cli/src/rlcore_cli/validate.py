@@ -80,10 +80,10 @@ def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> N
     if as_json:
         rows = [
             {
-                "location": None if problem.place is None else str(problem.place),
-                "file": None if problem.place is None else problem.place.file,
-                "line": None if problem.place is None else problem.place.line,
-                "column": None if problem.place is None else problem.place.column,
+                "location": None if problem.location is None else str(problem.location),
+                "file": None if problem.location is None else problem.location.file,
+                "line": None if problem.location is None else problem.location.line,
+                "column": None if problem.location is None else problem.location.column,
                 "key": dotted(problem.path),
                 "message": problem.message,
             }

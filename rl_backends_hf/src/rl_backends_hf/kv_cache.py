@@ -261,7 +261,7 @@ class SlotCache(Cache):
         return layers
 
     def attendable(self, *, window: int | None = None) -> torch.Tensor:
-        """[N, K] bool, columns that each row's token may attend to, besides its shared prompt.
+        """[N, K] bool, columns that each row's token may attend to, in addition to its shared prompt.
 
         Args:
             window: size of the sliding window, including the token itself; unlimited by default.

@@ -84,7 +84,7 @@ class PromptTable:
         return used
 
     def calls_of_pass(self) -> int:
-        """How often `merge` was called since this was asked last."""
+        """Number of calls of `merge` since the previous call of this method."""
         calls, self._calls = self._calls, 0
         return calls
 

@@ -58,7 +58,7 @@ def worker_environment(*, use_gpus: bool, python: str | None = None) -> dict[str
 
 
 def set_process_environment(device: str) -> None:
-    """Set the same variables for an engine in this process, as far as they still take effect. The user's own values are kept.
+    """Set the variables of `worker_environment` that still take effect in this process. The user's own values are kept.
 
     Args:
         device: "cpu" or "cuda".

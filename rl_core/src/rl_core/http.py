@@ -143,7 +143,7 @@ class HttpClient:
         object.__setattr__(self, "_turn", asyncio.Semaphore(self.limits.concurrency))
 
     async def post_json(self, path: str, body: Mapping[str, Any]) -> JsonResponse:
-        """Send a body as JSON and return the decoded response; waits for a turn first.
+        """Send a body as JSON and return the decoded response; waits while too many requests are in flight.
 
         Args:
             path: appended to the base URL, such as `chat/completions`.

@@ -8,5 +8,5 @@ _VARIABLES = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 
 
 def thread_waiting() -> dict[str, str]:
-    """The variables for a process that computes: those of this process if any of them is set."""
+    """The environment variables for a compute process: those of this process if any is set, else the defaults above."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ} or dict(_VARIABLES)

@@ -32,7 +32,7 @@ def bind_to_parent() -> None:
 
 
 def protect(protected: bool) -> None:
-    """Whether processes of the same user are kept from reading the memory of this one, tracing it and taking its files."""
+    """Set whether processes of the same user are prevented from reading this one's memory, tracing it and taking its files."""
     _prctl(_DUMPABLE, int(not protected), 0, 0, 0)
 
 

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from rl_core.interfaces.messages import Message
-from rl_serve.agent_turns import arriving, ended, row_of, sampled
+from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
 from rl_serve.deltas import ChatDeltas
 from rl_serve.disconnects import unless_disconnected
@@ -105,7 +105,7 @@ class AgentRoutes:
         self._refuse_unsupported(body)
         messages = read_messages([message.model_dump() for message in body.messages])
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        asked = AgentRequest(
+        requested = AgentRequest(
             prompt=self._chat.prompt(messages, tools),
             messages=_messages(messages),
             stop_strings=body.stop_strings(),
@@ -113,7 +113,7 @@ class AgentRoutes:
         )
 
         def answers(turn: AgentTurn) -> ChatDeltas:
-            plan = _plan_of(asked, turn)
+            plan = _plan_of(requested, turn)
             choices = ChoiceFormat(
                 tokenizer=self._settings.tokenizer, plan=plan, logprobs=body.logprobs, token_ids=body.return_token_ids
             )
@@ -121,8 +121,8 @@ class AgentRoutes:
 
         if body.stream:
             counts = body.stream_options is not None and body.stream_options.include_usage
-            return await self._stream(arriving(turns, asked), answers, request, counts=counts)
-        turn = await unless_disconnected(request, sampled(turns, asked))
+            return await self._stream(stream_turn(turns, requested), answers, request, counts=counts)
+        turn = await unless_disconnected(request, sample_turn(turns, requested))
         row, answer = row_of(turn), answers(turn)
         head = ResponseHead.new("chatcmpl", "chat.completion", self._settings.model)
         found = answer.choices.message(0, row, answer.message(0, row))
@@ -164,7 +164,7 @@ class AgentRoutes:
     def _turns_of(self, scope: Scope) -> TurnSource:
         turns = self.turns.get(_digest(bearer_key(scope)))
         if turns is None:
-            raise ended("There is no rollout with this key, or it has ended.")
+            raise ended_error("There is no rollout with this key, or it has ended.")
         return turns
 
     def _refuse_unsupported(self, body: ChatRequest) -> None:
@@ -195,7 +195,9 @@ def _messages(messages: list[dict[str, Any]]) -> list[Message]:
     return [Message(**message) for message in messages]  # type: ignore[typeddict-item]
 
 
-def _plan_of(asked: AgentRequest, turn: AgentTurn) -> SamplingPlan:
+def _plan_of(requested: AgentRequest, turn: AgentTurn) -> SamplingPlan:
     """The sampled turn in the form of a request to the server."""
-    row = SamplingRow(prompt=turn.prompt, seed=0, max_new_tokens=len(turn.token_ids), stop_strings=tuple(asked.stop_strings))
+    row = SamplingRow(
+        prompt=turn.prompt, seed=0, max_new_tokens=len(turn.token_ids), stop_strings=tuple(requested.stop_strings)
+    )
     return SamplingPlan(rows=[row], greedy=False, prompts=[turn.prompt], n=1)

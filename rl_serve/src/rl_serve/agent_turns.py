@@ -16,28 +16,28 @@ from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSes
 _log = logging.getLogger(__name__)
 
 
-async def sampled(turns: TurnSource, asked: AgentRequest) -> AgentTurn:
+async def sample_turn(turns: TurnSource, requested: AgentRequest) -> AgentTurn:
     """The next turn of a rollout.
 
     Raises:
         ApiError: the rollout has reached a limit or has ended, or the engine failed.
     """
     try:
-        return await turns.sample(asked)
+        return await turns.sample(requested)
     except AgentLimitError as error:
         raise ApiError(400, str(error), code="context_length_exceeded") from error
     except AgentSessionEndedError as error:
-        raise ended(str(error)) from error
+        raise ended_error(str(error)) from error
     except RLCoreError as error:
         _log.exception("the engine failed")
         raise ApiError(503, f"The engine failed: {type(error).__name__}.") from error
 
 
-async def arriving(turns: TurnSource, asked: AgentRequest) -> AsyncGenerator[tuple[AgentTurn, bool], None]:
+async def stream_turn(turns: TurnSource, requested: AgentRequest) -> AsyncGenerator[tuple[AgentTurn, bool], None]:
     """Yield (the turn with its tokens so far, whether it is finished); closing the iterator cancels an unfinished turn.
 
     Raises:
-        ApiError: as `sampled`.
+        ApiError: as `sample_turn`.
     """
     here = asyncio.get_running_loop()
     arrivals: asyncio.Queue[AgentTurn | None] = asyncio.Queue()
@@ -46,7 +46,7 @@ async def arriving(turns: TurnSource, asked: AgentRequest) -> AsyncGenerator[tup
         with suppress(RuntimeError):  # the endpoint was shut down meanwhile
             here.call_soon_threadsafe(arrivals.put_nowait, turn)
 
-    sampling = asyncio.ensure_future(sampled(turns, replace(asked, on_tokens=put)))
+    sampling = asyncio.ensure_future(sample_turn(turns, replace(requested, on_tokens=put)))
     sampling.add_done_callback(lambda _: arrivals.put_nowait(None))
     try:
         while (turn := await arrivals.get()) is not None:
@@ -57,7 +57,7 @@ async def arriving(turns: TurnSource, asked: AgentRequest) -> AsyncGenerator[tup
         await asyncio.gather(sampling, return_exceptions=True)
 
 
-def ended(message: str) -> ApiError:
+def ended_error(message: str) -> ApiError:
     """The error of a key whose rollout does not exist."""
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

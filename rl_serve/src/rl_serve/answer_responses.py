@@ -140,7 +140,7 @@ class AnswerResponses:
         self, messages: Sequence[Mapping[str, Any]], ask: Ask, replies: list[Reply]
     ) -> AsyncGenerator[tuple[dict[str, Any], str | None], None]:
         separator, reason = "", "length"
-        async with aclosing(self._answering.parts(messages, ask)) as parts:
+        async with aclosing(self._answering.stream(messages, ask)) as parts:
             async for part in parts:
                 text = part if isinstance(part, str) else part.content
                 yield {"role": "assistant", "content": f"{separator}{text}"}, None

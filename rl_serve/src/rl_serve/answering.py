@@ -90,7 +90,7 @@ class Answering:
         """The whole answer to a conversation."""
         texts: list[str] = []
         replies: list[Reply] = []
-        async with aclosing(self.parts(messages, ask)) as parts:
+        async with aclosing(self.stream(messages, ask)) as parts:
             async for part in parts:
                 texts.append(part if isinstance(part, str) else part.content)
                 replies += [] if isinstance(part, str) else [part]
@@ -104,7 +104,7 @@ class Answering:
             code_rounds=len(texts) - len(replies),
         )
 
-    async def parts(self, messages: Sequence[Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Reply | str, None]:
+    async def stream(self, messages: Sequence[Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Reply | str, None]:
         """The messages of the model and, as text, the output of their code between them.
 
         Ends with an output if the conversation has no space for another message.

@@ -114,7 +114,7 @@ class ChatFormat:
     def tokens_before_calls(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens before the first special token that marks a tool call."""
         markers, _ = special_tokens(self._tokenizer)
-        return token_ids[: next((place for place, token in enumerate(token_ids) if token in markers), len(token_ids))]
+        return token_ids[: next((index for index, token in enumerate(token_ids) if token in markers), len(token_ids))]
 
     def text_before_calls(self, text: str) -> str:
         """The beginning of an unfinished message that is part of its content, whatever follows."""

@@ -46,7 +46,7 @@ class CodeRunner:
 
     @asynccontextmanager
     async def answer(self) -> AsyncIterator[AnswerSession]:
-        """The session of one answer; it starts with the first code."""
+        """The session of one answer, which starts when the first code runs."""
         session = AnswerSession(self._sandbox)
         try:
             yield session

@@ -44,7 +44,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all messages but the system message."""
+        """Remove all messages except the system message."""
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def answer(self, text: str, *, on_text: Callable[[str], None] | None = None) -> str:

@@ -57,7 +57,7 @@ class ApiError(Exception):
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer all errors of an application in the form of OpenAI's API."""
+    """Return all errors of an application in the format of OpenAI's API."""
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
     app.add_exception_handler(HTTPException, _answer_http_error)

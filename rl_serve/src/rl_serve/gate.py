@@ -172,7 +172,7 @@ def bearer_key(scope: Scope) -> bytes:
 
 
 def header_of(scope: Scope, name: bytes) -> bytes:
-    """The last value of a header; empty if there is none."""
+    """The last value of a header; empty if the header is missing."""
     value: bytes = dict(scope["headers"]).get(name, b"")
     return value
 

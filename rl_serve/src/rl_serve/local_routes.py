@@ -70,7 +70,7 @@ class LocalRoutes:
         return {"object": "list", "data": [{**entry, **facts}]}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """Completions of texts or of token ids."""
+        """Complete texts or token ids."""
         self._check(body)
         prompts = await self._threads.run(self._prompts_of, body)
         plan = self._plan(body, prompts, max_tokens=body.max_tokens)
@@ -83,7 +83,7 @@ class LocalRoutes:
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answers to a conversation, which the model's chat template renders."""
+        """Complete a conversation, rendered by the model's chat template."""
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -111,7 +111,7 @@ class LocalRoutes:
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
-        """The answer to a record, whose fields fill the prompt config."""
+        """Answer a record, whose fields fill the prompt config."""
         record = body.record()
         asking = body.as_sampling()
         self._check(asking)
@@ -120,7 +120,7 @@ class LocalRoutes:
         return await self._responses.generate(messages, ask, record, request)
 
     async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
-        """Token ids in, token ids and log-probabilities out; no text is made."""
+        """Sample from token ids; returns token ids and log-probabilities, without text."""
         asked = body.sampling_params
         as_text = SamplingRequest(
             model=body.model,

@@ -25,7 +25,7 @@ class PromptFilling:
 
     @classmethod
     def load(cls, prompt_config: str | None, examples_type: str | None) -> PromptFilling:
-        """The filling of a prompt config by name or path, or of none.
+        """Load a prompt config by name or path; None for no prompt config.
 
         Raises:
             DataError: there is no such prompt config, or it is invalid.

@@ -56,11 +56,11 @@ class ProxyRoutes:
         }
 
     async def completions(self, body: ForwardedCompletionRequest, request: Request) -> Response:
-        """Forwarded as it is."""
+        """Forward the request unchanged."""
         return await self._forward("completions", body.model_dump(exclude_unset=True), request)
 
     async def generate_tokens(self, body: ForwardedTokensRequest, request: Request) -> Response:
-        """Forwarded as it is."""
+        """Forward the request unchanged."""
         if self._backend.section.server_type != "vllm":
             raise ApiError(404, "This proxy has no token endpoints: they require server_type vllm.", code="not_found")
         return await self._forward("/inference/v1/generate", body.model_dump(exclude_unset=True), request)
@@ -85,7 +85,7 @@ class ProxyRoutes:
         return JSONResponse(await unless_disconnected(request, self._graded(forwarded, messages, record)))
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
-        """The answer to a record, whose fields fill the prompt config."""
+        """Answer a record, whose fields fill the prompt config."""
         record = body.record()
         messages = self._answering.prompts.record(record)
         given = {"model": await self._backend.model_for(body.model, self._name), **body.sampling()}

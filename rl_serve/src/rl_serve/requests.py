@@ -226,7 +226,7 @@ class GenerateRequest(RequestBody):
     """Another name of `max_tokens`."""
 
     def record(self) -> dict[str, Any]:
-        """The fields of the record: all but those about sampling."""
+        """The fields of the record: all except the sampling parameters."""
         return self.model_dump(exclude={"model", *_SAMPLING, "max_tokens", "tokens_to_generate"}, exclude_none=True)
 
     def new_tokens(self) -> int | None:
@@ -242,11 +242,11 @@ class GenerateRequest(RequestBody):
         return self.tokens_to_generate if self.max_tokens is None else self.max_tokens
 
     def as_sampling(self) -> SamplingRequest:
-        """How to sample."""
+        """The sampling parameters of the request."""
         return SamplingRequest(model=self.model, **self.sampling())
 
     def sampling(self) -> dict[str, Any]:
-        """The fields about sampling that are set, apart from the length."""
+        """The sampling parameters that are set, without the length."""
         return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
 
 

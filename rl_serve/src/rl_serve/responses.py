@@ -66,7 +66,7 @@ class ChoiceFormat:
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether choices have more of each token than its text."""
+        """Whether choices contain token ids or log-probabilities."""
         return self.logprobs or self.token_ids
 
     def text(self, index: int, row: SampledRow) -> str:

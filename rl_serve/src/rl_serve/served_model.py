@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems
 from rl_core.config.python_sections import section_of_values
-from rl_core.config.source_tree import SourceLocation, dotted, written_from
+from rl_core.config.source_tree import SourceLocation, dotted, node_from_plain
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
@@ -170,10 +170,10 @@ def _values_of(overrides: Sequence[str]) -> Mapping[str, Any]:
     if not overrides:
         return {}
     problems = Problems()
-    root, _ = apply_overrides(written_from({}, place=SourceLocation(source="rlcore serve")), overrides, problems=problems)
+    root, _ = apply_overrides(node_from_plain({}, location=SourceLocation(source="rlcore serve")), overrides, problems=problems)
     problems.raise_if_any()
     for path, node in root.leaves():
         if path[:2] != ("policy", "generation") or len(path) < 3:
-            raise ConfigError(f"{node.place}: a model has no {dotted(path)}. Only keys of policy.generation can be set.")
+            raise ConfigError(f"{node.location}: a model has no {dotted(path)}. Only keys of policy.generation can be set.")
     values: Mapping[str, Any] = root.plain()["policy"]["generation"]
     return values

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from rl_core.config.diagnostics import Problems
 from rl_core.config.introspection import NOTHING, all_fields, find_field
 from rl_core.config.section import Section
-from rl_core.config.source_tree import KeyPath, Node, SourceLocation, written_from
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, node_from_plain
 from rl_core.config.validation import Validator
 from rl_core.errors import ConfigError
 from rl_sandbox.config import SandboxConfig
@@ -120,9 +120,9 @@ def load_settings(files: Sequence[Path], overrides: Sequence[str]) -> tuple[Serv
     Raises:
         InvalidConfigError: lists every mistake with its location.
     """
-    settings, secrets, through = _load(ServeSettings, files, overrides)
-    shown = secrets.redacted(settings.model_dump(mode="json", exclude={"start_server", "dry_run"}), through)
-    if settings.server.api_key is not None and ("server", "api_key") not in through:
+    settings, secrets, interpolations = _load(ServeSettings, files, overrides)
+    shown = secrets.redacted(settings.model_dump(mode="json", exclude={"start_server", "dry_run"}), interpolations)
+    if settings.server.api_key is not None and ("server", "api_key") not in interpolations:
         shown["server"]["api_key"] = "[hidden]"
     return settings, yaml.safe_dump(escape(shown), sort_keys=False, allow_unicode=True, width=120)
 
@@ -159,7 +159,7 @@ def _load(model: Any, files: Sequence[Path], overrides: Sequence[str]) -> tuple[
     secrets = Secrets()
     problems = Problems(redact=secrets.redact)
     start = SourceLocation(source="rlcore serve")
-    written: Node = read_sources(list(files), problems=problems) if files else written_from({}, place=start)
+    written: Node = read_sources(list(files), problems=problems) if files else node_from_plain({}, location=start)
     problems.raise_if_any()
     written, _ = apply_overrides(written, overrides, problems=problems)
 
@@ -167,7 +167,7 @@ def _load(model: Any, files: Sequence[Path], overrides: Sequence[str]) -> tuple[
         found = find_field(model, path)
         return NOTHING if found is None else found.default
 
-    values, through = resolve(
+    values, interpolations = resolve(
         written, default_at=default_at, known=[field.path for field in all_fields(model)], problems=problems, secrets=secrets
     )
 
@@ -177,4 +177,4 @@ def _load(model: Any, files: Sequence[Path], overrides: Sequence[str]) -> tuple[
     validator = Validator(written=written, problems=problems, find_elsewhere=ending_in)
     settings = validator.validate(model, values, path=())
     problems.raise_if_any()
-    return settings, secrets, through
+    return settings, secrets, interpolations

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from rl_core.dispatch.worker_facade import device_here
+from rl_core.dispatch.worker_facade import local_device
 from rl_core.errors import ConfigError
 from rl_serve.update_options import UpdateOptions
 
@@ -65,5 +65,5 @@ def vllm_command(
     }
     words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
     words += [word for pair in arguments.items() for word in pair]
-    words += _ON_A_CPU if (device or device_here()) == "cpu" else ()
+    words += _ON_A_CPU if (device or local_device()) == "cpu" else ()
     return " ".join([*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(words)])

@@ -88,15 +88,15 @@ class Run:
             return self.policy.data_ranks
         return self.config.policy.data_ranks(self.config.cluster)
 
-    def keep(self, name: str, part: Stateful) -> None:
+    def keep(self, name: str, component: Stateful) -> None:
         """Save additional state of the algorithm in every checkpoint, and restore it if the run is resumed.
 
         Args:
             name: unique name of the state.
-            part: object with the state.
+            component: object with the state.
         """
         if self.checkpoints is not None:
-            self.checkpoints.keep(name, part)
+            self.checkpoints.keep(name, component)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Record how long a block takes, as `time/<phase>_s`."""

@@ -26,8 +26,8 @@ def describe_raised(error: BaseException, code: Any) -> str:
     file = _file_of(code)
     frame = next((each for each in reversed(frames) if each.filename == file), frames[-1])
     is_call = frame.filename != file and _OUR_FOLDER in Path(frame.filename).parents
-    place = "" if is_call else f" at {frame.filename}:{frame.lineno}"
-    return f"{type(error).__name__}{place}: {error}"
+    location = "" if is_call else f" at {frame.filename}:{frame.lineno}"
+    return f"{type(error).__name__}{location}: {error}"
 
 
 @contextmanager

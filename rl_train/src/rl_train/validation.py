@@ -95,7 +95,7 @@ class LogProbabilityAgreement:
     """Completions that they are of."""
 
     def failures(self, threshold: float) -> list[str]:
-        """What is beyond `threshold`, one sentence each; empty if the two are consistent.
+        """The values above `threshold`, one sentence each; empty if the two are consistent.
 
         Two values are compared with `largest_error` of their sample: exp(mean |d|) of all tokens, and that of each range of
         positions that has at least `JUDGED_TOKENS` tokens, so that many good early tokens cannot hide late ones that drift.
@@ -172,7 +172,7 @@ def score_samples(training_backend: PolicyInterface, samples: BatchedDataDict[An
     difference = (trained - samples["logprobs"])[mask].double()
     size = difference.abs()
     at_worst = int(size.argmax())
-    row, place = mask.nonzero()[at_worst].tolist()
+    row, at = mask.nonzero()[at_worst].tolist()
     return LogProbabilityAgreement(
         multiplicative_error=float(size.mean().exp()),
         mean_abs_difference=float(size.mean()),
@@ -180,10 +180,10 @@ def score_samples(training_backend: PolicyInterface, samples: BatchedDataDict[An
         max_abs_difference=float(size.max()),
         worst=TokenDifference(
             row=row,
-            position=place - int(starts[row]),
-            token_id=int(samples["output_ids"][row, place]),
-            training_logprob=float(trained[row, place]),
-            inference_logprob=float(samples["logprobs"][row, place]),
+            position=at - int(starts[row]),
+            token_id=int(samples["output_ids"][row, at]),
+            training_logprob=float(trained[row, at]),
+            inference_logprob=float(samples["logprobs"][row, at]),
         ),
         quantiles=_quantiles(size),
         kl=float((difference.expm1() - difference).mean()),

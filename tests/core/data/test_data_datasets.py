@@ -150,7 +150,7 @@ def test_the_single_field_of_a_template_takes_the_input_key(tmp_path):
     for row in ({"question": "6*7?", "expected_answer": 42}, {"problem": "6*7?", "expected_answer": 42}):
         dataset = dataset_of(tmp_path, row, prompt="generic/math")
         assert dataset[0]["messages"][0]["content"].endswith("6*7?")
-        assert dataset.asked(0) in ("6*7?", {"problem": "6*7?"})
+        assert dataset.prompt_of(0) in ("6*7?", {"problem": "6*7?"})
     with pytest.raises(DataError, match=r"'question' \(`input_key`\) is missing"):
         dataset_of(tmp_path, {"task": "6*7?"}, prompt="generic/math")
 

@@ -73,7 +73,7 @@ def test_a_prompt_template_and_a_system_message_move_no_row(tmp_path):
     plain = RecordDataset(JsonlDatasetConfig(path=path, output_key=None))
     dressed = RecordDataset(JsonlDatasetConfig(path=path, output_key=None, prompt="generic/math", system_prompt="Think."))
     places = [
-        [side.place(index) for index in range(len(side))]
+        [side.row_location(index) for index in range(len(side))]
         for dataset in (plain, dressed)
         for side in held_out(dataset, fraction=0.3, seed=0, name="rows")
     ]

@@ -76,7 +76,7 @@ from rl_core.errors import UserError
 for keys in json.loads(sys.argv[1]):
     try:
         dataset = RecordDataset(HuggingFaceDatasetConfig(output_key=None, response_key="answer", **keys))
-        found = [[m["content"] for m in dataset[0]["messages"]], len(dataset), dataset.place(0)]
+        found = [[m["content"] for m in dataset[0]["messages"]], len(dataset), dataset.row_location(0)]
     except UserError as error:
         found = str(error)
     print(json.dumps(found))

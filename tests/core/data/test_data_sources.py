@@ -99,7 +99,7 @@ def test_every_source_gives_the_same_records(source):
         for row in ROWS
     ]
     assert dataset[:2] == [dataset[0], dataset[1]]
-    assert dataset.place(1).endswith(place)
+    assert dataset.row_location(1).endswith(place)
 
 
 def test_every_source_gives_the_same_conversations_though_tables_fill_messages_with_nulls(source):
@@ -245,7 +245,7 @@ def test_compressed_files_with_any_name_are_read_and_truncated_ones_are_errors(c
     path.write_bytes(b"".join(compress(half) for half in halves))
     dataset = RecordDataset(JsonlDatasetConfig(path=path))
     assert [record["extra_env_info"]["expected_answer"] for record in dataset] == ["42", "4"]
-    assert dataset.place(1).endswith("rows.jsonl:2")
+    assert dataset.row_location(1).endswith("rows.jsonl:2")
     path.write_bytes(compress(b"".join(halves) * 99)[:-20])
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be decompressed \(.*\): it is corrupt or incomplete"):
         RecordDataset(JsonlDatasetConfig(path=path))
@@ -287,7 +287,7 @@ def test_an_integer_too_long_for_python_is_a_bad_line_with_its_place_in_rows_and
     path.write_text(f'{{"n": 1}}\n{{"n": {longest}}}\n')
     rows = JsonLines(path)
     assert rows[0] == {"n": 1}
-    assert rows.place(1) == f"{path}:2"
+    assert rows.row_location(1) == f"{path}:2"
     with pytest.raises(DataError, match="an integer of more than 4300 digits"):
         rows[1]
     with pytest.raises(DataError, match=r"arguments is the text .*an integer of more than 4300 digits"):

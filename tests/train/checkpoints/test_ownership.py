@@ -9,16 +9,16 @@ from contextlib import ExitStack
 import pytest
 
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import RunIdentity, hold, read_identity, refuse_foreign, write_identity
+from rl_train.checkpoints.ownership import RunIdentity, lock_folder, read_identity, refuse_foreign, write_identity
 from rl_train.checkpoints.store import CheckpointStore
 
 HOLD = """
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from rl_train.checkpoints.ownership import hold
+from rl_train.checkpoints.ownership import lock_folder
 with ExitStack() as exits:
-    hold(Path(sys.argv[1]), exits, setting="checkpointing.checkpoint_dir")
+    lock_folder(Path(sys.argv[1]), exits, setting="checkpointing.checkpoint_dir")
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -32,21 +32,21 @@ def test_a_folder_held_by_another_process_is_refused_with_that_process_and_free_
         assert other.stdout.readline() == "held\n"
         for _ in range(2):  # a rejected attempt keeps the name of the owner
             with ExitStack() as exits, pytest.raises(UserError) as refused:
-                hold(tmp_path / "c", exits, setting="checkpointing.checkpoint_dir")
+                lock_folder(tmp_path / "c", exits, setting="checkpointing.checkpoint_dir")
             assert f"in use by process {other.pid} on host {socket.gethostname()}" in str(refused.value)
             assert "checkpointing.checkpoint_dir=FOLDER" in str(refused.value)
     finally:
         other.kill()
         other.wait()
     with ExitStack() as exits:
-        hold(tmp_path / "c", exits, setting="checkpointing.checkpoint_dir")
+        lock_folder(tmp_path / "c", exits, setting="checkpointing.checkpoint_dir")
         assert (tmp_path / "c" / ".lock").read_text() == f"process {os.getpid()} on host {socket.gethostname()}\n"
 
 
 def test_a_folder_that_cannot_be_created_names_the_setting(tmp_path):
     (tmp_path / "file").write_text("")
     with ExitStack() as exits, pytest.raises(UserError, match=r"Choose another one with logger\.log_dir=FOLDER"):
-        hold(tmp_path / "file" / "runs", exits, setting="logger.log_dir")
+        lock_folder(tmp_path / "file" / "runs", exits, setting="logger.log_dir")
 
 
 def test_checkpoints_of_another_run_or_of_an_unknown_run_are_refused(tmp_path):

@@ -163,7 +163,7 @@ def test_secrets_are_known_by_name_or_form(monkeypatch, variable, key, value, se
     monkeypatch.setenv(variable, value)
     secrets = Secrets()
     config = OmegaConf.create({key: f"${{oc.env:{variable}}}"})
-    with secrets.watching((key,)):
+    with secrets.recording((key,)):
         assert config[key] == value
     assert bool(secrets.values) is secret
 

@@ -15,7 +15,7 @@ SCALARS = """1 -3 0x1F 0b11 012 1_000 1:30 1.5 .5 1e-5 1E3 -2.5e+10 1e5 .inf -.i
 
 def read(text):
     problems = Problems()
-    root = read_yaml(text, place=SourceLocation("c.yaml", 1, 1, "c.yaml"), problems=problems)
+    root = read_yaml(text, location=SourceLocation("c.yaml", 1, 1, "c.yaml"), problems=problems)
     return root, [str(problem) for problem in problems.found]
 
 
@@ -38,17 +38,17 @@ def test_a_lone_equals_sign_is_text():
 def test_values_and_keys_have_line_and_column():
     root, _ = read("policy:\n  optimizer:\n    kwargs: {lr: 1,\n      betas: [2, 3]}\n")
     kwargs = ("policy", "optimizer", "kwargs")
-    assert str(root.at(kwargs).key_place) == "c.yaml:3:5"
-    assert str(root.at((*kwargs, "lr")).place) == "c.yaml:3:18"
-    assert str(root.at((*kwargs, "betas")).key_place) == "c.yaml:4:7"
-    assert str(root.at((*kwargs, "betas", 1)).place) == "c.yaml:4:18"
+    assert str(root.at(kwargs).key_location) == "c.yaml:3:5"
+    assert str(root.at((*kwargs, "lr")).location) == "c.yaml:3:18"
+    assert str(root.at((*kwargs, "betas")).key_location) == "c.yaml:4:7"
+    assert str(root.at((*kwargs, "betas", 1)).location) == "c.yaml:4:18"
 
 
 def test_anchors_aliases_and_merge_keys_keep_the_source_location_of_the_original():
     root, problems = read("a: &x {p: 1, q: 2}\nb: *x\nc:\n  <<: *x\n  q: 3\nd: {<<: [{r: 1}, {r: 2, s: 3}]}\n")
     assert problems == []
     assert root.plain() == {"a": {"p": 1, "q": 2}, "b": {"p": 1, "q": 2}, "c": {"p": 1, "q": 3}, "d": {"r": 1, "s": 3}}
-    assert str(root.at(("c", "p")).place) == "c.yaml:1:11"
+    assert str(root.at(("c", "p")).location) == "c.yaml:1:11"
 
 
 WRONG = {

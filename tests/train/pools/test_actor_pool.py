@@ -154,7 +154,7 @@ def test_a_dead_daemon_that_only_the_thread_of_a_pool_detects_is_not_noticed(mon
     monkeypatch.setattr(daemons, "_watch", watch)
 
     def pool_thread():
-        daemons.leave_deaths_to_other_threads()
+        daemons.mark_background_thread()
         assert daemons.is_dead()
 
     thread = threading.Thread(target=pool_thread)

@@ -100,7 +100,7 @@ def test_scores_of_two_prompts_worked_by_hand(evaluation_of, tokenizer):
     # The standard deviation of the two prompts' 1/2 and 1/4 is sqrt(2)/8, over sqrt(2).
     assert found.metrics["mean@4"].standard_error == pytest.approx(1 / 8)
     assert (found.num_prompts, found.samples_per_prompt, found.max_length) == (2, 4, 2)
-    assert found.num_cut_prompts == 1
+    assert found.num_truncated_prompts == 1
     assert found.not_reported == {}
 
 

@@ -116,7 +116,7 @@ def test_a_worker_of_another_section_is_reported_at_that_section(config, group, 
     with pytest.raises(InvalidConfigError) as caught, with_location(config_of_run):
         raise error
     [problem] = caught.value.problems
-    assert (problem.place.line, ".".join(map(str, problem.path))) == (line + 1, key)
+    assert (problem.location.line, ".".join(map(str, problem.path))) == (line + 1, key)
     assert "rank 1" not in str(problem)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import hold
+from rl_train.checkpoints.ownership import lock_folder
 from rl_train.checkpoints.state import resumable_state
 from rl_train.runtime.launch import train
 from rl_train.runtime.trainers import SFTTrainer
@@ -159,6 +159,6 @@ def test_training_twice_in_one_folder_keeps_both_runs_checkpoints_and_locks_the_
     kept = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("manifest.json"))
     assert kept == ["run/checkpoints/abandoned_1/step_000001", "run/checkpoints/step_000001"]
     with ExitStack() as exits:
-        hold(tmp_path / "run", exits, setting="logger.log_dir")
+        lock_folder(tmp_path / "run", exits, setting="logger.log_dir")
         with pytest.raises(UserError, match="run is in use by process"):
             trainer.train(rows)

@@ -203,7 +203,7 @@ def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 def _line(path: KeyPath, value: Any, written: Node, table: Table, foreign: ForeignConfig) -> Line:
     key = dotted(path)
     decision = _decide(key, value, table, foreign)
-    location = written.nearest(path).key_place
+    location = written.nearest(path).key_location
     return Line(key=key, value=value, location=location, decision=decision, targets=_targets(decision, key))
 
 

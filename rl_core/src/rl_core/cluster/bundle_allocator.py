@@ -40,7 +40,7 @@ class BundleAllocator:
                     f"Give every node of {cluster.name} a multiple of {per_worker} bundles."
                 )
 
-    def first(self, rank: int) -> Bundle:
+    def own_bundle(self, rank: int) -> Bundle:
         """The bundle of the rank's own process."""
         return self._all(rank)[0]
 

@@ -122,8 +122,8 @@ class DaemonWatch:
 
 
 @contextmanager
-def reporting(*, logs: Path, give_up: Callable[[RayDiedError], None]) -> Iterator[None]:
-    """Within the block, keep the logs of a daemon that dies, and end the process even if the main thread is blocked.
+def watch_daemons(*, logs: Path, give_up: Callable[[RayDiedError], None]) -> Iterator[None]:
+    """Within the block, copy the logs of a daemon that dies, and end the process even if the main thread is blocked.
 
     Args:
         logs: Folder for copies of the daemon's logs; Ray removes its own folder.
@@ -146,10 +146,10 @@ def is_dead() -> bool:
     return True
 
 
-def leave_deaths_to_other_threads() -> None:
-    """Declare that the calling thread does not end the run: a death that only it detects still ends the process.
+def mark_background_thread() -> None:
+    """Declare that an error of the calling thread does not end the run, as in a pool's threads.
 
-    For threads that serve others, such as a pool's: the main thread may be blocked in a Ray call at the same time.
+    If only such threads detect a death, the process is ended anyway: the main thread may be blocked in a Ray call.
     """
     _thread.leaves_deaths = True
 
@@ -165,7 +165,7 @@ def raise_if_dead() -> None:
 
 
 def wait(refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
-    """Wait until one of `refs` is ready; returns all that are then, or none after `timeout_s`.
+    """Wait until one of `refs` is ready; returns all that are ready, or an empty list after `timeout_s`.
 
     Raises:
         RayDiedError: A daemon died meanwhile.

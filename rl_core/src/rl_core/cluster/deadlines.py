@@ -49,7 +49,7 @@ class Unanswered:
     doing: str
 
 
-def exceeded(deadline_s: float, waiting: Sequence[Unanswered], answered: Sequence[str]) -> DeadlineExceededError:
+def deadline_error(deadline_s: float, waiting: Sequence[Unanswered], answered: Sequence[str]) -> DeadlineExceededError:
     """The error for an expired deadline, with the workers that did not answer, what each was doing, and those that did."""
     methods = sorted({one.method for one in waiting})
     lines = [

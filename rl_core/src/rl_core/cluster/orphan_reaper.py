@@ -42,7 +42,7 @@ def start_reaper(variable: str, value: str, *, folder: str | None = None) -> sub
 
 
 def marked_processes(variable: str, *values: str) -> list[int]:
-    """Processes that were started with the variable at one of the values, or that, as Ray's, log into a folder of that path.
+    """Processes started with the variable set to one of the values, or whose logs are in a folder of that path (Ray).
 
     Excludes this process and zombies.
     """
@@ -101,7 +101,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Wait until the parent is gone, then sweep."""
+    """Wait until the parent is gone, then kill the marked processes."""
     parent, variable, value, *folders = int(arguments[0]), *arguments[1:]
     # Polling, not a pipe: a forked child of the parent would hold the pipe open.
     while os.getppid() == parent:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.cluster.deadlines import Deadlines, exceeded
+from rl_core.cluster.deadlines import Deadlines, deadline_error
 from rl_core.errors import WorkerDiedError, WorkerError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class PendingCall:
         seconds = max(time.monotonic() - call.started for call in waiting)
         with ThreadPoolExecutor(max_workers=16) as looks:  # reading a stack on another node takes seconds
             reports = list(looks.map(lambda call: call.unanswered(self._deadlines.stack_s), waiting))
-        return exceeded(round(seconds, 1), reports, answered)
+        return deadline_error(round(seconds, 1), reports, answered)
 
 
 def collect(calls: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:

@@ -182,13 +182,13 @@ class RayWorkerGroup(WorkerGroup):
 
     def _start(self, rank: int) -> RemoteActor:
         """Request the process of one rank from Ray."""
-        bundle = self._allocator.first(rank)
+        bundle = self._allocator.own_bundle(rank)
         coords = ", ".join(f"{axis}={at}" for axis, at in self._sharding.get_worker_coords(rank).items())
         share = self._cluster.worker_share()
         env = {
             # Ray makes all GPUs of the node visible to a process without any.
             **({} if share["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}),
-            **interface_variables(self._allocator.first(0).node.address),
+            **interface_variables(self._allocator.own_bundle(0).node.address),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self._local_rank(rank)),
@@ -237,7 +237,7 @@ class RayWorkerGroup(WorkerGroup):
             rank=rank,
             world_size=self.world_size,
             local_rank=self._local_rank(rank),
-            node_rank=self._allocator.first(rank).node_rank,
+            node_rank=self._allocator.own_bundle(rank).node_rank,
             master_address=address,
             master_port=port,
             coords=self._sharding.get_worker_coords(rank),
@@ -246,11 +246,11 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _threads(self, rank: int) -> int:
-        return self._cluster.threads_of(self._allocator.first(rank))
+        return self._cluster.threads_of(self._allocator.own_bundle(rank))
 
     def _local_rank(self, rank: int) -> int:
-        before = Counter(self._allocator.first(other).node.node_id for other in range(rank))
-        return before[self._allocator.first(rank).node.node_id]
+        before = Counter(self._allocator.own_bundle(other).node.node_id for other in range(rank))
+        return before[self._allocator.own_bundle(rank).node.node_id]
 
     def _reject_if_shut_down(self) -> None:
         if not self._actors:

@@ -34,7 +34,7 @@ def pack_worker(worker_class: type, kwargs: Mapping[str, Any]) -> Any:
 
 
 def plain_class(worker_class: Any) -> type:
-    """The class itself, unwrapped if it is wrapped in `@ray.remote`."""
+    """The class, unwrapped if it is wrapped in `@ray.remote`."""
     plain: type = worker_class.__ray_metadata__.modified_class if is_wrapped(worker_class) else worker_class
     return plain
 

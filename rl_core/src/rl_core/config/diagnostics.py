@@ -22,17 +22,17 @@ class Problem:
     """One problem.
 
     Attributes:
-        place: The location of the value; None if nothing was read.
+        location: The location of the value; None if nothing was read.
         path: The key it is about; empty for the file as a whole.
         message: What is wrong, without location and key, and what to do.
     """
 
-    place: SourceLocation | None
+    location: SourceLocation | None
     path: KeyPath = ()
     message: str
 
     def __str__(self) -> str:
-        parts = [str(self.place)] if self.place is not None else []
+        parts = [str(self.location)] if self.location is not None else []
         if self.path:
             parts.append(dotted(self.path))
         return ": ".join([*parts, self.message])
@@ -66,15 +66,15 @@ class Problems:
     is_partial: bool = False
     redact: Callable[[str], str] = str
 
-    def add(self, message: str, *, place: SourceLocation | None, path: KeyPath = ()) -> None:
+    def add(self, message: str, *, location: SourceLocation | None, path: KeyPath = ()) -> None:
         """Adds a problem."""
-        problem = Problem(place=place, path=path, message=self.redact(message))
+        problem = Problem(location=location, path=path, message=self.redact(message))
         if problem not in self.found:
             self.found.append(problem)
 
-    def mark_invalid(self, message: str, *, place: SourceLocation | None, path: KeyPath) -> None:
+    def mark_invalid(self, message: str, *, location: SourceLocation | None, path: KeyPath) -> None:
         """Adds a problem, and marks its value as invalid so that it is not checked again."""
-        self.add(message, place=place, path=path)
+        self.add(message, location=location, path=path)
         self.poisoned.add(path)
 
     def is_invalid(self, path: KeyPath) -> bool:
@@ -123,9 +123,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _in_order_of_files(problem: Problem) -> tuple[bool, str, int, int]:
-    place = problem.place
-    if place is None:
+    location = problem.location
+    if location is None:
         return (False, "", 0, 0)
-    if place.number is not None:
-        return (True, "", place.number, 0)
-    return (False, place.source, place.line or 0, place.column or 0)
+    if location.number is not None:
+        return (True, "", location.number, 0)
+    return (False, location.source, location.line or 0, location.column or 0)

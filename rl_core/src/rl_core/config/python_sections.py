@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from rl_core.config.diagnostics import Problems
 from rl_core.config.introspection import all_fields
-from rl_core.config.source_tree import KeyPath, SourceLocation, written_from
+from rl_core.config.source_tree import KeyPath, SourceLocation, node_from_plain
 from rl_core.config.validation import Validator
 from rl_core.errors import ConfigError
 
@@ -37,7 +37,7 @@ def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: s
 
     plain = {key: value for key, value in values.items() if not isinstance(value, BaseModel)}
     validator = Validator(
-        written=written_from(plain, place=SourceLocation(source=who or "")), problems=problems, find_elsewhere=ending_in
+        written=node_from_plain(plain, location=SourceLocation(source=who or "")), problems=problems, find_elsewhere=ending_in
     )
     instance = validator.validate(model, values, path=path)
     if instance is None:

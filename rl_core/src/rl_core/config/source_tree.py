@@ -43,25 +43,25 @@ class Node:
 
     Attributes:
         value: A scalar, a dict of `Node` by key, or a list of `Node`.
-        place: The location of the value.
-        key_place: The location of its key; that of the value in lists and at the root.
+        location: The location of the value.
+        key_location: The location of its key; that of the value in lists and at the root.
         text: A scalar as it was typed, without quotes; None for containers.
         replaces: Whether a mapping replaces the inherited one (`_override_: true`) instead of merging with it.
     """
 
     value: Any
-    place: SourceLocation
-    key_place: SourceLocation
+    location: SourceLocation
+    key_location: SourceLocation
     text: str | None = None
     replaces: bool = False
 
-    def child(self, part: str | int) -> Node | None:
+    def child(self, key: str | int) -> Node | None:
         """The value under a key or at an index of a list, or None."""
         child: Node | None = None
         if isinstance(self.value, dict):
-            child = self.value.get(part)
-        elif isinstance(self.value, list) and isinstance(part, int) and 0 <= part < len(self.value):
-            child = self.value[part]
+            child = self.value.get(key)
+        elif isinstance(self.value, list) and isinstance(key, int) and 0 <= key < len(self.value):
+            child = self.value[key]
         return child
 
     def at(self, path: KeyPath) -> Node | None:
@@ -101,11 +101,11 @@ class Node:
             yield path, self
 
 
-def written_from(value: Any, *, place: SourceLocation) -> Node:
+def node_from_plain(value: Any, *, location: SourceLocation) -> Node:
     """Plain values, all with the same source location."""
     if isinstance(value, Mapping):
-        inner: Any = {key: written_from(item, place=place) for key, item in value.items()}
-        return Node(inner, place=place, key_place=place)
+        inner: Any = {key: node_from_plain(item, location=location) for key, item in value.items()}
+        return Node(inner, location=location, key_location=location)
     if isinstance(value, list):
-        return Node([written_from(item, place=place) for item in value], place=place, key_place=place)
-    return Node(value, place=place, key_place=place)
+        return Node([node_from_plain(item, location=location) for item in value], location=location, key_location=location)
+    return Node(value, location=location, key_location=location)

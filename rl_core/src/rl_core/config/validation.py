@@ -60,7 +60,7 @@ class Validator:
             self.problems.add(
                 f"the model {model.__module__}.{model.__qualname__} failed on it ({type(error).__name__}: {error}). This "
                 "is a bug in the distribution that defines this model.",
-                place=self.written.nearest(path).key_place,
+                location=self.written.nearest(path).key_location,
                 path=path,
             )
             return None
@@ -69,14 +69,14 @@ class Validator:
     def _reject_accidental_numbers(self, model: Model, values: Mapping[str, Any], *, path: KeyPath) -> None:
         """Reports values that pydantic would accept as numbers: true and false as 1 and 0, and NaN in a free mapping."""
         for leaf, value in _scalars(values):
-            where = (*path, *leaf)
+            at = (*path, *leaf)
             field = find_field(model, leaf, prefix=path)
             if isinstance(value, bool):
                 if field is not None and not field.is_free and not allows_bool(field.info.annotation):
-                    self._wrong_value(field, where, value)
-                    self.problems.poisoned.add(where)
+                    self._wrong_value(field, at, value)
+                    self.problems.poisoned.add(at)
             elif math.isnan(value) and (field is None or field.is_free):
-                self.problems.mark_invalid("must be a number; found .nan.", place=self.written.nearest(where).place, path=where)
+                self.problems.mark_invalid("must be a number; found .nan.", location=self.written.nearest(at).location, path=at)
 
     def _report(self, detail: ErrorDetails, *, model: Model, values: Any, path: KeyPath) -> None:
         inner, value = _walk(values, detail["loc"])
@@ -93,12 +93,12 @@ class Validator:
             self._unknown_key(model, where, section=path, values=values)
         elif kind in ("value_error", "assertion_error"):
             written = self.written.nearest(where)
-            self.problems.add(_reason(detail), place=written.key_place, path=where)
+            self.problems.add(_reason(detail), location=written.key_location, path=where)
         elif kind in _WRONG_VALUE or kind.endswith(("_type", "_parsing")):
             self._wrong_value(field, where, value, model=model, section=path)
         else:
             message = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}, found {show(value)}."
-            self.problems.add(message, place=self.written.nearest(where).place, path=where)
+            self.problems.add(message, location=self.written.nearest(where).location, path=where)
 
     def _missing(self, field: Field | None, path: KeyPath) -> None:
         purpose = ""
@@ -106,7 +106,7 @@ class Validator:
             # The first sentence, because docstrings are wrapped within sentences.
             doc = " ".join((field.info.description or "").split()).partition(". ")[0].rstrip(".")
             purpose = f": {field.allowed}" + (f". {doc}" if doc else "")
-        self.problems.add(f"is required{purpose}.", place=self.written.nearest(path[:-1]).key_place, path=path)
+        self.problems.add(f"is required{purpose}.", location=self.written.nearest(path[:-1]).key_location, path=path)
 
     def _wrong_value(
         self, field: Field | None, path: KeyPath, value: Any, *, model: Model | None = None, section: KeyPath = ()
@@ -120,7 +120,8 @@ class Validator:
         written = self.written.at(path)
         if written is not None and written.text is not None and not isinstance(written.value, str) and "text" in allowed:
             hint = f" YAML does not read {written.text!r} as text: quote it if text is meant."
-        self.problems.add(f"must be {allowed}; found {show(value)}.{hint}", place=self.written.nearest(path).place, path=path)
+        location = self.written.nearest(path).location
+        self.problems.add(f"must be {allowed}; found {show(value)}.{hint}", location=location, path=path)
 
     @staticmethod
     def _allowed_within(model: Model | None, path: KeyPath) -> tuple[str, list[Any]]:
@@ -143,11 +144,11 @@ class Validator:
         keys = list(owner.model_fields)
         other = self._section_of_other_backend(name, keys, values) if here == section else None
         if other is not None:
-            self.problems.add(other, place=written.key_place, path=path)
+            self.problems.add(other, location=written.key_location, path=path)
             return
         self.problems.add(
             f"{dotted(here) or model.__name__} has no key {name!r}.{self._suggestion(name, keys, here)}",
-            place=written.key_place,
+            location=written.key_location,
             path=path,
         )
 

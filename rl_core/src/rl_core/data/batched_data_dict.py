@@ -114,10 +114,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """A new batch of these rows, in this order; rows may repeat. A bool tensor [B] selects the rows marked True."""
-        place = torch.as_tensor(indices)
-        place = place.nonzero().flatten() if place.dtype == torch.bool else place.to(torch.int64)
+        rows = torch.as_tensor(indices)
+        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows.to(torch.int64)
         return self._mapped(
-            lambda column: column[place.to(column.device)], lambda column: [column[row] for row in place.tolist()]
+            lambda column: column[rows.to(column.device)], lambda column: [column[row] for row in rows.tolist()]
         )
 
     def repeat_interleave(self, num_repeats: int) -> Self:

@@ -203,9 +203,9 @@ def to_output(completions: Sequence[Completion]) -> BatchedDataDict[Any]:
     lengths = [len(row.prompt) + len(row.tokens) for row in completions]
     output_ids = torch.full((len(completions), max(lengths, default=0)), int(pad_value("output_ids")), dtype=torch.int64)
     logprobs = torch.zeros(output_ids.shape, dtype=torch.float32)
-    for place, (row, length) in enumerate(zip(completions, lengths, strict=True)):
-        output_ids[place, :length] = torch.tensor([*row.prompt, *row.tokens])
-        logprobs[place, len(row.prompt) : length] = torch.tensor(row.logprobs)
+    for index, (row, length) in enumerate(zip(completions, lengths, strict=True)):
+        output_ids[index, :length] = torch.tensor([*row.prompt, *row.tokens])
+        logprobs[index, len(row.prompt) : length] = torch.tensor(row.logprobs)
     return BatchedDataDict(
         {
             "output_ids": output_ids,

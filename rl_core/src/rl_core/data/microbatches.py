@@ -246,7 +246,7 @@ def _split_to_multiple(microbatches: list[list[int]], shards: int) -> None:
             "max_tokens_per_microbatch, or fewer shards"
         )
     while len(microbatches) < wanted:
-        place = max(range(len(microbatches)), key=lambda number: len(microbatches[number]))
-        split = microbatches[place]
+        longest = max(range(len(microbatches)), key=lambda number: len(microbatches[number]))
+        split = microbatches[longest]
         half = (len(split) + 1) // 2
-        microbatches[place : place + 1] = [split[:half], split[half:]]
+        microbatches[longest : longest + 1] = [split[:half], split[half:]]

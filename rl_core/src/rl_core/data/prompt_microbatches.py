@@ -91,7 +91,7 @@ def shard_prompts_by_count(prompts: PromptRows, shards: int, *, batch_size: int 
     ]
     plans = shard_by_count(rows, shards, batch_size=batch_size)
     for plan in plans:
-        plan.rows = [order[place] for place in plan.rows]
+        plan.rows = [order[index] for index in plan.rows]
     return plans
 
 

@@ -70,7 +70,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_tokenizer_if_there(
+def load_tokenizer_if_present(
     model_name: str | Path,
     *,
     tokenizer_name: str | None = None,
@@ -97,8 +97,8 @@ def load_tokenizer_if_there(
 
 
 def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_remote_code: bool) -> Any:
-    """`load_tokenizer_if_there` with the settings of a section `tokenizer`."""
-    return load_tokenizer_if_there(
+    """`load_tokenizer_if_present` with the settings of a section `tokenizer`."""
+    return load_tokenizer_if_present(
         model_name,
         tokenizer_name=section.name,
         chat_template=section.chat_template,

@@ -23,12 +23,12 @@ def prompt_keys(rows: BatchedDataDict[Any]) -> list[PromptKey]:
     return [ids[row, : int(lengths[row])].numpy().tobytes() for row in range(rows.size)]
 
 
-def split_by_prompt(prompts: Iterable[PromptKey], num_parts: int) -> list[list[int]]:
-    """Row indices of at most `num_parts` non-empty parts of similar size; rows with equal keys are in one part."""
+def split_by_prompt(prompts: Iterable[PromptKey], num_shards: int) -> list[list[int]]:
+    """Row indices of at most `num_shards` non-empty shards of similar size; rows with equal keys are in one shard."""
     groups: dict[PromptKey, list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(row)
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    parts: list[list[int]] = [[] for _ in range(num_shards)]
     for members in sorted(groups.values(), key=len, reverse=True):
         min(parts, key=len).extend(members)
     return [part for part in parts if part]

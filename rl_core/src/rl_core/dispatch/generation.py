@@ -125,8 +125,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         self._is_prepared = False
         return True
 
-    def spread_over(self, cluster: RayVirtualCluster) -> None:
-        super().spread_over(cluster)
+    def move_to_cluster(self, cluster: RayVirtualCluster) -> None:
+        super().move_to_cluster(cluster)
         self._attach()
 
     @property

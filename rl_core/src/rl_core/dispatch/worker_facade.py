@@ -69,7 +69,7 @@ class WorkerFacade:
         """Whether a single worker runs in this process."""
         return isinstance(self.group, InProcessWorkerGroup)
 
-    def spread_over(self, cluster: RayVirtualCluster) -> None:
+    def move_to_cluster(self, cluster: RayVirtualCluster) -> None:
         """Move to a cluster; for a facade that was created without one and has only loaded what its config names."""
         self.group.shutdown()
         self.group = self._make_group(cluster=cluster)
@@ -123,7 +123,7 @@ def make_group(
                 "this process. Set `cluster.backend: ray`, or pass `cluster=RayVirtualCluster([...])` in Python."
             )
         return InProcessWorkerGroup(
-            worker_class, worker_kwargs={"config": config}, sharding=sharding, name=name, device=device_here()
+            worker_class, worker_kwargs={"config": config}, sharding=sharding, name=name, device=local_device()
         )
     from rl_core.cluster.ray_worker_group import RayWorkerGroup
 
@@ -140,7 +140,7 @@ def make_group(
     )
 
 
-def device_here() -> Literal["cpu", "cuda"]:
+def local_device() -> Literal["cpu", "cuda"]:
     """The device of a single worker in this process: the first visible GPU, if any."""
     import torch
 

@@ -29,8 +29,8 @@ class Record(TypedDict):
 class Dataset(ABC):
     """A finite, indexable collection of records; index i always returns the same record.
 
-    A dataset that reads rows from files may also define: `place(index)`, the location of a record's row, for errors;
-    `asked(index)`, the prompt as written in the row, by which rows are held out; `skipped` and `reasons`, the number of bad
+    A dataset that reads rows from files may also define: `row_location(index)`, the location of a record's row, for errors;
+    `prompt_of(index)`, the prompt as written in the row, by which rows are held out; `skipped` and `reasons`, the number of bad
     rows that were left out and why; `firsts`, indices of records that together cover everything a chat template may reject,
     which are checked first.
     """

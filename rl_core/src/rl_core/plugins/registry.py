@@ -38,8 +38,8 @@ class Registry:
                 class, which imports it.
 
         Raises:
-            UnknownComponentError: Nobody registers the name.
-            ComponentNotInstalledError: A distribution that is not installed would.
+            UnknownComponentError: No plugin registers the name.
+            ComponentNotInstalledError: The distribution that registers it is not installed.
             BrokenPluginError: The plugin that registers it does not work, or is disabled.
             DuplicateComponentError: Several plugins register it.
             WrongKindError: It is registered as another kind only.

@@ -30,7 +30,7 @@ class RequirementCheck:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in one clause, or None."""
+        """The problem in one clause; None if the requirement is met."""
         if self.fits:
             return None
         if self.installed is None:

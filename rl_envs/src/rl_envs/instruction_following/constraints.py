@@ -48,7 +48,7 @@ _FENCE = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL | re.IGNORECASE
 
 
 def parameters_of(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The parameters of a constraint, without those that are null or belong to other constraints and are null.
+    """The parameters of a constraint, without null values.
 
     Raises:
         DataError: the constraint is unknown, or a parameter is missing, unknown or of another type.

@@ -47,7 +47,7 @@ class AnswerGrade:
     boxed: bool
 
     @property
-    def right(self) -> bool:
+    def is_correct(self) -> bool:
         """Whether the answer equals the expected one."""
         return self.comparison is Comparison.EQUAL
 

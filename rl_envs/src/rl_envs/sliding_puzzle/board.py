@@ -65,7 +65,7 @@ def can_be_solved(board: Sequence[Sequence[int]]) -> bool:
     return (inversions + row + column) % 2 == 0
 
 
-def shown(board: Sequence[Sequence[int]]) -> str:
+def format_board(board: Sequence[Sequence[int]]) -> str:
     """The board as text: one line per row, `_` for the gap."""
     width = len(str(len(board) ** 2 - 1))
     return "\n".join(" ".join(("_" if tile == GAP else str(tile)).rjust(width) for tile in row) for row in board)

@@ -10,7 +10,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces.dataset import Record
 from rl_envs.config import read_section
 from rl_envs.generated_dataset import MAX_DRAWS, GeneratedDataset, is_reserved
-from rl_envs.sliding_puzzle.board import Board, shown, shuffled
+from rl_envs.sliding_puzzle.board import Board, format_board, shuffled
 from rl_envs.sliding_puzzle.config import SlidingPuzzleDatasetConfig
 
 TASK = "sliding_puzzle"
@@ -41,7 +41,7 @@ class SlidingPuzzleDataset(GeneratedDataset):
         config = self.config
         draw = random.Random(f"{config.seed}/{index}")
         board = self._board(draw)
-        question = QUESTION.format(last=config.size**2 - 1, example=config.size, board=shown(board))
+        question = QUESTION.format(last=config.size**2 - 1, example=config.size, board=format_board(board))
         return {
             "messages": [{"role": "user", "content": question}],
             "extra_env_info": {"board": board, "moves": 0, "illegal_moves": 0},

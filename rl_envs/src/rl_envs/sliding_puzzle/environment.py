@@ -14,7 +14,7 @@ from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.completions import final_text
 from rl_envs.config import read_section
-from rl_envs.sliding_puzzle.board import Board, can_be_solved, legal_moves, moved, shown, solved
+from rl_envs.sliding_puzzle.board import Board, can_be_solved, format_board, legal_moves, moved, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
 
 _MOVE = re.compile(r"<move>\s*(\w+)\s*</move>", re.IGNORECASE)
@@ -96,8 +96,8 @@ def _read_move(message: str, board: Board) -> str | None:
 def _reply(move: str | None, before: Board, after: Board) -> str:
     if move is None:
         legal = ", ".join(f"{tile} ({way})" for way, tile in sorted(legal_moves(before).items(), key=lambda each: each[1]))
-        return f"That is not a legal move. Legal moves: {legal}.\n\n{shown(after)}"
-    return shown(after)
+        return f"That is not a legal move. Legal moves: {legal}.\n\n{format_board(after)}"
+    return format_board(after)
 
 
 def _board(row: int, info: Any) -> Board:

@@ -1,4 +1,4 @@
-"""The environment `agent`: takes the place of an environment if the agent itself returns the reward."""
+"""The environment `agent`: replaces an environment if the agent itself returns the reward."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def is_last_trained(mask: torch.Tensor) -> torch.Tensor:
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """Fraction of the variance of the returns that the values explain: 1 all, 0 as a constant, below 0 worse than a constant.
+    """Fraction of the variance of the returns that the values explain: 1 is all, 0 is no better than a constant.
 
     0.0 if the returns are all equal up to rounding.
 

@@ -105,7 +105,7 @@ def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) 
 
 @contextmanager
 def explain_full_disk(folder: Path) -> Iterator[None]:
-    """Raises errors in the block that a full disk of the run folder caused as `DiskFullError`."""
+    """Within the block, convert errors that a full disk of the run folder caused to `DiskFullError`."""
     try:
         yield
     except RLCoreError:

@@ -63,7 +63,7 @@ def write_identity(folder: Path, identity: RunIdentity) -> None:
     os.replace(partial, folder / RUN)
 
 
-def hold(folder: Path, exits: ExitStack, *, setting: str) -> None:
+def lock_folder(folder: Path, exits: ExitStack, *, setting: str) -> None:
     """Create `folder` and lock it for this process until `exits` closes or the process ends.
 
     Args:

@@ -50,14 +50,14 @@ class Checkpoints:
     _algorithm_state: dict[str, Stateful] = field(default_factory=dict, init=False)
     _found: Mapping[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
-    def keep(self, name: str, part: Stateful) -> None:
+    def keep(self, name: str, component: Stateful) -> None:
         """Save additional state of the algorithm in each checkpoint, and restore it if a checkpoint was restored.
 
         It is unchanged if the checkpoint does not contain it, because that was written with another config.
         """
-        self._algorithm_state[name] = part
+        self._algorithm_state[name] = component
         if name in self._found:
-            part.load_state_dict(self._found[name])
+            component.load_state_dict(self._found[name])
 
     def check_disk_space(self, *, num_saves: int) -> None:
         """Compare the free space with the size of the run's checkpoints; call it before the first step.

@@ -43,7 +43,7 @@ class CheckpointStore:
     - `step_N.partial` is being written or deleted; `sweep` deletes it.
     - `step_N.complete` is a complete second version of step N that has not replaced the first one yet; `sweep` completes that.
 
-    Only the process that holds the folder (`ownership.hold`) may call `sweep`, `write` and `set_aside`.
+    Only the process that holds the folder (`ownership.lock_folder`) may call `sweep`, `write` and `set_aside`.
 
     Args:
         folder: parent of the step folders; created by the first write.

@@ -12,7 +12,7 @@ from rl_train.config.schema import RunConfig
 
 
 def agent_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
-    """Agents that cannot be imported, and agents without a plugin that provides the endpoint."""
+    """Report agents that cannot be imported, and agents without a plugin that provides the endpoint."""
     for task, section in run.env.items():
         path = section.agent
         if path is None:

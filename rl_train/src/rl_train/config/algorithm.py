@@ -54,25 +54,25 @@ def choose_algorithm(
         problems.add(
             f"A config must have exactly one algorithm section, but this one has {' and '.join(one.name for one in found)}: "
             "remove all but one.",
-            place=written.nearest((last,)).key_place,
+            location=written.nearest((last,)).key_location,
             path=(last,),
         )
     elif not names:
         known = ", ".join(f"{name}:" for name in registry.names(Kind.ALGORITHM))
-        problems.add(f"The config has no algorithm section: add one of {known} (it may be empty).", place=written.place)
+        problems.add(f"The config has no algorithm section: add one of {known} (it may be empty).", location=written.location)
     return None
 
 
 def _find_by_section(
     name: str, *, sections: Collection[str], written: Node, registry: Registry, problems: Problems
 ) -> Component | None:
-    place = written.nearest((name,)).key_place
+    location = written.nearest((name,)).key_location
     algorithms = registry.names(Kind.ALGORITHM)
     if is_path(name):
         first = name.partition(".")[0]
         hint = " Dotted keys only work in overrides: in a file, nest the keys." if first in sections else ""
         hint = hint or " To use an algorithm by its path, set `algorithm: {train: ..., config: ...}`."
-        problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
+        problems.add(f"There is no section {name!r}.{hint}", location=location, path=(name,))
         return None
     try:
         return registry.find(Kind.ALGORITHM, name)
@@ -80,29 +80,29 @@ def _find_by_section(
         not_installed = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
         meant = nearest(name, [*sections, *algorithms, *not_installed])
         hint = f" Did you mean {meant!r}?" if meant else f" Sections: {', '.join([*algorithms, *sections])}."
-        problems.add(f"There is no section {name!r}.{hint}", place=place, path=(name,))
+        problems.add(f"There is no section {name!r}.{hint}", location=location, path=(name,))
     except PluginError as error:
-        problems.add(str(error), place=place, path=(name,))
+        problems.add(str(error), location=location, path=(name,))
     return None
 
 
 def _find_by_path(names: list[str], paths: Any, *, written: Node, registry: Registry, problems: Problems) -> Component | None:
     """A component for the only non-standard section, with the function and the model that `algorithm` names."""
-    place = written.nearest(("algorithm",)).key_place
+    location = written.nearest(("algorithm",)).key_location
     if len(names) != 1:
         others = f"has {' and '.join(names)}: remove all but one" if names else "has none: add one (it may be empty)"
         problems.add(
             f"requires a section with its settings, under a name of your choice, but this config {others}.",
-            place=place,
+            location=location,
             path=("algorithm",),
         )
         return None
     [name] = names
     if name in registry.names(Kind.ALGORITHM):
         problems.add(
-            f"is the name of an algorithm from a plugin, but {place} sets another algorithm by its path: rename the section, "
-            "or remove `algorithm`.",
-            place=written.nearest((name,)).key_place,
+            f"is the name of an algorithm from a plugin, but {location} sets another algorithm by its path: rename the "
+            "section, or remove `algorithm`.",
+            location=written.nearest((name,)).key_location,
             path=(name,),
         )
         return None
@@ -115,11 +115,11 @@ def _find_by_path(names: list[str], paths: Any, *, written: Node, registry: Regi
                 raise UnknownComponentError(f"must be a dotted path, package.module.name; found {paths[key]!r}.")
             targets.append(registry.find(Kind.ALGORITHM, paths[key]).target)
         except PluginError as error:
-            problems.add(str(error), place=written.nearest(("algorithm", key)).place, path=("algorithm", key))
+            problems.add(str(error), location=written.nearest(("algorithm", key)).location, path=("algorithm", key))
     if len(targets) < len(_PATHS):
         return None
     try:
         return Component(name, target=targets[0], config=targets[1], summary="given by its path")
     except PluginError as error:
-        problems.add(str(error), place=written.nearest((name,)).key_place, path=(name,))
+        problems.add(str(error), location=written.nearest((name,)).key_location, path=(name,))
         return None

@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
         return records is not None and records.pairs
 
     def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        """Settings of other sections that the algorithm does not support: each conflicting key, and the reason."""
+        """Yield each key of another section that the algorithm does not support, with the reason."""
         yield from ()
 
     def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:

@@ -29,28 +29,28 @@ def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def expand_aliases(
-    values: dict[str, Any], *, written: Node, through: dict[KeyPath, str]
+    values: dict[str, Any], *, written: Node, interpolations: dict[KeyPath, str]
 ) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
     """The config with its short forms expanded; each value keeps the location where the user wrote it.
 
     Args:
         values: The plain values; changed in place.
         written: The same values with their source locations.
-        through: The text of each interpolation, by its path.
+        interpolations: The text of each interpolation, by its path.
     """
     data = values.get("data")
     for short, split in expand_data_paths(data) if isinstance(data, dict) else ():
         section = written.at(("data",))
         if section is not None and isinstance(section.value, dict):
             path = section.value[short]
-            dataset = Node({"path": path}, place=path.key_place, key_place=path.key_place)
+            dataset = Node({"path": path}, location=path.key_location, key_location=path.key_location)
             keys = {key: item for key, item in section.value.items() if key != short}
-            data_section = Node({**keys, split: dataset}, place=section.place, key_place=section.key_place)
+            data_section = Node({**keys, split: dataset}, location=section.location, key_location=section.key_location)
             root = {**written.value, "data": data_section}
-            written = Node(root, place=written.place, key_place=written.key_place)
-        if ("data", short) in through:
-            through["data", split, "path"] = through.pop(("data", short))
-    return values, written, through
+            written = Node(root, location=written.location, key_location=written.key_location)
+        if ("data", short) in interpolations:
+            interpolations["data", split, "path"] = interpolations.pop(("data", short))
+    return values, written, interpolations
 
 
 def with_prompt(section: DatasetT, data: DataConfig) -> DatasetT:

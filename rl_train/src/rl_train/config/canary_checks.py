@@ -14,7 +14,7 @@ HELD_DIGESTS = "held_weight_digests"
 
 
 def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
-    """A disabled canary for an engine whose tensors are not verified in any other way."""
+    """Report a disabled canary if the engine's tensors are not verified in any other way."""
     generation = run.policy.generation
     if generation is None or generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
         return

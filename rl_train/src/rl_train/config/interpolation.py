@@ -43,27 +43,27 @@ def resolve(
         The plain values, and the text of each interpolation by its path.
     """
     plain = root.plain()
-    through: dict[KeyPath, str] = {}
+    interpolations: dict[KeyPath, str] = {}
     for path, leaf in root.leaves():
         if leaf.value == _MISSING:
-            problems.mark_invalid(_MUST_BE_SET, place=leaf.place, path=path)
+            problems.mark_invalid(_MUST_BE_SET, location=leaf.location, path=path)
             _assign(plain, path, None)
         elif isinstance(leaf.value, str) and "${" in leaf.value:
             if _is_well_formed(leaf, path=path, problems=problems):
-                through[path] = leaf.value
+                interpolations[path] = leaf.value
             else:
                 _assign(plain, path, None)
-    if not through:
-        return plain, through
-    config = OmegaConf.create(_with_defaults(plain, through.values(), root=root, default_at=default_at))
+    if not interpolations:
+        return plain, interpolations
+    config = OmegaConf.create(_with_defaults(plain, interpolations.values(), root=root, default_at=default_at))
     known = [*known, *(path for path, _ in root.leaves())]
     resolved = {}
-    for path in through:
-        with secrets.watching(path):
-            resolved[path] = _resolved(config, path, place=root.nearest(path).place, known=known, problems=problems)
+    for path in interpolations:
+        with secrets.recording(path):
+            resolved[path] = _resolved(config, path, location=root.nearest(path).location, known=known, problems=problems)
     for path, value in resolved.items():
         _assign(plain, path, value)
-    return plain, through
+    return plain, interpolations
 
 
 def _with_defaults(plain: Any, texts: Iterable[str], *, root: Node, default_at: Callable[[KeyPath], Any]) -> dict[str, Any]:
@@ -87,14 +87,16 @@ def _is_well_formed(leaf: Node, *, path: KeyPath, problems: Problems) -> bool:
         problems.mark_invalid(
             f"{leaf.value[:60]!r} is not a valid interpolation: write ${{section.key}}, ${{oc.env:NAME}} or "
             f"${{package:NAME/FILE}}, or \\${{ for a literal ${{.",
-            place=leaf.place,
+            location=leaf.location,
             path=path,
         )
         return False
     return True
 
 
-def _resolved(config: Any, path: KeyPath, *, place: SourceLocation | None, known: Sequence[KeyPath], problems: Problems) -> Any:
+def _resolved(
+    config: Any, path: KeyPath, *, location: SourceLocation | None, known: Sequence[KeyPath], problems: Problems
+) -> Any:
     try:
         value = config
         for part in path:
@@ -102,11 +104,11 @@ def _resolved(config: Any, path: KeyPath, *, place: SourceLocation | None, known
         if isinstance(value, DictConfig | ListConfig):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except InterpolationKeyError as error:
-        problems.mark_invalid(_unknown_target(error, known), place=place, path=path)
+        problems.mark_invalid(_unknown_target(error, known), location=location, path=path)
     except OmegaConfBaseException as error:
-        problems.mark_invalid(f"cannot be resolved: {_reason(error)}.", place=place, path=path)
+        problems.mark_invalid(f"cannot be resolved: {_reason(error)}.", location=location, path=path)
     except RecursionError:
-        problems.mark_invalid("cannot be resolved: it refers back to itself.", place=place, path=path)
+        problems.mark_invalid("cannot be resolved: it refers back to itself.", location=location, path=path)
     else:
         return value
     return None

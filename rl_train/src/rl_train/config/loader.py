@@ -75,10 +75,10 @@ class LoadedConfig:
         """
         problems = Problems()
         for at, message in findings:
-            problems.add(message, place=self.place_of(at), path=at)
+            problems.add(message, location=self.location_of(at), path=at)
         problems.raise_if_any()
 
-    def place_of(self, path: KeyPath) -> SourceLocation:
+    def location_of(self, path: KeyPath) -> SourceLocation:
         """Location of a key; if the config does not set it, the location of the innermost section that contains it."""
         return _location(self.written, path)
 
@@ -112,7 +112,7 @@ def load_config(
     if problems.is_partial:
         problems.raise_if_any()
     written, applied = apply_overrides(written, overrides, problems=problems)
-    values, written, through = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
+    values, written, interpolations = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
     layout = resolve_sections(values, written=written, registry=registry, problems=problems)
     locate_paths(values, layout, written=written, problems=problems)
     reject_items_of_missing_lists(applied, layout, written=written, problems=problems)
@@ -123,18 +123,18 @@ def load_config(
     run = _build_run(sections, layout)
     of_training = (*unused_sections(run), *own_weights_conflicts(run)) if for_training else ()
     for at, message in (*cross_check(run, layout, registry), *of_training):
-        problems.add(message, place=_location(written, at), path=at)
+        problems.add(message, location=_location(written, at), path=at)
     problems.raise_if_any()
     resolved = _resolved(run, sections)
     return LoadedConfig(
         run=run,
         resolved=resolved,
-        source=trace(resolved, written=written, through=through, layout=layout),
+        source=trace(resolved, written=written, interpolations=interpolations, layout=layout),
         components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
         layout=layout,
         written=written,
         path=as_paths(path)[-1],
-        redacted=secrets.redacted(resolved, through),
+        redacted=secrets.redacted(resolved, interpolations),
         secrets=secrets,
         overrides=tuple(overrides),
     )
@@ -147,8 +147,8 @@ def _plain_values(
     # resolved, unless they are interpolated themselves.
     expected = resolve_sections(written.plain(), written=written, registry=registry, problems=Problems())
     known = [field.path for field in expected.fields()]
-    values, through = resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
-    return expand_aliases(values, written=written, through=through)
+    values, interpolations = resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
+    return expand_aliases(values, written=written, interpolations=interpolations)
 
 
 def _validated_sections(
@@ -222,4 +222,4 @@ def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str
 
 def _location(written: Node, path: KeyPath) -> SourceLocation:
     here = written.at(path)
-    return here.place if here is not None else written.nearest(path).key_place
+    return here.location if here is not None else written.nearest(path).key_location

@@ -25,7 +25,7 @@ def reject_items_of_missing_lists(
                 plus = "++" if override.adds else ""
                 problems.mark_invalid(
                     f"no file sets this list, so it has no item {part}: set the whole list, {plus}{dotted(path)}=[...].{hint}",
-                    place=override.place,
+                    location=override.location,
                     path=path,
                 )
                 break
@@ -34,7 +34,7 @@ def reject_items_of_missing_lists(
 def _is_index_of_missing_list(path: KeyPath, part: str | int, layout: ConfigLayout, *, written: Node) -> bool:
     holder = written.at(path)
     # Overrides create a missing container as a mapping; one that a file sets is that file's mistake.
-    if holder is None or not isinstance(holder.value, dict) or holder.place.number is None or not str(part).isdecimal():
+    if holder is None or not isinstance(holder.value, dict) or holder.location.number is None or not str(part).isdecimal():
         return False
     return isinstance(part, int) or _is_list(path, layout)
 
@@ -58,7 +58,7 @@ def reject_new_keys(applied: Sequence[Override], layout: ConfigLayout, *, proble
                 problems.add(
                     f"{dotted(path)} exists neither in the file nor in the schema: to add it, write "
                     f"++{dotted(override.path)}=...",
-                    place=override.place,
+                    location=override.location,
                     path=override.path,
                 )
                 break

@@ -29,13 +29,13 @@ class Override:
 
     Attributes:
         path: The key that it sets; an index is an integer if it stands in a list, or in brackets in a list that does not exist.
-        place: The override as a source location, with its number.
+        location: The override as a source location, with its number.
         adds: Whether it starts with `++`.
         known: Number of leading path components that existed before it was applied.
     """
 
     path: KeyPath
-    place: SourceLocation
+    location: SourceLocation
     adds: bool
     known: int
 
@@ -52,46 +52,48 @@ def apply_overrides(root: Node, overrides: Sequence[str], *, problems: Problems)
     applied = []
     for number, text in enumerate(overrides, start=1):
         shortened = text if len(text) <= 80 else f"{text[:77]}..."
-        place = SourceLocation(f"override #{number} `{shortened}`", number=number)
-        parsed = _parse(text, place=place, problems=problems)
+        location = SourceLocation(f"override #{number} `{shortened}`", number=number)
+        parsed = _parse(text, location=location, problems=problems)
         if parsed is None:
             continue
         path, value, adds = parsed
         path = _with_indices(root, path)
         known = max(length for length in range(len(path) + 1) if root.at(path[:length]) is not None)
-        changed = _set(root, path, value, done=(), place=place, problems=problems)
+        changed = _set(root, path, value, done=(), location=location, problems=problems)
         if changed is not None:
             root = changed
-            applied.append(Override(path=path, place=place, adds=adds, known=known))
+            applied.append(Override(path=path, location=location, adds=adds, known=known))
     return root, tuple(applied)
 
 
-def _parse(text: str, *, place: SourceLocation, problems: Problems) -> tuple[KeyPath, Node, bool] | None:
+def _parse(text: str, *, location: SourceLocation, problems: Problems) -> tuple[KeyPath, Node, bool] | None:
     match = _SHAPE.fullmatch(text)
     if match is None:
         meant = ""
         if text.endswith((".yaml", ".yml")) or os.path.isfile(text):
             meant = " To layer several config files, give the first ones with --config, or use `defaults:` in the last."
-        problems.add(f"Overrides have the form key=value, such as policy.precision=bfloat16.{meant}", place=place)
+        problems.add(f"Overrides have the form key=value, such as policy.precision=bfloat16.{meant}", location=location)
         return None
     if match["plus"] == "+":
-        problems.add("The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.", place=place)
+        problems.add(
+            "The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.", location=location
+        )
         return None
     keys = [key for part in _components(match["key"].strip()) for key in part]
     if "" in keys:
-        problems.add("The key before `=` has an empty component: write it like policy.precision.", place=place)
+        problems.add("The key before `=` has an empty component: write it like policy.precision.", location=location)
         return None
     if keys[0] == "defaults":
-        problems.add("`defaults` is read before overrides are applied: set it in a file.", place=place)
+        problems.add("`defaults` is read before overrides are applied: set it in a file.", location=location)
         return None
     if not match["value"].strip():
-        problems.add("There is no value after `=`: use null for no value, '' for an empty string.", place=place)
+        problems.add("There is no value after `=`: use null for no value, '' for an empty string.", location=location)
         return None
     before = len(problems.found)
-    value = read_yaml(match["value"], place=place, problems=problems)
+    value = read_yaml(match["value"], location=location, problems=problems)
     if value is None:
         if len(problems.found) == before:
-            problems.add("There is no value after `=`: text that starts with `#` must be quoted.", place=place)
+            problems.add("There is no value after `=`: text that starts with `#` must be quoted.", location=location)
         return None
     return tuple(keys), value, bool(match["plus"])
 
@@ -121,29 +123,31 @@ def _with_indices(root: Node, path: KeyPath) -> KeyPath:
     return tuple(keys)
 
 
-def _set(node: Node, path: KeyPath, value: Node, *, done: KeyPath, place: SourceLocation, problems: Problems) -> Node | None:
+def _set(node: Node, path: KeyPath, value: Node, *, done: KeyPath, location: SourceLocation, problems: Problems) -> Node | None:
     if not path:
         return value
     part, rest = path[0], path[1:]
     here = (*done, part)
     inner = node.child(part)
     # A missing or null key becomes a new section.
-    child = Node({}, place=place, key_place=place) if inner is None or (inner.value is None and rest) else inner
+    child = Node({}, location=location, key_location=location) if inner is None or (inner.value is None and rest) else inner
     changed: Any
     if isinstance(node.value, dict):
-        new = _set(child, rest, value, done=here, place=place, problems=problems)
+        new = _set(child, rest, value, done=here, location=location, problems=problems)
         changed = None if new is None else {**node.value, str(part): new}
     elif isinstance(node.value, list):
         if inner is None:
             problems.add(
                 f"{dotted(done)} is a list of {len(node.value)}: valid indices are 0 to {len(node.value) - 1}.",
-                place=place,
+                location=location,
                 path=here,
             )
             return None
-        new = _set(inner, rest, value, done=here, place=place, problems=problems)
+        new = _set(inner, rest, value, done=here, location=location, problems=problems)
         changed = None if new is None else [new if i == part else item for i, item in enumerate(node.value)]
     else:
-        problems.add(f"{dotted(done)} is {show(node.value)} ({node.place}), which has no keys.", place=place, path=here)
+        problems.add(
+            f"{dotted(done)} is {show(node.value)} ({node.location}), which has no keys.", location=location, path=here
+        )
         return None
-    return None if changed is None else Node(changed, place=node.place, key_place=node.key_place)
+    return None if changed is None else Node(changed, location=node.location, key_location=node.key_location)

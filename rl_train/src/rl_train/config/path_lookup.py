@@ -7,27 +7,27 @@ import os
 from rl_core.config.source_tree import SourceLocation
 
 
-def locate(text: str, *, place: SourceLocation | None) -> str | None:
+def locate(text: str, *, location: SourceLocation | None) -> str | None:
     """The absolute path that a text refers to, or None if it does not exist.
 
     Args:
         text: The path as it was written; `~` is the home folder.
-        place: The location of the value; the folder of that file is searched after the working directory.
+        location: The location of the value; the folder of that file is searched after the working directory.
     """
     written = os.path.expanduser(text)
-    for folder in folders(place):
+    for folder in folders(location):
         candidate = os.path.normpath(os.path.join(folder, written))
         if _exists(candidate):
             return candidate
     return None
 
 
-def folders(place: SourceLocation | None) -> list[str]:
+def folders(location: SourceLocation | None) -> list[str]:
     """The folders searched for relative paths, in order: the working directory and the folder of the file."""
     here = os.getcwd()
-    if place is None or place.file is None:
+    if location is None or location.file is None:
         return [here]
-    beside = os.path.dirname(os.path.abspath(place.file))
+    beside = os.path.dirname(os.path.abspath(location.file))
     return [here] if beside == here else [here, beside]
 
 

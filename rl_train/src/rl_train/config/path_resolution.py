@@ -29,15 +29,15 @@ def locate_paths(values: dict[str, Any], layout: ConfigLayout, *, written: Node,
         text = section.get(str(key))
         if not isinstance(text, str) or problems.is_invalid(field.path):
             continue
-        place = written.nearest(field.path).place
-        found = locate(text, place=place)
+        location = written.nearest(field.path).location
+        found = locate(text, location=location)
         if found is not None:
             section[str(key)] = found
         elif rule.must_exist or looks_like_path(text):
-            searched = " or in ".join(folders(place))
+            searched = " or in ".join(folders(location))
             other = "" if rule.must_exist else ", or a name such as that of a model on the hub"
             message = f"{show(text)} does not exist in {searched}. Give an existing path{other}."
-            problems.mark_invalid(message, place=place, path=field.path)
+            problems.mark_invalid(message, location=location, path=field.path)
 
 
 def _section(values: Any, path: KeyPath) -> dict[str, Any]:

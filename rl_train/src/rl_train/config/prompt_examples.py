@@ -73,8 +73,8 @@ def read_examples(path: Path, *, limit: int | None = None) -> list[dict[str, Any
 
 def _from_yaml(path: Path) -> list[dict[str, Any]]:
     problems = Problems()
-    place = SourceLocation(str(path), 1, 1, str(path))
-    root = read_yaml(path.read_text(encoding="utf-8-sig"), place=place, problems=problems)
+    location = SourceLocation(str(path), 1, 1, str(path))
+    root = read_yaml(path.read_text(encoding="utf-8-sig"), location=location, problems=problems)
     if problems.found:
         raise DataError("\n".join(str(problem) for problem in problems.found))
     items = root.value if root is not None and isinstance(root.value, list) else None
@@ -82,7 +82,7 @@ def _from_yaml(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path}: expected a list of examples, each a mapping of its fields")
     for item in items:
         if not isinstance(item.value, dict):
-            raise DataError(f"{item.place}: expected an example, a mapping of its fields")
+            raise DataError(f"{item.location}: expected an example, a mapping of its fields")
     return [item.plain() for item in items]
 
 

@@ -158,29 +158,29 @@ def _read(path: Path, start: SourceLocation, problems: Problems) -> Node:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        problems.add(f"The file cannot be read: {error}.", place=start)
+        problems.add(f"The file cannot be read: {error}.", location=start)
         text = ""
     if path.suffix not in (".yaml", ".yml"):
-        return Node({"user": Node(text, place=start, key_place=start)}, place=start, key_place=start)
-    root = None if problems.found else read_yaml(text, place=start, problems=problems)
+        return Node({"user": Node(text, location=start, key_location=start)}, location=start, key_location=start)
+    root = None if problems.found else read_yaml(text, location=start, problems=problems)
     if root is not None and isinstance(root.value, dict):
         return root
     if not problems.found:
-        problems.add("A prompt config must be a mapping with the key `user`.", place=start)
-    return Node({}, place=start, key_place=start)
+        problems.add("A prompt config must be a mapping with the key `user`.", location=start)
+    return Node({}, location=start, key_location=start)
 
 
 def _validated(written: Node, problems: Problems) -> PromptFile | None:
     values: dict[str, Any] = written.plain()
     for key in sorted(values.keys() & _UNSUPPORTED.keys()):
         if values.pop(key) is not None:
-            problems.add(f"is not supported: {_UNSUPPORTED[key]}.", place=written.value[key].key_place, path=(key,))
+            problems.add(f"is not supported: {_UNSUPPORTED[key]}.", location=written.value[key].key_location, path=(key,))
     few_shot = values.get("few_shot_examples")
     if isinstance(few_shot, dict):
         for key in ("examples_type", "retrieval_file"):
             if isinstance(name := few_shot.get(key), str):
-                place = written.nearest(("few_shot_examples", key)).place
-                few_shot[key] = locate(name, place=place) or name
+                location = written.nearest(("few_shot_examples", key)).location
+                few_shot[key] = locate(name, location=location) or name
     validator = Validator(written=written, problems=problems, find_elsewhere=lambda _: [])
     instance = validator.validate(PromptFile, values, path=())
     return instance if isinstance(instance, PromptFile) else None
@@ -194,14 +194,14 @@ def _with_examples_type(prompt: PromptFile, examples_type: str | None, written: 
         problems.add(
             f"examples_type is {examples_type!r}, but this prompt config has no `few_shot_examples` with a template for "
             "examples: choose another prompt config, or write your own.",
-            place=written.place,
+            location=written.location,
         )
         return prompt
     if few_shot.retrieval_field or few_shot.examples:
         problems.add(
             f"examples_type is {examples_type!r}, but the prompt config selects its examples itself "
             f"({'retrieval_field' if few_shot.retrieval_field else 'examples'}): keep one of them.",
-            place=written.nearest(("few_shot_examples",)).key_place,
+            location=written.nearest(("few_shot_examples",)).key_location,
         )
         return prompt
     return prompt.model_copy(update={"few_shot_examples": few_shot.model_copy(update={"examples_type": examples_type})})
@@ -218,30 +218,34 @@ def _check_texts(prompt: PromptFile, written: Node, problems: Problems) -> None:
         try:
             names[path] = placeholders(text)
         except ValueError as error:
-            problems.add(f"{error} (write {{{{ and }}}} for literal braces).", place=written.nearest(path).place, path=path)
+            problems.add(
+                f"{error} (write {{{{ and }}}} for literal braces).", location=written.nearest(path).location, path=path
+            )
     if "" in names.get(template, []):
-        problems.add("{} cannot be filled: write the name of a field.", place=written.nearest(template).place, path=template)
+        problems.add(
+            "{} cannot be filled: write the name of a field.", location=written.nearest(template).location, path=template
+        )
     uses_examples = EXAMPLES in names.get(("user",), [EXAMPLES])
     if EXAMPLES in names.get(("system",), []):
         problems.add(
-            "{examples} can only be used in the user message.", place=written.nearest(("system",)).place, path=("system",)
+            "{examples} can only be used in the user message.", location=written.nearest(("system",)).location, path=("system",)
         )
     if few_shot is None and EXAMPLES in names.get(("user",), []):
         problems.add(
             "{examples} cannot be filled: add the section `few_shot_examples`. (A field of the rows must have another name.)",
-            place=written.nearest(("user",)).place,
+            location=written.nearest(("user",)).location,
             path=("user",),
         )
     if few_shot is not None and few_shot.are_chosen and not uses_examples:
         problems.add(
             "the examples would have no effect: the user message does not contain {examples}.",
-            place=written.nearest(("few_shot_examples",)).key_place,
+            location=written.nearest(("few_shot_examples",)).key_location,
             path=("few_shot_examples",),
         )
     if few_shot is not None and few_shot.are_chosen and not few_shot.template:
         problems.add(
             "is required: the text of one example, with `{name}` for its fields.",
-            place=written.nearest(template).key_place,
+            location=written.nearest(template).key_location,
             path=template,
         )
 
@@ -253,10 +257,10 @@ def _check_examples(prompt: PromptFile, written: Node, problems: Problems) -> No
         return
     key = next(key for key in ("examples_type", "examples", "retrieval_file") if getattr(few_shot, key))
     path: KeyPath = ("few_shot_examples", key)
-    place = written.nearest(path).place
+    location = written.nearest(path).location
     is_nearest = key == "retrieval_file"
     if is_nearest and find_spec("bm25s") is None:
-        problems.add(f"searching for the nearest examples needs the package bm25s: {BM25S}.", place=place, path=path)
+        problems.add(f"searching for the nearest examples needs the package bm25s: {BM25S}.", location=location, path=path)
         return
     needed = needed_fields(few_shot)
     try:
@@ -268,7 +272,7 @@ def _check_examples(prompt: PromptFile, written: Node, problems: Problems) -> No
             # Only the first row of a file that may be large; the run checks the others when it reads them.
             check_fields(read_examples(file, limit=1 if is_nearest else None), needed)
     except DataError as error:
-        problems.add(f"{error}.", place=place, path=path)
+        problems.add(f"{error}.", location=location, path=path)
 
 
 def needed_fields(few_shot: FewShotExamples) -> list[str]:

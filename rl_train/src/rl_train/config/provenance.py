@@ -15,41 +15,44 @@ class Origin:
     """Origin of a value.
 
     Attributes:
-        place: The file and line, or the override; None for a default.
-        through: The `${...}` at `place` that produced it.
+        location: The file and line, or the override; None for a default.
+        interpolation: The `${...}` at `location` that produced it.
         default_of: The model or component that defines the default; None if the config sets the value.
     """
 
-    place: SourceLocation | None = None
-    through: str | None = None
+    location: SourceLocation | None = None
+    interpolation: str | None = None
     default_of: str | None = None
 
     def __str__(self) -> str:
-        if self.place is None:
+        if self.location is None:
             return f"default of {self.default_of}"
-        return str(self.place) if self.through is None else f"{self.place}, through {self.through}"
+        return str(self.location) if self.interpolation is None else f"{self.location}, through {self.interpolation}"
 
 
 def trace(
-    resolved: Mapping[str, Any], *, written: Node, through: Mapping[KeyPath, str], layout: ConfigLayout
+    resolved: Mapping[str, Any], *, written: Node, interpolations: Mapping[KeyPath, str], layout: ConfigLayout
 ) -> dict[str, Origin]:
     """The origin of every leaf of a resolved config, by its dotted key.
 
     Args:
         resolved: The whole config with defaults.
         written: The values of files and overrides.
-        through: The text of each interpolation, by its path.
+        interpolations: The text of each interpolation, by its path.
         layout: The models.
     """
-    return {dotted(path): _origin(path, written=written, through=through, layout=layout) for path in _leaf_paths(resolved)}
+    return {
+        dotted(path): _origin(path, written=written, interpolations=interpolations, layout=layout)
+        for path in _leaf_paths(resolved)
+    }
 
 
-def _origin(path: KeyPath, *, written: Node, through: Mapping[KeyPath, str], layout: ConfigLayout) -> Origin:
+def _origin(path: KeyPath, *, written: Node, interpolations: Mapping[KeyPath, str], layout: ConfigLayout) -> Origin:
     for length in range(len(path), 0, -1):
-        if path[:length] in through:
-            return Origin(place=written.nearest(path).place, through=through[path[:length]])
+        if path[:length] in interpolations:
+            return Origin(location=written.nearest(path).location, interpolation=interpolations[path[:length]])
     if written.at(path) is not None:
-        return Origin(place=written.nearest(path).place)
+        return Origin(location=written.nearest(path).location)
     part = layout.parts.get(path[:-1])
     if part is not None and path[-1] in part.implied:
         loss_of = layout.algorithm if path[0] == "loss_fn" else None

@@ -14,7 +14,7 @@ _IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind
 
 
 def profiling_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Steps to profile that the run does not have, and models in other processes, which a trace would not show."""
+    """Steps to profile that are beyond the end of the run, and models in other processes, which a trace would not show."""
     steps, last = run.profiling.steps, run.algorithm.max_num_steps
     if late := [step for step in steps if step > last]:
         yield ("profiling", "steps"), f"contains {late[0]}, but the run ends after step {last}. Remove it."

@@ -24,6 +24,6 @@ def reject_unused_functions(values: Mapping[str, Any], layout: ConfigLayout, *, 
             problems.mark_invalid(
                 f"the environment {show(name)} of this task ({dotted((*path, 'name'))}) takes no reward functions: remove "
                 f"`name` to score with the functions only, or remove `{key}` to score with {show(name)}.",
-                place=written.nearest(where).key_place,
+                location=written.nearest(where).key_location,
                 path=where,
             )

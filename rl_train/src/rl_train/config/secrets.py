@@ -51,7 +51,7 @@ class Secrets:
     paths: set[KeyPath] = field(default_factory=set)
 
     @contextmanager
-    def watching(self, path: KeyPath) -> Iterator[None]:
+    def recording(self, path: KeyPath) -> Iterator[None]:
         """Records what the resolution of the value at `path` reads from the environment."""
         from omegaconf import OmegaConf
         from omegaconf.resolvers import oc
@@ -68,14 +68,14 @@ class Secrets:
         finally:
             OmegaConf.register_resolver("oc.env", oc.env, replace=True)
 
-    def redacted(self, resolved: Mapping[str, Any], through: Mapping[KeyPath, str]) -> dict[str, Any]:
+    def redacted(self, resolved: Mapping[str, Any], interpolations: Mapping[KeyPath, str]) -> dict[str, Any]:
         """A copy of a resolved config without secrets.
 
         Args:
             resolved: The whole config as plain data.
-            through: The interpolations, by their path.
+            interpolations: The interpolations, by their path.
         """
-        found = self._redacted(resolved, (), through)
+        found = self._redacted(resolved, (), interpolations)
         assert isinstance(found, dict)
         return found
 
@@ -91,14 +91,14 @@ class Secrets:
             self.values[value] = f"${{oc.env:{name}}}"
             self.paths.add(path)
 
-    def _redacted(self, value: Any, path: KeyPath, through: Mapping[KeyPath, str]) -> Any:
-        if path in self.paths and path in through and not isinstance(value, dict | list):
-            return Unresolved(through[path])
+    def _redacted(self, value: Any, path: KeyPath, interpolations: Mapping[KeyPath, str]) -> Any:
+        if path in self.paths and path in interpolations and not isinstance(value, dict | list):
+            return Unresolved(interpolations[path])
         match value:
             case dict():
-                return {key: self._redacted(item, (*path, key), through) for key, item in value.items()}
+                return {key: self._redacted(item, (*path, key), interpolations) for key, item in value.items()}
             case list() | tuple():
-                return [self._redacted(item, (*path, index), through) for index, item in enumerate(value)]
+                return [self._redacted(item, (*path, index), interpolations) for index, item in enumerate(value)]
             case str() if value in self.values and any(path[:length] in self.paths for length in range(len(path))):
                 return Unresolved(self.values[value])
             case str():

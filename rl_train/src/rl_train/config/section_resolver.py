@@ -212,7 +212,7 @@ class _SectionResolver:
         elif self._has_algorithm:
             self._problems.mark_invalid(
                 "is required: the algorithm's model has no `default_loss`.",
-                place=self._written.nearest(("loss_fn",)).key_place,
+                location=self._written.nearest(("loss_fn",)).key_location,
                 path=("loss_fn", "name"),
             )
 
@@ -299,7 +299,7 @@ class _SectionResolver:
             if not isinstance(value, Mapping):
                 self._problems.mark_invalid(
                     f"must be a section with keys below it; found {show(value)}.",
-                    place=self._written.nearest(path[:depth]).place,
+                    location=self._written.nearest(path[:depth]).location,
                     path=path[:depth],
                 )
                 return None
@@ -322,7 +322,7 @@ class _SectionResolver:
                 installed = ", ".join(self._registry.names(kind)) or "none"
                 self._problems.mark_invalid(
                     f"is required: choose a {kind.label}. Installed: {installed}.",
-                    place=self._written.nearest(path).key_place,
+                    location=self._written.nearest(path).key_location,
                     path=here,
                 )
             return
@@ -342,15 +342,17 @@ class _SectionResolver:
         where = path if key is None else (*path, key)
         # An implied name has no location, so problems are reported at the section.
         written = self._written.nearest(where)
-        place = written.key_place if key is None else written.place
+        location = written.key_location if key is None else written.location
         if not isinstance(name, str):
-            self._problems.mark_invalid(f"must be the name of a {kind.label}; found {show(name)}.", place=place, path=where)
+            self._problems.mark_invalid(
+                f"must be the name of a {kind.label}; found {show(name)}.", location=location, path=where
+            )
             return
         if must_be_path and not is_path(name):
             self._problems.add(
                 f"must be the dotted path of a class, package.module.Class; found {name!r}. For a registered environment, use "
                 "`name`.",
-                place=place,
+                location=location,
                 path=where,
             )
             return
@@ -360,7 +362,7 @@ class _SectionResolver:
             hint = ""
             if kind is Kind.ENVIRONMENT and key is None:
                 hint = " (A task may have any name: set `name:` or `env_cls:` to choose its environment.)"
-            self._problems.add(f"{error}{hint}", place=place, path=where)
+            self._problems.add(f"{error}{hint}", location=location, path=where)
             return
         self._add(path, kind, component, implied=implied)
 
@@ -373,7 +375,7 @@ class _SectionResolver:
         try:
             model = section_of(component, kind)
         except PluginError as error:
-            self._problems.add(str(error), place=self._written.nearest(path).key_place, path=path)
+            self._problems.add(str(error), location=self._written.nearest(path).key_location, path=path)
             return
         self.parts[path] = SectionSchema(path=path, model=model, component=component, kind=kind, implied=implied or {})
 

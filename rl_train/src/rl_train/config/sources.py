@@ -47,8 +47,8 @@ def read_sources(files: ConfigFiles, *, problems: Problems) -> Node:
     for path in as_paths(files):
         source = _existing_or_packaged(str(path))
         read = _read(source, referenced_at=None, open_files=(), problems=problems)
-        place = SourceLocation(source, 1, 1, source)
-        layers.append(read if read is not None else Node({}, place=place, key_place=place))
+        location = SourceLocation(source, 1, 1, source)
+        layers.append(read if read is not None else Node({}, location=location, key_location=location))
     return reduce(_merge, layers)
 
 
@@ -65,7 +65,7 @@ def _read(source: str, *, referenced_at: SourceLocation | None, open_files: tupl
         chain = " -> ".join(os.path.basename(file) for file in (*open_files[open_files.index(real) :], real))
         problems.add(
             f"These files inherit from each other in a cycle: {chain}. Remove one of the `defaults`.",
-            place=referenced_at,
+            location=referenced_at,
             path=(_PARENTS,),
         )
         problems.is_partial = True
@@ -79,14 +79,14 @@ def _read(source: str, *, referenced_at: SourceLocation | None, open_files: tupl
     # An empty `grpo:` means the section with its defaults; it does not remove inherited values.
     for key, item in own.items():
         if item.value is None and item.text == "":
-            own[key] = Node({}, place=item.place, key_place=item.key_place)
-    merged = Node({}, place=start, key_place=start)
-    for parent, place in _parents(root, problems=problems):
+            own[key] = Node({}, location=item.location, key_location=item.key_location)
+    merged = Node({}, location=start, key_location=start)
+    for parent, location in _parents(root, problems=problems):
         parent_path = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
         parent_path = _existing_or_packaged(parent_path, parent)
-        inherited = _read(parent_path, referenced_at=place, open_files=(*open_files, real), problems=problems)
+        inherited = _read(parent_path, referenced_at=location, open_files=(*open_files, real), problems=problems)
         merged = merged if inherited is None else _merge(merged, inherited)
-    return _merge(merged, Node(own, place=root.place, key_place=root.key_place, replaces=root.replaces))
+    return _merge(merged, Node(own, location=root.location, key_location=root.key_location, replaces=root.replaces))
 
 
 def _root(source: str, *, referenced_at: SourceLocation | None, problems: Problems) -> Node | None:
@@ -96,12 +96,13 @@ def _root(source: str, *, referenced_at: SourceLocation | None, problems: Proble
         return None
     before = len(problems.found)
     start = SourceLocation(source, 1, 1, source)
-    root = read_yaml(text, place=start, problems=problems)
+    root = read_yaml(text, location=start, problems=problems)
     if root is None and len(problems.found) == before:
-        return Node({}, place=start, key_place=start)
+        return Node({}, location=start, key_location=start)
     if root is not None and not isinstance(root.value, dict):
         problems.add(
-            f"A config must be a mapping of sections (`policy:`, `data:`, ...), not {show(root.plain())}.", place=root.place
+            f"A config must be a mapping of sections (`policy:`, `data:`, ...), not {show(root.plain())}.",
+            location=root.location,
         )
         return None
     return root
@@ -115,12 +116,12 @@ def _parents(root: Node, *, problems: Problems) -> list[tuple[str, SourceLocatio
     parents = []
     for item in items:
         if isinstance(item.value, str) and item.value:
-            parents.append((item.value, item.place))
+            parents.append((item.value, item.location))
         else:
             problems.is_partial = True
             problems.add(
                 f"must be a file or a list of files to inherit from; found {show(item.plain())}.",
-                place=item.place,
+                location=item.location,
                 path=(_PARENTS,),
             )
     return parents
@@ -133,12 +134,12 @@ def _text(source: str, *, referenced_at: SourceLocation | None, problems: Proble
             raw = file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:
         message = _unreadable(source, error)
-        problems.add(message, place=referenced_at, path=path)
+        problems.add(message, location=referenced_at, path=path)
         return None
     if len(raw) > LARGEST_FILE:
         problems.add(
             f"{source} is larger than {LARGEST_FILE >> 10} KiB, so it is probably not a config: give a YAML config file.",
-            place=referenced_at,
+            location=referenced_at,
             path=path,
         )
         return None
@@ -149,7 +150,7 @@ def _text(source: str, *, referenced_at: SourceLocation | None, problems: Proble
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         problems.add(
             f"Invalid UTF-8 (byte 0x{raw[error.start]:02X}): save the config as UTF-8.",
-            place=SourceLocation(source, line, column, source),
+            location=SourceLocation(source, line, column, source),
         )
         return None
 
@@ -185,4 +186,4 @@ def _merge(base: Node, over: Node) -> Node:
     merged: dict[str, Node] = dict(base.value)
     for key, item in over.value.items():
         merged[key] = _merge(merged[key], item) if key in merged else item
-    return Node(merged, place=over.place, key_place=over.key_place)
+    return Node(merged, location=over.location, key_location=over.key_location)

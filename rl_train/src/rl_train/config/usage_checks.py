@@ -12,7 +12,7 @@ from rl_train.config.schema import RolloutConfig, RunConfig
 
 
 def unused_sections(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Sections that a training run would ignore: those of rollouts, for an algorithm that never samples."""
+    """Report sections that a training run would ignore: those for rollouts, if the algorithm never samples."""
     if run.algorithm.runtime_needs.samples:
         return
     name = run.algorithm_name

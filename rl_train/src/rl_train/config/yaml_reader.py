@@ -44,12 +44,12 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def read_yaml(text: str, *, place: SourceLocation, problems: Problems) -> Node | None:
+def read_yaml(text: str, *, location: SourceLocation, problems: Problems) -> Node | None:
     """The values of a YAML text.
 
     Args:
         text: One document.
-        place: Start of the text: line 1 of a file, or an override, where all values have the same location.
+        location: Start of the text: line 1 of a file, or an override, where all values have the same location.
         problems: Receives the errors.
 
     Returns:
@@ -61,19 +61,19 @@ def read_yaml(text: str, *, place: SourceLocation, problems: Problems) -> Node |
         node = loader.get_single_node()
         if node is None:
             return None
-        return _Reader(loader, place=place, problems=problems).read(node)
+        return _Reader(loader, location=location, problems=problems).read(node)
     except yaml.MarkedYAMLError as error:
-        _report(error, place=place, problems=problems)
+        _report(error, location=location, problems=problems)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         code = error.character if isinstance(error.character, int) else ord(error.character)
         problems.add(
             f"The character U+{code:04X} is not allowed in YAML: remove it.",
-            place=_at(place, line, column),
+            location=_at(location, line, column),
         )
     except RecursionError:
-        problems.add(f"The text is nested more than {MAX_DEPTH} levels deep.", place=place)
+        problems.add(f"The text is nested more than {MAX_DEPTH} levels deep.", location=location)
     finally:
         if loader is not None:
             loader.dispose()
@@ -83,9 +83,9 @@ def read_yaml(text: str, *, place: SourceLocation, problems: Problems) -> Node |
 class _Reader:
     """Turns the nodes of one document into `Node` values."""
 
-    def __init__(self, loader: _Loader, *, place: SourceLocation, problems: Problems) -> None:
+    def __init__(self, loader: _Loader, *, location: SourceLocation, problems: Problems) -> None:
         self._loader = loader
-        self._place = place
+        self._location = location
         self._problems = problems
         self._count = 0
 
@@ -98,17 +98,17 @@ class _Reader:
             raise _error(f"more than {MAX_VALUES} values, counting each use of an alias", node)
         if len(path) > MAX_DEPTH:
             raise _error(f"nested more than {MAX_DEPTH} levels deep (or an alias that contains itself)", node)
-        place, key_place = self._at(node), self._at(key_node)
+        location, key_location = self._at(node), self._at(key_node)
         if isinstance(node, yaml.ScalarNode):
-            return Node(self._scalar(node), place=place, key_place=key_place, text=node.value)
+            return Node(self._scalar(node), location=location, key_location=key_location, text=node.value)
         if node.tag not in _PLAIN_TAGS:
             raise _error(f"the tag {node.tag.removeprefix(_TAG)!r} is not supported: write the value without it", node)
         if isinstance(node, yaml.MappingNode):
             mapping = self._mapping(node, path=path)
             replaces = self._pop_override_mark(mapping, path=path)
-            return Node(mapping, place=place, key_place=key_place, replaces=replaces)
+            return Node(mapping, location=location, key_location=key_location, replaces=replaces)
         items = [self._value(item, path=(*path, index), key_node=item) for index, item in enumerate(node.value)]
-        return Node(items, place=place, key_place=key_place)
+        return Node(items, location=location, key_location=key_location)
 
     def _mapping(self, node: yaml.MappingNode, *, path: KeyPath) -> dict[str, Node]:
         own: dict[str, Node] = {}
@@ -121,10 +121,10 @@ class _Reader:
             if key is None:
                 continue
             if key in own:
-                first = own[key].key_place
+                first = own[key].key_location
                 self._problems.add(
                     f"This key is already set at {first}: remove one of the two.",
-                    place=self._at(key_node),
+                    location=self._at(key_node),
                     path=(*path, key),
                 )
                 continue
@@ -150,7 +150,7 @@ class _Reader:
             message = f"YAML reads the key {node.value!r} as {show(value)}: quote it."
         else:
             message = "A key must be text, not a list or a mapping. Is a pair of braces missing its quotes?"
-        self._problems.add(message, place=self._at(node), path=path)
+        self._problems.add(message, location=self._at(node), path=path)
         return None
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
@@ -172,11 +172,11 @@ class _Reader:
         if mark is None:
             return False
         if not isinstance(mark.value, bool):
-            self._problems.add("must be true or false.", place=mark.place, path=(*path, _OVERRIDE_MARK))
+            self._problems.add("must be true or false.", location=mark.location, path=(*path, _OVERRIDE_MARK))
         return mark.value is True
 
     def _at(self, node: yaml.Node) -> SourceLocation:
-        return _at(self._place, node.start_mark.line + 1, node.start_mark.column + 1)
+        return _at(self._location, node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def _at(begin: SourceLocation, line: int, column: int) -> SourceLocation:
@@ -187,7 +187,7 @@ def _error(message: str, node: yaml.Node) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)
 
 
-def _report(error: yaml.MarkedYAMLError, *, place: SourceLocation, problems: Problems) -> None:
+def _report(error: yaml.MarkedYAMLError, *, location: SourceLocation, problems: Problems) -> None:
     mark = error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     what = (error.problem or error.context or "").strip()
@@ -195,7 +195,7 @@ def _report(error: yaml.MarkedYAMLError, *, place: SourceLocation, problems: Pro
     if error.context and error.context_mark is not None and error.problem:
         message = f"Invalid YAML: {error.context}, {what}."
     hint = _hint(what)
-    problems.add(message if hint is None else f"{message} {hint}", place=_at(place, line, column))
+    problems.add(message if hint is None else f"{message} {hint}", location=_at(location, line, column))
 
 
 def _hint(what: str) -> str | None:

@@ -46,7 +46,7 @@ class ArrowRows:
         fields: dict[str, Any] = self._tables[table][row]
         return {**fields, **{key: _without_nulls(fields[key], kind) for key, kind in self._nested[table].items()}}
 
-    def place(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Table and row number, from 0, as `dataset[row]` counts."""
         table, row = self._rows.locate(index)
         return f"{self._names[table]}, row {row}"
@@ -141,7 +141,7 @@ def is_table(given: Any) -> bool:
     return datasets is not None and isinstance(given, datasets.Dataset)
 
 
-def is_split(given: Any) -> bool:
+def is_dataset_dict(given: Any) -> bool:
     """Whether this is a `datasets.DatasetDict`, which has several splits."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(given, datasets.DatasetDict)

@@ -72,7 +72,7 @@ class ReadsRecords:
         """Features of a record that a chat template may not support: its roles and tool use."""
         return kind_of(record["messages"], record.get("tools"))
 
-    def asked(self, row: dict[str, Any]) -> Any:
+    def prompt_of(self, row: dict[str, Any]) -> Any:
         """The prompt: the input field, the fields of the template, or a conversation without its answer."""
         if self._function is not None:
             return without_answer(self.records(row)[0]["messages"])

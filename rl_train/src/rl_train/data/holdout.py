@@ -38,9 +38,9 @@ class Subset(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._records[self._numbers[index]]
 
-    def place(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Location of the row of a record."""
-        return place_of(self._records, self._numbers[index])
+        return row_location(self._records, self._numbers[index])
 
 
 def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Subset, Subset]:
@@ -69,27 +69,27 @@ def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Su
     return Subset(records, remaining), Subset(records, out)
 
 
-def place_of(records: Any, index: int) -> str:
+def row_location(records: Any, index: int) -> str:
     """Location of a record's row, if its dataset has one."""
-    place = getattr(records, "place", None)
-    return str(place(index)) if place is not None else f"record {index}"
+    location = getattr(records, "row_location", None)
+    return str(location(index)) if location is not None else f"record {index}"
 
 
 def _draw(records: Any, index: int, seed: int) -> float:
     """A number in [0, 1) that only depends on the seed and the prompt of the record."""
-    own = getattr(records, "asked", None)
-    asked = own(index) if own is not None else _asked(records[index])
+    own = getattr(records, "prompt_of", None)
+    prompt = own(index) if own is not None else _prompt_of(records[index])
     try:
-        text = json.dumps([seed, asked], sort_keys=True, ensure_ascii=False)
+        text = json.dumps([seed, prompt], sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the prompt of {place_of(records, index)} cannot be hashed ({error}): split.validation needs records of texts and "
-            "numbers"
+            f"the prompt of {row_location(records, index)} cannot be hashed ({error}): split.validation needs records of texts "
+            "and numbers"
         ) from error
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()) / 2**64
 
 
-def _asked(record: Mapping[str, Any]) -> Any:
+def _prompt_of(record: Mapping[str, Any]) -> Any:
     if "messages" in record:
         return without_answer(record["messages"])
     return record.get("prompt", record)

@@ -47,7 +47,7 @@ class JsonLines:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return parsed(self._lines[index][1])
 
-    def place(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """File and line, from 1."""
         return f"{self.name}:{self._lines[index][0]}"
 

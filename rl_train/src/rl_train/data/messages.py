@@ -198,7 +198,7 @@ def batched_message_log_to_flat_message(
 def get_first_index_that_differs(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The first index at which two sequences (or texts) differ; the shorter length if one is a prefix of the other."""
     pairs = zip(first, second, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _rendered_log(

@@ -88,7 +88,7 @@ class Mixture:
         return order.tolist()
 
     def state(self) -> dict[str, Any]:
-        """What must be unchanged to resume an order, as JSON."""
+        """The properties that must be unchanged to resume an order, as JSON."""
         return {name: [self.sizes[name], self.counts[name]] for name in self.sizes}
 
 

@@ -87,17 +87,17 @@ class ReadsPairs:
         """Features of a record that a chat template may not support: its roles and tool use."""
         return kind_of([*record["prompt"], *record["chosen"], *record["rejected"]], record.get("tools"))
 
-    def asked(self, row: dict[str, Any]) -> Any:
-        """What both answers answer, without the system message that the config adds."""
+    def prompt_of(self, row: dict[str, Any]) -> Any:
+        """The prompt of both answers, without the system message that the config adds."""
         prompt = self.records(row)[0]["prompt"]
         return [message for message in prompt if message != {"role": "system", "content": self._config.system_prompt}]
 
 
 def pairs_from_row(row: dict[str, Any], config: PreferenceForm) -> list[PreferenceRecord]:
-    """The pairs that the config makes of one row's fields: one, or of ranked answers as many as `pairing` says.
+    """The pairs of one row: one pair, or, for ranked answers, as many as `pairing` selects.
 
     Raises:
-        DataError: A field is absent or of the wrong kind, or there is nothing to prefer.
+        DataError: A field is absent or of the wrong kind, or its answers are equally good.
     """
     if row.get(config.chosen_key) is None and row.get(config.completions_key) is not None:
         return [_pair(row, better, worse, config) for better, worse in _ranked(row, config)]

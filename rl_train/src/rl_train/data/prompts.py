@@ -100,16 +100,16 @@ class PromptTemplate:
         if name not in record:
             meant = did_you_mean(name, sorted(record))
             raise DataError(
-                f"{self._place_of(name)} uses {{{name}}}, but the record does not have this field: it has {sorted(record)}"
+                f"{self._location_of(name)} uses {{{name}}}, but the record does not have this field: it has {sorted(record)}"
                 f"{'.' if meant else ''}{meant} (write {{{{ and }}}} for literal braces)"
             )
         if not isinstance(record[name], str | int | float):
             raise DataError(
-                f"{self._place_of(name)} uses {{{name}}}, but this field is {format_value(record[name])}: templates need texts "
-                "and numbers. Create the text with your own `record_fn`"
+                f"{self._location_of(name)} uses {{{name}}}, but this field is {format_value(record[name])}: templates need "
+                "texts and numbers. Create the text with your own `record_fn`"
             )
 
-    def _place_of(self, name: str) -> str:
+    def _location_of(self, name: str) -> str:
         """The source, and the line of its file that uses a field."""
         texts = [line.strip() for text in (self.user, self.system or "") for line in text.splitlines() if f"{{{name}}}" in line]
         lines = [] if self.path is None else self.path.read_text(encoding="utf-8-sig").splitlines()

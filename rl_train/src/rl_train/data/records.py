@@ -32,7 +32,7 @@ class Rows(Protocol):
         """
         ...
 
-    def place(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Location of the row: file and line, or file and row number."""
         ...
 
@@ -55,7 +55,7 @@ class Form(Protocol[RecordT_co]):
         """Features of a record that a chat template may not support: its roles and tool use."""
         ...
 
-    def asked(self, row: dict[str, Any]) -> Any:
+    def prompt_of(self, row: dict[str, Any]) -> Any:
         """The prompt of a valid row, without template and system message; identifies the row."""
         ...
 
@@ -92,13 +92,13 @@ class Records(Sequence[RecordT]):
             try:
                 records = form.records(rows[number])
             except DataError as error:
-                reason = f"{rows.place(number)}: {error}"
+                reason = f"{rows.row_location(number)}: {error}"
                 if on_bad_row is OnBadRow.ERROR:
                     raise DataError(reason) from error
                 self.skipped += 1
                 self.reasons = [*self.reasons, reason][:_MAX_REASONS]
             except ConfigError as error:  # a bug in a user's function
-                raise ConfigError(f"{rows.place(number)}: {error}") from error
+                raise ConfigError(f"{rows.row_location(number)}: {error}") from error
             else:
                 for part, record in enumerate(records):
                     kinds.setdefault(form.kind(record), len(self._index))
@@ -126,10 +126,10 @@ class Records(Sequence[RecordT]):
         number, part = self._index[index]
         return self._form.records(self._rows[number])[part]
 
-    def place(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Location of the row of a record."""
-        return self._rows.place(self._index[index][0])
+        return self._rows.row_location(self._index[index][0])
 
-    def asked(self, index: int) -> Any:
+    def prompt_of(self, index: int) -> Any:
         """The prompt of the row of a record: equal for all records of the row."""
-        return self._form.asked(self._rows[self._index[index][0]])
+        return self._form.prompt_of(self._rows[self._index[index][0]])

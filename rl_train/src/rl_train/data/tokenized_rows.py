@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.errors import DataError
 from rl_train.data.dataset_classes import record_of
-from rl_train.data.holdout import place_of
+from rl_train.data.holdout import row_location
 from rl_train.data.task_choice import TaskChoice
 
 
@@ -41,5 +41,5 @@ class TokenizedRows(Sequence[Any]):
                 datum = {**datum, "task_name": task}
             self._tasks.check(datum.get("task_name"))
         except DataError as error:
-            raise DataError(f"{self._name}: {place_of(self._dataset, index)}: {error}") from error
+            raise DataError(f"{self._name}: {row_location(self._dataset, index)}: {error}") from error
         return datum

@@ -114,20 +114,20 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
         remedy = "Rollouts of one turn are not affected; for supervised training and several turns, use another template."
         return Diagnosis(name=JOINS, status=DiagnosisStatus.WARNING, found=str(error), why=why, remedy=remedy)
     if joined != together:
-        place = get_first_index_that_differs(joined, together)
+        index = get_first_index_that_differs(joined, together)
         found = (
-            f"tokenized by turns, token {place} is {_text(tokenizer, joined, place)}, but in the whole text it is "
-            f"{_text(tokenizer, together, place)}"
+            f"tokenized by turns, token {index} is {_text(tokenizer, joined, index)}, but in the whole text it is "
+            f"{_text(tokenizer, together, index)}"
         )
         remedy = (
             "Use a template with a header that ends with a special token or a line break, across which no tokens are merged."
         )
         return Diagnosis(name=JOINS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
     if second[: len(together)] != together:
-        place = get_first_index_that_differs(together, second)
+        index = get_first_index_that_differs(together, second)
         found = (
-            f"the tokens of one turn agree, but a second turn changes the first answer: token {place} was "
-            f"{_text(tokenizer, together, place)} and becomes {_text(tokenizer, second, place)}"
+            f"the tokens of one turn agree, but a second turn changes the first answer: token {index} was "
+            f"{_text(tokenizer, together, index)} and becomes {_text(tokenizer, second, index)}"
         )
         remedy = "Rollouts of one turn are not affected; for several turns, use another template."
         return Diagnosis(name=JOINS, status=DiagnosisStatus.WARNING, found=found, why=why, remedy=remedy)
@@ -214,10 +214,10 @@ def _name(tokenizer: Any, token: int) -> str:
     return name
 
 
-def _text(tokenizer: Any, tokens: Sequence[int], place: int) -> str:
-    return f"{tokens[place]} {_name(tokenizer, tokens[place])!r}" if place < len(tokens) else "the end"
+def _text(tokenizer: Any, tokens: Sequence[int], index: int) -> str:
+    return f"{tokens[index]} {_name(tokenizer, tokens[index])!r}" if index < len(tokens) else "the end"
 
 
 def _difference(what: str, shorter: str, longer: str) -> str:
-    place = get_first_index_that_differs(shorter, longer)
-    return f"{what}: from character {place}, {shorter[place : place + 40]!r} became {longer[place : place + 40]!r}"
+    index = get_first_index_that_differs(shorter, longer)
+    return f"{what}: from character {index}, {shorter[index : index + 40]!r} became {longer[index : index + 40]!r}"

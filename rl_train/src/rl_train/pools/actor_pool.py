@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster import daemons
-from rl_core.cluster.deadlines import Deadlines, exceeded
+from rl_core.cluster.deadlines import Deadlines, deadline_error
 from rl_core.cluster.isolation import runtime_env_of
 from rl_core.cluster.pending_call import collect
 from rl_core.cluster.ray_runtime import RayLease
@@ -208,7 +208,7 @@ class ActorPool(Pool):
 
     def _serve(self) -> None:
         """Assign calls to actors and pass on their results, until the pool is shut down."""
-        daemons.leave_deaths_to_other_threads()
+        daemons.mark_background_thread()
         error: BaseException = UserError(f"pool '{self._name}' was shut down before the call ended")
         try:
             while not self._closed:
@@ -365,7 +365,7 @@ class ActorPool(Pool):
         report = pending.unanswered(self._deadlines.stack_s)
         slot.actor.kill()
         wait_exited([slot.actor])
-        return exceeded(round(report.seconds, 1), [report], [])
+        return deadline_error(round(report.seconds, 1), [report], [])
 
     def _replace(self, index: int, error: WorkerDiedError | DeadlineExceededError, *, tries: int = 1) -> None:
         _log.warning("pool '%s': replacing an actor that failed: %s", self._name, error)

@@ -52,7 +52,7 @@ class Scores:
     """`mean@n`, `pass@k`, `cons@k`, `reward`, `reward/<part>`, `length` (tokens), `truncated_frac`."""
     max_length: int
     """Largest number of sampled tokens of a rollout."""
-    num_cut_prompts: int
+    num_truncated_prompts: int
     """Number of truncated prompts."""
     not_reported: Mapping[str, str]
     """Reason for each of `pass@k` and `cons@k` that is not among the metrics."""
@@ -110,7 +110,7 @@ def score(groups: Sequence[Group], correctness: Accuracy, *, ks: Sequence[int]) 
         samples_per_prompt=num_samples,
         metrics=metrics | _plain_means(groups),
         max_length=max(length for group in groups for length in group.lengths),
-        num_cut_prompts=sum(group.is_truncated for group in groups),
+        num_truncated_prompts=sum(group.is_truncated for group in groups),
         not_reported=not_reported,
     )
 

@@ -1,4 +1,4 @@
-"""Seeds of samples, which only depend on the run's seed and the sampled prompt, not on time or place."""
+"""Seeds of samples, which only depend on the run's seed and the sampled prompt, not on the time or the worker."""
 
 from __future__ import annotations
 

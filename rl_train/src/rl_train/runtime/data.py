@@ -19,7 +19,7 @@ from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_classes import make_dataset
 from rl_train.data.dataset_config import OnBadRow, OnTooLong
-from rl_train.data.holdout import Subset, held_out, place_of
+from rl_train.data.holdout import Subset, held_out, row_location
 from rl_train.data.messages import DatumSpec
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
@@ -308,7 +308,7 @@ def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[st
         try:
             rows[index]
         except DataError as error:
-            reasons[place_of(source.records, index)] = str(error)
+            reasons[row_location(source.records, index)] = str(error)
         else:
             good.append(index)
     if not reasons:

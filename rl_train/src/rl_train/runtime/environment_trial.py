@@ -125,7 +125,7 @@ def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
         row = lines[number]
         key = next((key for key in _PROMPTS if row.get(key) is not None), None)
         if key is None:
-            raise DataError(f"{lines.place(number)}: the row has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
+            raise DataError(f"{lines.row_location(number)}: the row has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
         messages = without_answer(read_messages(row[key], repr(key), role="user"))
         metadata = row.get("extra_env_info", {key: value for key, value in row.items() if key not in _NOT_METADATA})
         rows.append(TrialRow(messages=messages, metadata=metadata))

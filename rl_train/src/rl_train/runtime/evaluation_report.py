@@ -13,7 +13,7 @@ from rl_train.rollouts.records import rollout_records
 from rl_train.runtime.evaluate import EvaluationPlan, EvaluationResult, Pass, Weights
 from rl_train.runtime.run_provenance import environment
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON; increased when a key is removed or changes its meaning."""
 FOLDER = "eval"
 """Folder of evaluations in a run folder."""
@@ -54,7 +54,7 @@ def as_json(evaluated: EvaluationResult, plan: EvaluationPlan, path: Path) -> di
         "dataset": plan.dataset_name,
         "validation_set": plan.validation_set,
         "reward_above": plan.reward_above,
-        "passes": [_pass(one, plan) for one in evaluated.passes],
+        "modes": [_pass(one, plan) for one in evaluated.passes],
         "prompts": prompts_path(path).name,
         "config_file": str(plan.loaded.path),
         "overrides": list(plan.loaded.overrides),
@@ -67,7 +67,7 @@ def prompt_records(evaluated: EvaluationResult, plan: EvaluationPlan) -> Iterato
     """One record per prompt and evaluation mode, with all its samples."""
     for one in evaluated.passes:
         for group in one.groups:
-            yield {"asked": one.mode.name, "dataset": plan.dataset_name, **_group(group)}
+            yield {"mode": one.mode.name, "dataset": plan.dataset_name, **_group(group)}
 
 
 def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _pass(evaluated: Pass, plan: EvaluationPlan) -> dict[str, Any]:
     section = plan.loaded.run.policy.generation
     assert section is not None
     return {
-        "asked": evaluated.mode.name,
+        "mode": evaluated.mode.name,
         "temperature": 0.0 if evaluated.mode.greedy else section.temperature,
         "seconds": round(evaluated.seconds, 3),
         "all": _scores(evaluated.scores),
@@ -110,7 +110,7 @@ def _scores(scores: Scores) -> dict[str, Any]:
             for name, estimate in scores.metrics.items()
         },
         "max_length": scores.max_length,
-        "num_cut_prompts": scores.num_cut_prompts,
+        "num_truncated_prompts": scores.num_truncated_prompts,
         "not_reported": dict(scores.not_reported),
     }
 
@@ -121,11 +121,11 @@ def _group(group: Group) -> dict[str, Any]:
         "task": group.task_name,
         "index": records[0]["index"],
         "prompt": records[0]["prompt"],
-        "prompt_cut": group.is_truncated,
+        "prompt_truncated": group.is_truncated,
         "expected_answer": records[0]["expected_answer"],
         "completions": [record["completion"] for record in records],
         "answers": group.answers,
-        "right": None if group.correct is None else list(group.correct),
+        "correct": None if group.correct is None else list(group.correct),
         "rewards": [record["reward"] for record in records],
         "reward_parts": [record["reward_parts"] for record in records],
         "lengths": group.lengths,

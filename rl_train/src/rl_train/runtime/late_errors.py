@@ -116,4 +116,4 @@ def _located(path: KeyPath, message: str, loaded: LoadedConfig) -> Problem:
         message = message[quoted.end() :]
     elif message.startswith(f"{dotted(path)}: "):
         message = message.removeprefix(f"{dotted(path)}: ")
-    return Problem(place=loaded.place_of(path), path=path, message=message)
+    return Problem(location=loaded.location_of(path), path=path, message=message)

@@ -287,7 +287,7 @@ class _Screen(logging.Handler):
 @contextmanager
 def _supervision(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
     """Signals, status.json and error reporting; entered before all components are created, left after they are closed."""
-    reporting = daemons.reporting(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
+    reporting = daemons.watch_daemons(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
     with status, explain_full_disk(folder), with_location(loaded), stop.listen(), reporting:
         yield
 

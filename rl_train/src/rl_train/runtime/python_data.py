@@ -19,7 +19,7 @@ from rl_train.config.aliases import expand_data_paths
 from rl_train.config.path_lookup import looks_like_path
 from rl_train.config.schema import DataConfig
 from rl_train.config.section_resolver import section_of
-from rl_train.data.arrow_rows import ArrowRows, is_split, is_table
+from rl_train.data.arrow_rows import ArrowRows, is_dataset_dict, is_table
 from rl_train.data.dataset_config import (
     HuggingFaceSource,
     JsonLinesSource,
@@ -70,7 +70,7 @@ class ListedRows:
             raise DataError(f"it is a {type(row).__name__}: expected a mapping of its fields")
         return dict(row)
 
-    def place(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """The row's number, from 0."""
         return f"{self.name}, row {index}"
 
@@ -130,7 +130,7 @@ def _data_section(section: Any, registry: Registry) -> DataConfig | None:
         if section.validation_sets:
             raise ConfigError(_NO_VALIDATION_SETS)
         return section
-    if not isinstance(section, Mapping) or "dataset_name" in section or is_split(section):
+    if not isinstance(section, Mapping) or "dataset_name" in section or is_dataset_dict(section):
         return None
     values = dict(section)
     if values.get("validation_sets"):
@@ -156,7 +156,7 @@ def _dataset_section(dataset: Any, name: str, registry: Registry) -> DatasetConf
 
 
 def _source(dataset: Any, name: str, *, registry: Registry, wants_pairs: bool, bad_rows: BadRows) -> Source:
-    if isinstance(dataset, DatasetConfig | Mapping) and not is_split(dataset):
+    if isinstance(dataset, DatasetConfig | Mapping) and not is_dataset_dict(dataset):
         section = _dataset_section(dataset, name, registry)
         return read_source(section, registry, name=name, bad_rows=bad_rows)
     if isinstance(dataset, Dataset | Records):
@@ -169,7 +169,7 @@ def _source(dataset: Any, name: str, *, registry: Registry, wants_pairs: bool, b
 
 
 def _rows_in_memory(rows: Any, name: str) -> Rows:
-    if is_split(rows):
+    if is_dataset_dict(rows):
         raise DataError(f"the {name} has the splits {', '.join(rows)}: pass one of them, such as [{next(iter(rows))!r}]")
     if is_table(rows):
         return ArrowRows([(f"the {name}", rows)], name=f"the {name}")
@@ -206,11 +206,11 @@ def _keys_of(rows: Rows) -> dict[str, Any]:
     try:
         fields = {key for key, value in rows[0].items() if value is not None}
     except DataError as error:
-        raise DataError(f"{rows.place(0)}: {error}") from error
+        raise DataError(f"{rows.row_location(0)}: {error}") from error
     for wanted, keys in _FORMS:
         if wanted <= fields:
             return keys
     raise DataError(
-        f"{rows.place(0)} has {sorted(fields)}: expected `messages`, `prompt` with `completion`, or `question`. If "
+        f"{rows.row_location(0)} has {sorted(fields)}: expected `messages`, `prompt` with `completion`, or `question`. If "
         "the fields have other names, pass the section of a dataset: {'dataset_name': 'jsonl', 'path': ..., 'input_key': ...}"
     )

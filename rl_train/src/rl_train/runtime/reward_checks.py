@@ -11,7 +11,7 @@ from rl_core.event_loop import EventLoopThread
 from rl_core.plugins.component import did_you_mean
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
-from rl_train.data.holdout import place_of
+from rl_train.data.holdout import row_location
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import load_functions, row_of
 from rl_train.rewards.functions import RewardFunction, RewardFunctionError
@@ -62,7 +62,7 @@ def check_weights(weights: Mapping[str, float], names: set[str]) -> None:
     """Check that every weight has the name of a reward.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: a weight has the name of no reward.
     """
     for name in weights:
         if name not in names:
@@ -74,7 +74,7 @@ def check_weights(weights: Mapping[str, float], names: set[str]) -> None:
 
 def is_conversational(records: Any) -> bool:
     """Whether the prompts of a dataset are lists of messages, and not texts."""
-    prompts = getattr(records, "asked", None)
+    prompts = getattr(records, "prompt_of", None)
     return prompts is not None and len(records) > 0 and isinstance(prompts(0), list)
 
 
@@ -111,7 +111,9 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
     except ConfigError:
         raise
     except (RLCoreError, RewardFunctionError) as error:
-        raise ConfigError(f"{str(error).rstrip('.')}. It was called with {place_of(source.records, 0)} of the data.") from error
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. It was called with {row_location(source.records, 0)} of the data."
+        ) from error
     return {name for rewards in scores for name in rewards or ()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rl_core.errors import CheckpointError
-from rl_train.checkpoints.ownership import RunIdentity, hold, read_identity, refuse_foreign, write_identity
+from rl_train.checkpoints.ownership import RunIdentity, lock_folder, read_identity, refuse_foreign, write_identity
 from rl_train.checkpoints.state import read_state
 from rl_train.checkpoints.store import ABANDONED, CheckpointStore, Retention, step_of
 from rl_train.config.schema import CheckpointingConfig, RunConfig
@@ -87,10 +87,10 @@ def claim(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) ->
     if section.enabled:
         # Also checked before the run folder exists, so that a rejected start does not leave one.
         refuse_foreign(store, start.identity, continues=continues)
-    hold(start.folder, exits, setting="logger.log_dir")
+    lock_folder(start.folder, exits, setting="logger.log_dir")
     write_identity(start.folder, start.identity)
     if section.enabled:
-        hold(store.folder, exits, setting="checkpointing.checkpoint_dir")
+        lock_folder(store.folder, exits, setting="checkpointing.checkpoint_dir")
         refuse_foreign(store, start.identity, continues=continues)
         write_identity(store.folder, start.identity)
         store.sweep()

@@ -61,7 +61,7 @@ def environment(manager: PluginManager) -> dict[str, Any]:
 
 
 def _origin(origin: Origin) -> dict[str, str]:
-    location = origin.place
+    location = origin.location
     kind = "default" if location is None else "file" if location.number is None else "override"
     return {"kind": kind, "source": str(origin)}
 

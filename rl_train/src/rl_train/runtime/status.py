@@ -66,7 +66,7 @@ class Status:
         return self
 
     def building(self) -> None:
-        """Report that the run is being built; call it for a resume once it is accepted."""
+        """Report that the run is being built; for a resumed run, call it once the resume is accepted."""
         self._write(BUILDING, pid=os.getpid())
 
     def set_workers(self, components: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:

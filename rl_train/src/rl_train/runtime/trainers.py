@@ -135,7 +135,7 @@ class Trainer:
                         f"{part.config.model_name} was trained in this process, and moving it to the cluster would lose its "
                         "training. Create it with `cluster=...`, or save a checkpoint and create it from that."
                     )
-                part.spread_over(cluster)
+                part.move_to_cluster(cluster)
 
     def train(self, dataset: Any, validation: Any = None) -> list[dict[str, float]]:
         """Train to the config's last step.

@@ -43,7 +43,7 @@ def problem_in_user_code(error: WorkerError, loaded: LoadedConfig) -> Problem | 
         if lines and not raised.startswith(_OF_RESOURCES) and not raised.partition(":")[0].endswith(_OF_RESOURCES):
             path = _key_of(at, loaded)
             what = f"{component.name} raised {raised.partition(':')[0]} at {file}:{lines[-1]}:{raised.partition(':')[2]}"
-            return Problem(place=loaded.place_of(path), path=path, message=what)
+            return Problem(location=loaded.location_of(path), path=path, message=what)
     return None
 
 
@@ -59,12 +59,12 @@ def check_environment_class(worker_class: Any, name: str) -> None:
     if not missing:
         return
     try:
-        place = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
+        location = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
     except (TypeError, OSError):
-        place = ""
+        location = ""
     raise ConfigError(
-        f"The environment {name}{place} has no method {' and no method '.join(missing)}. Define `step(self, message_log_batch, "
-        "metadata)`, which returns an EnvironmentReturn."
+        f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define "
+        "`step(self, message_log_batch, metadata)`, which returns an EnvironmentReturn."
     )
 
 

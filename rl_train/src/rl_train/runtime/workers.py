@@ -15,7 +15,7 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.worker_facade import WorkerFacade, device_here
+from rl_core.dispatch.worker_facade import WorkerFacade, local_device
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
@@ -339,7 +339,7 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) ->
 
 
 def _check_device(use_gpus: bool | None) -> None:
-    has_gpu = device_here() == "cuda"
+    has_gpu = local_device() == "cuda"
     if use_gpus is None or use_gpus == has_gpu:
         return
     if has_gpu:

@@ -213,7 +213,7 @@ class WeightSynchronizer(WeightOwner):
         return self._metrics(seconds, started, moved=moved, happened=True) | canary_metrics
 
     def close(self) -> None:
-        """Leave process groups, free buffers and give up the engine; calling it twice is fine."""
+        """Leave process groups, free buffers and release the engine; calling it twice is fine."""
         if self._generation.weight_owner is self:
             self._generation.weight_owner = None
         self._transport.close()
