@@ -119,7 +119,7 @@ def test_weights_reach_the_server_and_a_stale_tied_head_is_caught(server, api):
         shift(policy, seed=2)
         for forgotten, reason in (
             ("head", "still uses packed weights from before the refit in lm_head"),
-            ("head and check", "computes other log-probabilities than the policy"),
+            ("head and check", "computes log-probabilities that differ from the policy's"),
         ):
             assert call(url, "forget", forgotten) == {}
             with pytest.raises(WeightSyncError, match=reason):

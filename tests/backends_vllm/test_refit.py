@@ -194,7 +194,7 @@ def test_a_tensor_that_the_engine_loses_transposes_or_delays_stops_the_run(pair,
         patch.setattr(VllmWeightReceiver, "load_into_vllm", faulty)
         with pytest.raises(WeightSyncError) as caught:
             synchronizer(policy, engine).sync()
-    says = "did not update all layers" if fault is lost else "computes other log-probabilities than the policy"
+    says = "did not update all layers" if fault is lost else "computes log-probabilities that differ from the policy's"
     assert says in str(caught.value)
     # A full refit repairs it.
     assert synchronizer(policy, engine).sync()["refit/canary_error"] < 1e-5
@@ -204,8 +204,8 @@ def test_a_tensor_that_the_engine_loses_transposes_or_delays_stops_the_run(pair,
     ("fault", "says"),
     [
         (lost, "left them out"),
-        (transposed, "computes other log-probabilities than the policy"),
-        (delayed, "computes other log-probabilities than the policy"),
+        (transposed, "computes log-probabilities that differ from the policy's"),
+        (delayed, "computes log-probabilities that differ from the policy's"),
     ],
 )
 def test_a_tensor_that_the_policy_loses_transposes_or_delays_stops_the_run(pair, fault, says, monkeypatch):

@@ -323,7 +323,7 @@ def test_errors_before_the_first_token_of_a_stream_have_their_status(played, sam
     def agent(base_url, api_key, model, messages, metadata):
         create = client_of(base_url, api_key).chat.completions.create
         asks_once(base_url, api_key, model, messages)
-        with pytest.raises(openai.BadRequestError, match="has had its 1 turns"):
+        with pytest.raises(openai.BadRequestError, match="already used all 1 turns"):
             create(model=model, messages=messages, stream=True)
         return 1.0
 
@@ -471,7 +471,7 @@ def test_limits_of_turns_and_tokens_end_the_rollout_as_truncated(played):
     def agent(base_url, api_key, model, messages):
         for _ in range(2):
             asks_once(base_url, api_key, model, messages)
-        with pytest.raises(openai.BadRequestError, match="has had its 2 turns"):
+        with pytest.raises(openai.BadRequestError, match="already used all 2 turns"):
             asks_once(base_url, api_key, model, messages)
         return 1.0
 

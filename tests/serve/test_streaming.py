@@ -315,7 +315,7 @@ class Breaking:
         (WorkerDiedError("rank 0 exited. Its log has the reason."), "The engine failed: rank 0 exited."),
         (WorkerError("rank 0 failed"), "The engine failed: WorkerError."),
         (ZeroDivisionError(), "The server failed."),
-        (None, "drew other tokens than those already sent"),
+        (None, "its tokens differ from those already sent"),
     ],
 )
 def test_an_error_after_the_first_token_is_an_event_that_the_official_client_raises(model, error, message):

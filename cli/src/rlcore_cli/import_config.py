@@ -57,7 +57,7 @@ def _write(text: str, output: Path) -> None:
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror or error}.") from None
+        raise ConfigError(f"{output} cannot be written: {error.strerror or error}. Choose another --output.") from None
 
 
 def _errors(text: str) -> list[str]:

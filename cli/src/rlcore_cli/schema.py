@@ -56,5 +56,5 @@ def schema(
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}.") from error
+        raise UserError(f"{output} cannot be written: {error.strerror}. Choose another file with --output.") from error
     print(f"Wrote {output}: {len(sections.parts)} sections")

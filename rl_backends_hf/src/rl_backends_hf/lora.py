@@ -299,7 +299,7 @@ def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
 
 
 def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """For some families, peft adapts other parameters than the targets (fused experts), which could not be merged here."""
+    """For some families, peft adapts parameters other than the targets (fused experts), which could not be merged here."""
     adapted = {name.removesuffix(".weight") for name in layers}
     trained = {name.partition(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
     if odd := sorted((adapted ^ targets) | (trained ^ targets)):

@@ -50,7 +50,7 @@ class MasterWeights:
         return bool(self._copies)
 
     def copy_to_model(self) -> None:
-        """Round the masters into the model."""
+        """Copy the master weights into the model, rounded to its dtype."""
         with torch.no_grad():
             for parameter, master in self._copies:
                 parameter.copy_(master)

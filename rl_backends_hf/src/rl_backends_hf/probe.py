@@ -64,7 +64,7 @@ def probe_scoring(
 
 
 def tolerance(computed_in: torch.dtype) -> float:
-    """Largest difference of two computations of the same numbers that is only rounding; see `_TOLERANCE`."""
+    """Largest difference between two computations of the same numbers that rounding explains; see `_TOLERANCE`."""
     return _TOLERANCE.get(computed_in, 0.25)
 
 

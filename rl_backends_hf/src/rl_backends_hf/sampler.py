@@ -149,7 +149,7 @@ class Sampler:
         return to_output([row.completion(weight_version=row.weight_version) for row in rows])
 
     def read(self, data: BatchedDataDict[GenerationDatumSpec], *, greedy: bool) -> list[Row]:
-        """The rows of one call, without tokens; raises as `generate`."""
+        """Read the rows of a `generate` call, which have no sampled tokens yet; raises as `generate`."""
         return to_rows(self._reader.read(data), self.tokenizer, greedy=greedy, parameters=self.settings.parameters)
 
     def decode_loop(self, *, capacity: int, sessions: SessionCache | None = None) -> DecodeLoop:

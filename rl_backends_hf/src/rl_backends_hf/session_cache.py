@@ -29,7 +29,7 @@ class CachedPrefix:
         return sum(tensor.nbytes for pair in self.layers for tensor in pair)
 
     def of(self, tokens: Sequence[int]) -> CachedPrefix:
-        """The part that is a prefix of `tokens`; at least one token of `tokens` is left to compute."""
+        """The longest common prefix with `tokens`, shorter than `tokens` so that at least one token is left to compute."""
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(self.tokens, tokens[:-1], strict=False))
         length = sum(1 for _ in equal)
         return CachedPrefix(

@@ -128,7 +128,7 @@ class SafetensorsFolder:
         return dtype
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor."""
+        """The full tensor with this name."""
         tensor: torch.Tensor = self._read(name)[:]
         return tensor
 

@@ -47,7 +47,7 @@ def head_dim(hf: Any) -> int:
 
 
 def sizes_of(hf: Any) -> Sizes:
-    """Sizes for weight layouts."""
+    """The sizes in a Transformers config that the weight layouts need."""
     return Sizes(
         num_heads=hf.num_attention_heads,
         num_groups=hf.num_key_value_heads,
@@ -68,7 +68,7 @@ def padded_vocab_size(vocab_size: int, config: MegatronPolicyConfig) -> int:
 
 
 def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> bool:
-    """Whether to use Transformer Engine's layers.
+    """Whether the model uses the layers of Transformer Engine.
 
     Raises:
         NotSupportedError: they are configured, but not available.

@@ -80,7 +80,7 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
     """Join the process groups. Tensor-parallel ranks are adjacent; pipeline stages are farthest apart.
 
     Raises:
-        UserError: this process already has a process group, or Megatron-Core has another version than required.
+        UserError: this process already has a process group, or the installed version of Megatron-Core is not the required one.
     """
     check_megatron()
     if dist.is_initialized():

@@ -48,7 +48,7 @@ class SourceWithHead:
         self._source, self._hidden_size = source, hidden_size
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor."""
+        """The full tensor with this name."""
         if name == _HEAD and name not in self._source:
             return torch.zeros(1, self._hidden_size)
         tensor: torch.Tensor = self._source.whole(name)

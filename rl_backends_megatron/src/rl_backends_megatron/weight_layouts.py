@@ -19,7 +19,7 @@ class Source(Protocol):
     """Reads tensors completely or partially."""
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor."""
+        """The full tensor with this name."""
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         """Entries from `start` to `stop` along `dim`; fewer if the tensor ends before."""

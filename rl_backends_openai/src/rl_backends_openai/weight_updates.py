@@ -63,7 +63,7 @@ class WeightUpdates(ABC):
 
     @abstractmethod
     async def update(self, handles: Mapping[str, Any]) -> None:
-        """Load one file."""
+        """Load one weights file."""
 
     @abstractmethod
     async def version(self) -> int:

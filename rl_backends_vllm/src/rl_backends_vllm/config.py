@@ -110,7 +110,7 @@ class VllmConfig(GenerationConfig):
         return self
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
-        """Checks that the model exists."""
+        """Report a model that does not exist."""
         yield from super().conflicts(run)
         if self.model_name is not None and (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem

@@ -62,7 +62,7 @@ class Engine(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Continue computing."""
+        """Continue the paused requests."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:

@@ -24,5 +24,5 @@ class GreedyTemperature(LogitsProcessor):
         return temperature is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Logits [N, V] float32 of the step's rows, in place."""
+        """Divide logits [N, V] float32 by the temperature of each greedy row, in place."""
         return logits.div_(self._temperatures[ctx.expanded_idx_mapping].unsqueeze(1))

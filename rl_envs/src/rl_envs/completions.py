@@ -6,7 +6,7 @@ _OPENING, _CLOSING = "<think>", "</think>"
 
 
 def final_text(completion: str) -> str:
-    """What follows the last `</think>`: the answer, and not what the model considered before it.
+    """The text after the last `</think>`: the answer without the reasoning.
 
     The opening tag may be missing, because many chat templates write it in the prompt. If a `<think>` is not closed, the
     completion ended while the model was thinking, so there is no answer: the result is empty. A completion without tags is

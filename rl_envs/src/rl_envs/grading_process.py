@@ -45,7 +45,7 @@ class Ending(Enum):
         return self in (Ending.KILLED, Ending.STUCK)
 
     def explain(self) -> str:
-        """What happened, for errors."""
+        """Why the process ended, for error messages."""
         return f"its grading process was {'killed from outside twice' if self is Ending.KILLED else 'stuck'}"
 
 
@@ -66,7 +66,7 @@ class GradingProcess:
         return self._child.pid if self._child is not None and self._child.poll() is None else None
 
     def ask(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any] | Ending:
-        """The reply; with `error` if the answer made it raise. A request whose process ends is repeated once.
+        """Send a request and return the reply, with `error` if the process raised. Repeats a request once if its process ends.
 
         Args:
             request: A JSON object.

@@ -19,7 +19,7 @@ def ended(
     scored: Sequence[bool] | None = None,
     failures: Sequence[str | None] | None = None,
 ) -> EnvironmentReturn:
-    """The return value for B rows that end.
+    """The return value of `step` if all B rows end.
 
     Args:
         rewards: B numbers, or B numbers by name.
@@ -27,7 +27,7 @@ def ended(
         replies: B texts for logs and for `rlcore env play`; empty if None. No model reads them, because every row ends.
         answers: B parsed answers, if there are any.
         scored: B entries, False for rows that could not be scored; by default those without a failure.
-        failures: B entries, why a row could not be scored for a reason that is not the model's, or None.
+        failures: B entries: why a row could not be scored, if the model did not cause it, else None.
     """
     rows = len(metadata)
     if scored is None and failures is not None:

@@ -34,7 +34,7 @@ class Capture:
         os.set_blocking(descriptor, False)
 
     def read(self) -> bool:
-        """Read what is there; returns whether there was anything."""
+        """Read the available output; returns whether there was any."""
         try:
             chunk = os.read(self.descriptor, _CHUNK)
         except BlockingIOError:
@@ -50,7 +50,7 @@ class Capture:
         return True
 
     def drain(self, seconds: float = 1.0) -> None:
-        """Read until nothing is left. The writer may still exist, so the time is limited."""
+        """Read the remaining output, for at most `seconds`, because the writer may still be open."""
         end = time.monotonic() + seconds
         while self.read() and time.monotonic() < end:
             pass

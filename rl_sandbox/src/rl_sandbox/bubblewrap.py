@@ -27,7 +27,7 @@ _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 def command(
     executable: str, command_of_session: Sequence[str], *, folders: Mapping[str, str], disk_bytes: int, seccomp: int
 ) -> list[str]:
-    """The arguments to execute.
+    """The command line that runs a session inside bubblewrap.
 
     Args:
         executable: Path of `bwrap`.

@@ -45,13 +45,13 @@ class Interpreter:
 
 @functools.cache
 def find_interpreter(python: str | None) -> Interpreter:
-    """Ask an interpreter for its folders.
+    """Find the folders that a Python interpreter needs.
 
     Args:
         python: Path of the executable; this process's interpreter if None.
 
     Raises:
-        SandboxUnavailableError: It does not run, is too old, or is installed where showing it would show a whole home folder.
+        SandboxUnavailableError: It does not run, is too old, or can only be made visible together with a whole home folder.
     """
     path = python or sys.executable
     try:

@@ -57,12 +57,12 @@ class LauncherClient:
 
     @property
     def process_id(self) -> int:
-        """Its process id."""
+        """Process id of the launcher."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the launcher process is running."""
         return self._process.poll() is None
 
     def open(self, channel: socket.socket, errors: int) -> int:

@@ -21,7 +21,7 @@ from rl_serve.served_model import ServedModel
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is invalid."},
     401: {"description": "The API key is missing or wrong."},
-    403: {"description": "The request names another host than this machine, and there are no API keys."},
+    403: {"description": "The request names a host other than this machine, and there are no API keys."},
     404: {"description": "There is no such model."},
     408: {"description": "The client took too long to send the body."},
     413: {"description": "The body is too large."},

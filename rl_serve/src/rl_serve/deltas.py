@@ -33,14 +33,14 @@ class RowDeltas:
         """The tokens that were not there at the last call.
 
         Raises:
-            ApiError: the completion was sampled again, with other tokens than those that were sent.
+            ApiError: the completion was sampled again, and its tokens differ from those that were sent.
         """
         start = len(self._tokens)
         both = min(start, len(row.token_ids))  # a row that is sampled again with the same seed may not have caught up
         if row.token_ids[:both] != self._tokens[:both] or (row.is_finished and both < start):
             raise ApiError(
                 503,
-                "The engine had to sample this completion again and drew other tokens than those already sent: a replica was "
+                "The engine had to sample this completion again, and its tokens differ from those already sent: a replica was "
                 "restarted, or the weights were updated. Repeat the request.",
                 code="completion_changed",
             )
@@ -63,7 +63,7 @@ class RowDeltas:
         if is_finished:
             raise ApiError(
                 500,
-                "The tokenizer decodes the finished completion to another text than its beginning, which was already sent. "
+                "The text of the finished completion does not begin with the text that was already sent. "
                 "Repeat the request without `stream`.",
                 code="text_changed",
             )

@@ -160,7 +160,7 @@ class SamplingRequest(RequestBody):
             raise ApiError(400, "stream_options requires `stream: true`.", param="stream_options")
 
     def refuse_other_model(self, name: str) -> None:
-        """Refuse a request for another model than the served one; without a name, it is for that one.
+        """Refuse a request that names a model other than the served one.
 
         Raises:
             ApiError: names both.

@@ -30,7 +30,7 @@ class ResponseHead:
         return cls(id=f"{prefix}-{uuid.uuid4().hex}", kind=kind, model=model, created=int(time.time()))
 
     def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        """A response or a chunk of it."""
+        """The body of a response, or of one chunk of a stream."""
         return {
             "id": self.id,
             "object": self.kind,

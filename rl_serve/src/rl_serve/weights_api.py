@@ -101,7 +101,7 @@ class WeightUpdates:
         return {"dtypes": {} if dtypes is None else dict(dtypes)}
 
     async def update(self, body: UpdateRequest) -> dict[str, int]:
-        """Load one file. The version is the update's once every weight has arrived, and -1 until then."""
+        """Load one weights file. The version is the update's once every weight has arrived, and -1 until then."""
         try:
             file = resolve_below(self.folder, body.file)
         except WeightSyncError as error:

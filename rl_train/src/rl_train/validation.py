@@ -20,9 +20,9 @@ QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 LARGE_DIFFERENCES: Final = (0.1, 1.0)
 """Sizes of |d|, in nats; the share of tokens beyond each is reported."""
 _EDGES: Final = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 2**31)
-JUDGED_TOKENS: Final = 500
-"""Tokens that a range of positions needs to be judged by itself: there are ten ranges, and with fewer tokens one of them would
-be beyond the threshold by chance too often."""
+MIN_RANGE_TOKENS: Final = 500
+"""Minimum number of tokens for a separate check of a range of positions: there are ten ranges, and with fewer tokens one of
+them would exceed the threshold by chance too often."""
 _Z: Final = 2.326
 """The 99 % quantile of the standard normal distribution."""
 
@@ -90,22 +90,22 @@ class LogProbabilityAgreement:
     by_position: tuple[PositionRange, ...]
     """The same by position in the completion; ranges without a token are left out."""
     num_tokens: int
-    """Sampled tokens that were compared."""
+    """Number of sampled tokens that were compared."""
     num_rows: int
-    """Completions that they are of."""
+    """Number of completions that these tokens belong to."""
 
     def failures(self, threshold: float) -> list[str]:
         """The values above `threshold`, one sentence each; empty if the two are consistent.
 
         Two values are compared with `largest_error` of their sample: exp(mean |d|) of all tokens, and that of each range of
-        positions that has at least `JUDGED_TOKENS` tokens, so that many good early tokens cannot hide late ones that drift.
+        positions that has at least `MIN_RANGE_TOKENS` tokens, so that many good early tokens cannot hide late ones that drift.
         A NaN is beyond every threshold.
         """
         judged = [("over all tokens", self.multiplicative_error, self.num_tokens)]
         judged += [
             (f"at positions {part.label} of the completion", part.multiplicative_error, part.num_tokens)
             for part in self.by_position
-            if part.num_tokens >= JUDGED_TOKENS
+            if part.num_tokens >= MIN_RANGE_TOKENS
         ]
         return [
             f"exp(mean |d|) is {error:.6g} {where}, and {threshold:.6g} is allowed "
@@ -138,7 +138,7 @@ def compare_log_probabilities(
     """Sample from the inference backend and score its tokens with the training backend.
 
     Args:
-        training_backend: scores.
+        training_backend: computes the log-probabilities.
         inference_backend: samples; it must hold the same weights and have the same temperature.
         test_data: prompts, see `GenerationDatumSpec`.
 
@@ -155,7 +155,7 @@ def score_samples(training_backend: PolicyInterface, samples: BatchedDataDict[An
     """Score what an inference backend has sampled, and compare.
 
     Args:
-        training_backend: scores.
+        training_backend: computes the log-probabilities.
         samples: see `GenerationOutputSpec`.
 
     Raises:
@@ -208,8 +208,8 @@ def validate_log_probability_consistency(
     range of positions with enough tokens, see `LogProbabilityAgreement.failures`; `compare_log_probabilities` has the numbers.
 
     Args:
-        training_backend: scores.
-        inference_backend: samples.
+        training_backend: computes the log-probabilities.
+        inference_backend: samples the completions.
         test_data: prompts.
         threshold: 1.05 is usual for bfloat16; float32 backends agree within 1.001.
     """

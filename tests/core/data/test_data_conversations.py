@@ -56,7 +56,7 @@ def test_every_form_of_a_conversation_is_the_same_record(read, row, keys):
         ),
         ({"role": "user", "content": ["a"]}, "part of type 'str'"),
         ({"role": "user", "content": 3}, "has the content 3"),
-        ({"role": "user", "content": "a\ud83d"}, "has half of a character, '\\ud83d', at index 1"),
+        ({"role": "user", "content": "a\ud83d"}, "has an unpaired surrogate, '\\ud83d', at index 1"),
         ({"role": "user", "content": None}, "is not {role, content}"),
         ({"role": "assistant", "content": "a", "weight": 0.5}, "weight 0.5: expected 1"),
         ("a", "is not {role, content}: found 'a'"),

@@ -192,6 +192,6 @@ def test_the_canary_runs_once_per_worker_or_in_every_sync_if_digests_are_of_rece
     worker = sides[1].group.worker
     worker.named_weights()["model.layers.0.mlp.down_proj.weight"].data.mul_(1.02)
     monkeypatch.setattr(arrived, "_already_equal", lambda seconds: True)
-    with pytest.raises(WeightSyncError, match="other log-probabilities than the policy"):
+    with pytest.raises(WeightSyncError, match="log-probabilities that differ from the policy's"):
         arrived.sync(only_if_stale=True)
     held.sync()

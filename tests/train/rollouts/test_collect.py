@@ -221,7 +221,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run_and_names_the_task(tokenize
             return EnvironmentReturn(*super().step(logs, metadata))._replace(rewards=torch.tensor([float("nan")]))
 
     rows = start_rollouts(prompts(tokenizer, ("q", "judge", {"expected": "a"})), 1)
-    with pytest.raises(RLCoreError, match="'judge' gave row 0 the reward nan"):
+    with pytest.raises(RLCoreError, match="'judge' returned the reward nan for row 0"):
         collector(engine_for(finished("x")), {"judge": Broken()}, tokenizer).collect(rows, stream=SampleStream.TRAINING)
 
 

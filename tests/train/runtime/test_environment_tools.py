@@ -76,7 +76,7 @@ class Holds(Lengths):
 MISTAKES = {
     "Changes": ("metadata and messages", "changed the metadata"),
     "Draws": ("determinism", "two equal calls had different results"),
-    "Remembers": ("determinism", "a new instance had other results"),
+    "Remembers": ("determinism", "a new instance returned different results"),
     "Compares": ("independence of rows", "in a batch and"),
     "Wrong": ("step", "was called with 3 rows but returned 1"),
     "Holds": ("pickling", "pickle"),

@@ -135,7 +135,7 @@ def test_allowed_changes_of_the_optimizer_take_effect_and_are_reported(launch, f
     ("changes", "says"),
     [
         ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"A resume cannot change policy\.optimizer\.name"),
-        ({"sft": None, "dpo": {"max_num_steps": 6}}, "written by another algorithm than dpo"),
+        ({"sft": None, "dpo": {"max_num_steps": 6}}, "written by an algorithm other than dpo"),
     ],
 )
 def test_unchangeable_settings_are_rejected_even_if_config_changes_are_allowed(finished_run, says, changes):

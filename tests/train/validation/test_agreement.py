@@ -10,7 +10,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_train.validation import (
-    JUDGED_TOKENS,
+    MIN_RANGE_TOKENS,
     compare_log_probabilities,
     largest_error,
     score_samples,
@@ -107,7 +107,7 @@ def test_drift_of_late_tokens_is_not_hidden_by_earlier_tokens():
 
 
 def test_a_position_range_with_few_tokens_is_shown_but_not_checked():
-    late = JUDGED_TOKENS - 1
+    late = MIN_RANGE_TOKENS - 1
     found = score_samples(*samples_with([[0.0] * 256] * 60 + [[0.0] * 256 + [0.5] * late]))
     assert found.by_position[-1].num_tokens == late
     assert found.by_position[-1].multiplicative_error > 1.6

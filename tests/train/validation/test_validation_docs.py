@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_train.validation import JUDGED_TOKENS
+from rl_train.validation import MIN_RANGE_TOKENS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "validation.md").read_text()
@@ -23,4 +23,4 @@ def test_the_calls_that_are_shown_work(monkeypatch):
 
 
 def test_the_page_states_the_minimum_tokens_of_a_checked_range():
-    assert f"at least\n{JUDGED_TOKENS} of them" in PAGE
+    assert f"at least\n{MIN_RANGE_TOKENS} of them" in PAGE

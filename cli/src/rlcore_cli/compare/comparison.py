@@ -49,7 +49,7 @@ class MetricComparison:
 
     @property
     def best_overall(self) -> tuple[int, ...]:
-        """Indices of the runs with the best of the best values, likewise."""
+        """Indices of the runs with the best value of any step; several or none as in `best_final`."""
         return () if self.bests is None else _winners([value for value, _ in self.bests], self.direction)
 
 
@@ -85,7 +85,7 @@ LENGTHS_DIFFER = "The runs differ in length. Each metric is compared up to the l
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
-    """Compares runs."""
+    """Compare runs by their metrics, configs and package versions."""
     every_name = list(dict.fromkeys(name for run in runs for name in run.names()))
     curves = {name: [run.curve(name) for run in runs] for name in every_name}
     shared = in_order([name for name in every_name if all(curve.steps for curve in curves[name])])

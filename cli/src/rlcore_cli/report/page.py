@@ -43,7 +43,7 @@ class Figure:
 
 
 def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bool = False) -> str:
-    """The report as HTML, at most `max_mib` MiB: rollouts fill the space that everything else leaves.
+    """The report as HTML of at most `max_mib` MiB; rollouts are omitted to stay below it.
 
     Args:
         run: The run.

@@ -174,7 +174,7 @@ def phases(names: Sequence[str]) -> list[str]:
 
 
 def phase_label(name: str) -> str:
-    """`rollout` of `time/rollout_s`."""
+    """The phase in the name of a time metric: `rollout` for `time/rollout_s`."""
     return name.removeprefix("time/").removesuffix("_s")
 
 

@@ -186,7 +186,9 @@ def _metrics(path: Path) -> dict[int, dict[str, float | None]]:
     for number, row in enumerate(read_lines(path), start=1):
         step = row.pop("step", None)
         if not isinstance(step, int):
-            raise DataError(f"{path}:{number}: no step. Remove this line to continue without it.")
+            raise DataError(
+                f"{path}:{number}: the key `step` is missing or not an integer. Remove this line to continue without it."
+            )
         rows[step] = {name: _finite(value) for name, value in row.items() if value is None or isinstance(value, int | float)}
     return dict(sorted(rows.items()))
 

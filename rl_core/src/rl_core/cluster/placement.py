@@ -79,7 +79,7 @@ def plan(request: Request, nodes: Sequence[Node], *, free: bool) -> list[Node] |
 
 
 def insufficient(request: Request, nodes: Sequence[Node], *, free: bool) -> ResourceInsufficientError:
-    """The error: what was requested, what is available, what to change."""
+    """The error for a request that no node can meet: what was requested, what is available, what to change."""
     there = "; ".join(str(node) for node in nodes) or "no node"
     count = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"
     lines = [f"Asked for {request}.", f"Ray has {count}: {there}."]

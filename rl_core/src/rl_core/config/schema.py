@@ -73,7 +73,7 @@ class EnvironmentConfig(ComponentSection):
 
     agent: str | None = None
     """Dotted path of an agent: a function with its own control loop that runs each rollout of this task and samples through an
-    OpenAI client. It returns the reward. If the section also has an environment, that scores the last conversation instead."""
+    OpenAI client. It returns the reward. If the section has an environment, it scores the last conversation instead."""
     agent_timeout_s: float = Field(default=600.0, gt=0.0)
     """Timeout of one call of the agent, in seconds. A rollout that exceeds it is not scored."""
 
@@ -112,17 +112,17 @@ class DeadlineConfig(Section):
     """Timeouts of remote calls, in seconds. When one expires, the error names the workers that did not answer."""
 
     start_s: float = Field(default=600.0, gt=0.0)
-    """Timeout for starting workers and loading models."""
+    """Timeout for starting workers and loading models, in seconds."""
     generate_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for one generation call."""
+    """Timeout for one generation call, in seconds."""
     train_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for one training or scoring call."""
+    """Timeout for one training or scoring call, in seconds."""
     refit_s: float = Field(default=600.0, gt=0.0)
-    """Timeout for one refit."""
+    """Timeout for one refit, in seconds."""
     checkpoint_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for saving or loading a checkpoint."""
+    """Timeout for saving or loading a checkpoint, in seconds."""
     environment_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for one environment turn of the whole batch."""
+    """Timeout for one environment turn of the whole batch, in seconds."""
 
 
 class ClusterConfig(Section):

@@ -44,7 +44,7 @@ class WorkerRestarter:
 
         Raises:
             WorkerDiedError: the limit does not allow another restart; names the dead workers.
-            WorkerError: a new worker cannot load, or reports other facts than the one before.
+            WorkerError: a new worker cannot load, or reports facts that differ from its predecessor's.
             DeadlineExceededError: the restart took longer than `start_s`.
         """
         replaced: set[int] = set()

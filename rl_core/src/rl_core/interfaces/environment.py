@@ -89,7 +89,7 @@ class EnvironmentInterface(ABC):
 
         Args:
             message_log_batch: B conversations so far; the last message is the model's. A message has `role` and `content`, the
-                text, and where they apply `tool_calls`, `tool_call_id` and `name`.
+                text, and optionally `tool_calls`, `tool_call_id` and `name`.
             metadata: B states; at the first turn the record's `extra_env_info`.
 
         The runtime checks the return value: a wrong type, a number of entries other than B,

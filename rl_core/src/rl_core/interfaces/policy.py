@@ -92,7 +92,7 @@ class PolicyInterface(TrainableInterface):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Sample from the policy itself, if it has a sampler; a generation backend is the usual way."""
+        """Sample completions with the policy's own sampler, if it has one; runs use a generation backend instead."""
         raise NotSupportedError(f"{type(self).__name__} cannot sample. Choose a generation backend under `policy.generation`.")
 
 

@@ -59,7 +59,7 @@ class ToolEnvironment(EnvironmentInterface):
 
     @classmethod
     def functions_of(cls, config: Any) -> Sequence[Callable[..., Any]]:
-        """The tools for a config."""
+        """The tool functions of an environment with this config."""
         return cls.functions
 
     @classmethod

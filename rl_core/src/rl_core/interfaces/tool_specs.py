@@ -136,7 +136,7 @@ def _check_type(hint: Any, parameter: str, tool: str) -> None:
 
 
 def readable_schema(schema: Mapping[str, Any]) -> Any:
-    """A JSON schema as models read it: without references, titles and refusals of other keys.
+    """A JSON schema for prompts: references are inlined, titles and `additionalProperties: false` removed.
 
     Raises:
         ConfigError: A type contains itself.
@@ -161,7 +161,7 @@ def _inlined(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...
 
 
 def _shortened(schema: Any) -> Any:
-    """The schema without titles that pydantic derives from names, and refusals of other keys: both make every prompt longer."""
+    """The schema without pydantic's titles and `additionalProperties: false`, which would make every prompt longer."""
     if isinstance(schema, list):
         return [_shortened(each) for each in schema]
     if not isinstance(schema, dict):

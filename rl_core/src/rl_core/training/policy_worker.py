@@ -117,7 +117,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         raise NotImplementedError
 
     def collect_scores(self, column: torch.Tensor) -> torch.Tensor:
-        """One column of scores, on the CPU, as the rank that computed it has it; all ranks call it. Unchanged by default."""
+        """One column of scores on the CPU, from the rank that computed it; all ranks call this. Unchanged by default."""
         return column
 
     def setup(self) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ class Pending(Protocol):
     """A pending broadcast."""
 
     def wait(self) -> bool:
-        """Return once it is done."""
+        """Wait until the operation has finished."""
 
 
 class WeightCollective:

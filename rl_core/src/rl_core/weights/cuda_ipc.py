@@ -78,7 +78,7 @@ class GpuBufferPair:
         return buffer
 
     def close(self) -> None:
-        """Free both on the GPU, where a colocated engine may need the memory; calling it twice is fine."""
+        """Free both buffers, because a colocated engine may need the GPU memory; calling it twice is fine."""
         closed = [buffer for buffer in self._buffers if buffer is not None]
         self._buffers = [None, None]
         for buffer in closed:

@@ -76,7 +76,7 @@ class RefitProgress:
         return tuple(form[0]) == tuple(shape) and form[1] in (dtype, self.receiver_dtypes.get(name))
 
     def note(self, names: Iterable[str]) -> None:
-        """Record that these have been loaded."""
+        """Record that the tensors with these names have been loaded."""
         self._arrived.update(names)
 
     def refuse_if_incomplete(self) -> None:

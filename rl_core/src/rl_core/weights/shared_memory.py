@@ -64,7 +64,7 @@ class Segment:
         return self.path.name
 
     def close(self) -> None:
-        """Unlink it; processes that have mapped it keep their mapping. Calling it twice is fine."""
+        """Unlink the segment; processes that have mapped it keep their mapping. Calling it twice is fine."""
         self._unlink()
 
 

@@ -89,9 +89,9 @@ LONGEST_LINE = 1 << 20
 
 
 def harness(code: str, tests: SplitTests) -> tuple[str, str]:
-    """The program to run, and the mark of its lines with observations.
+    """The program to run, and the random prefix of its lines with observed values.
 
-    The mark keeps the program's own output apart. It is not secret: a program that finds it can only write other values, and it
+    The prefix keeps the program's own output apart. It is not secret: a program that finds it could report wrong values, but
     would have to know the expected ones.
     """
     nonce = f"observed-{secrets.token_hex(8)}"

@@ -18,7 +18,7 @@ _HIGHLIGHT = re.compile(r"(?<![*\w])(\*{1,2})(?!\s|\*)([^*\n]+?)(?<!\s)\1(?![*\w
 
 
 def visible(text: str) -> str:
-    """The text in composed form, without characters that are not shown, such as a zero-width space inside a word."""
+    """The text in Unicode form NFC, without invisible characters such as zero-width spaces."""
     composed = unicodedata.normalize("NFC", text)
     return "".join(character for character in composed if unicodedata.category(character) != "Cf")
 
@@ -61,14 +61,14 @@ def highlights(text: str) -> int:
 
 
 def count_phrase(text: str, phrase: str) -> int:
-    """How often a phrase occurs as whole words, without regard to case; runs of white space are equal."""
+    """How often a phrase occurs as whole words, ignoring case and the kind of white space."""
     pieces = [re.escape(piece) for piece in phrase.split()]
     pattern = r"(?<![^\W_])" + r"\s+".join(pieces) + r"(?![^\W_])"  # `_word_` is a word in italics
     return len(re.findall(pattern, text, re.IGNORECASE)) if pieces else 0
 
 
 def capital_words(text: str) -> list[str]:
-    """The words whose letters are all capitals; a word without letters is not one."""
+    """The words in which all letters are capitals, and which have at least one letter."""
     return [word for word in words(text) if word.isupper()]
 
 

@@ -152,7 +152,7 @@ def _signed(sign: str, value: Fraction | int) -> Fraction:
 
 
 def reducible(numerator: int, denominator: int) -> frozenset[str]:
-    """What is left to do in a fraction: a division if it is a whole number, a reduction if it is not in lowest terms."""
+    """How a fraction can be simplified: by division if it is a whole number, by reduction if it is not in lowest terms."""
     if numerator % denominator == 0:
         return frozenset({"division"})
     return frozenset() if math.gcd(numerator, denominator) == 1 else frozenset({REDUCTION})

@@ -31,7 +31,7 @@ _OF_RATIONALS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
 
 
 def more_undone(answer: frozenset[str], expected: frozenset[str]) -> frozenset[str]:
-    """Unevaluated arithmetic of the answer only; sums must be factored only if a product is expected."""
+    """Unevaluated operations that only the answer has; factoring counts only if a product is expected."""
     return answer - expected - (frozenset() if "expansion" in expected else frozenset({"factoring"}))
 
 

@@ -51,7 +51,7 @@ def _scorer(task: str, params: dict[str, Any]) -> Any:
 
 @cache
 def evaluates_answers(module: str) -> bool:
-    """Whether the module of a task evaluates texts as Python expressions."""
+    """Whether the module of a task evaluates text as a Python expression, which is unsafe for model output."""
     return _EVALUATES.search(inspect.getsource(importlib.import_module(module))) is not None
 
 

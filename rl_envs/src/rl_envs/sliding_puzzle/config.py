@@ -15,7 +15,7 @@ class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
     max_moves: int = Field(default=12, ge=1)
     """Maximum number of moves, legal or not, before the game is lost. Each takes one turn."""
     illegal_move_penalty: float = Field(default=0.0, ge=0.0)
-    """Subtracted from the reward for every message that is not a legal move."""
+    """Penalty subtracted from the reward for every message that is not a legal move."""
 
     @property
     def turns_needed(self) -> int:

@@ -103,7 +103,7 @@ class AgentSession:
         limits = self._limits
         if self._started >= limits.max_turns:
             self._truncated = True
-            raise AgentLimitError(f"This rollout has had its {limits.max_turns} turns (max_rollout_turns).")
+            raise AgentLimitError(f"This rollout has already used all {limits.max_turns} turns (max_rollout_turns).")
         if length >= limits.max_total_length:
             self._truncated = True
             raise AgentLimitError(
@@ -116,7 +116,9 @@ class AgentSession:
 
     def _refuse_if_ended(self) -> None:
         if self._has_ended:
-            raise AgentSessionEndedError("The rollout of this key has ended.")
+            raise AgentSessionEndedError(
+                "The rollout of this API key has ended. Wait for all requests before the agent returns."
+            )
 
     def _tokens_before(self, request: AgentRequest) -> list[int]:
         """What the model reads: the longest segment that the request continues and the tokens after it, or its own tokens."""

@@ -99,6 +99,6 @@ def suffix_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def are_equal(lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
-    """Whether numbers between these are equal up to rounding; elementwise."""
+    """Whether `lowest` and `highest` are equal up to rounding, elementwise."""
     size = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
     return (highest - lowest) <= ROUNDING * size

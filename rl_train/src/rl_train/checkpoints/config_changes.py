@@ -66,7 +66,7 @@ def refuse_changes(
     """
     if algorithm not in old:
         raise CheckpointError(
-            f"{checkpoint} was written by another algorithm than {algorithm}, so it cannot be resumed. "
+            f"{checkpoint} was written by an algorithm other than {algorithm}, so it cannot be resumed. "
             f"Start a new run from its weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
     changes = config_changes(old, new, algorithm)

@@ -34,7 +34,7 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 
 def write_error(error: Exception, *, step: int, folder: Path, latest: Path | None) -> CheckpointWriteError | None:
-    """The explanation of a checkpoint that could not be written, or None if the error explains itself.
+    """The error to raise if a checkpoint could not be written; None if the original error is clear enough.
 
     Call it before the incomplete files are removed: some libraries do not say that the disk is full.
 

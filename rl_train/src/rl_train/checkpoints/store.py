@@ -105,7 +105,7 @@ class CheckpointStore:
 
     @property
     def most_at_once(self) -> int:
-        """Largest number of checkpoints at the same time: those that are kept, and the one being written."""
+        """Maximum number of checkpoints on disk at the same time: those that are kept, and the one being written."""
         return self._retention.keep_latest_k + (self._retention.keep_top_k or 0) + 1
 
     def path(self, step: int) -> Path:

@@ -24,7 +24,7 @@ def canary_conflicts(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPa
 
 
 def without_canary(backend: str) -> str:
-    """Why the canary of an engine without `HELD_DIGESTS` is required."""
+    """The error for a config without the canary, which an engine without `HELD_DIGESTS` requires."""
     return (
         f"the engine {backend!r} requires the canary: its fingerprint covers the weights that it received, not the tensors "
         f"that it computes with (it does not have the capability {HELD_DIGESTS!r}). Keep refit_canary: true, and do not "

@@ -31,7 +31,7 @@ def schedule_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def schedule_warnings(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Schedules that may end before the run, and warm-ups that do not."""
+    """Report schedules that may end before the run, and warm-ups that do not."""
     for model, scheduler, steps in _named_schedules(run):
         if steps is None:
             continue

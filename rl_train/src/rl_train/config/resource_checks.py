@@ -58,7 +58,7 @@ def in_process_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def machine_conflicts(run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-    """More workers than this machine has CPUs for, if the run only uses this machine.
+    """Report more workers than this machine has CPUs for, if the run only uses this machine.
 
     A running Ray cluster (RAY_ADDRESS), several nodes and GPUs are not checked: their resources are only known when
     the run starts.

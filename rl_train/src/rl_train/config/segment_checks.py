@@ -10,7 +10,7 @@ from rl_train.config.schema import RunConfig
 
 
 def segment_conflicts(run: RunConfig) -> Iterator[Finding]:
-    """Settings with which rollouts can have several segments, although the run does not support it."""
+    """Report settings that can divide rollouts into several segments, if the run does not support this."""
     rollouts = run.algorithm.runtime_needs.rollouts
     source = _source_of_segments(run)
     if source is None or rollouts is None:

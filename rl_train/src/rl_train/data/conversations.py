@@ -101,7 +101,7 @@ def _without_half_characters(text: str, what: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{what} has half of a character, {text[error.start]!r}, at index {error.start}: the text was cut there, or is "
-            "corrupt. Fix the text or remove the row"
+            f"{what} has an unpaired surrogate, {text[error.start]!r}, at index {error.start}: the text was cut inside a "
+            "character, or is corrupt. Fix the text or remove the row"
         ) from error
     return text

@@ -48,9 +48,9 @@ def _check_joined(pieces: list[list[int]], whole: list[int], left: str, right: s
         is_changed = bool(first) and first[0].startswith("\u2581") and not right[:1].isspace()
     if is_changed:
         raise DataError(
-            f"the texts {left[-20:]!r} and {right[:20]!r} have other tokens together than apart, and this tokenizer adds "
-            "characters to the second when it encodes it separately, so the boundary between prompt and answer cannot be "
-            "kept. Strip the white space around it, or use a template with a header that this tokenizer does not merge"
+            f"the texts {left[-20:]!r} and {right[:20]!r} have different tokens together and separately, and this tokenizer "
+            "adds characters to the second one if it is encoded separately, so the boundary between prompt and answer "
+            "cannot be kept. Strip the white space around it, or use a template whose header this tokenizer does not merge"
         )
 
 

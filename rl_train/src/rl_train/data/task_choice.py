@@ -66,7 +66,7 @@ class TaskChoice:
 
 
 def choose_tasks(records: Any, *, fixed: str | None, known: Collection[str], name: str, component: str | None) -> TaskChoice:
-    """The choice for a dataset.
+    """Choose how the records of a dataset get their tasks.
 
     Args:
         records: map-style dataset of records.

@@ -103,8 +103,8 @@ def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diag
 def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
     """Check that prompt and answer, tokenized separately, have the tokens of the whole text, over one and two turns."""
     why = (
-        "The tokens of a sampled answer are appended to those of the prompt. If the whole text has other tokens, supervised "
-        "training and the next turn show the model other tokens than it sampled."
+        "The tokens of a sampled answer are appended to those of the prompt. If the whole text is tokenized "
+        "differently, supervised training and the next turn show the model tokens that it did not sample."
     )
     together = _encode(tokenizer, _render(tokenizer, _answered(question), header=False))
     try:

@@ -87,7 +87,7 @@ def check_tied_embeddings(weights: EmbeddingWeights, *, declared: bool | None) -
         status=status,
         found=found,
         why="A program that loads the saved model by this config would tie separate matrices, or separate tied ones, and "
-        "compute other outputs than the trained model.",
+        "compute outputs that differ from those of the trained model.",
         remedy="Correct tie_word_embeddings in the model's config.json, or load the model from the folder that it was first "
         "saved to.",
         details=details,

@@ -152,8 +152,8 @@ def _check_finite(step_return: EnvironmentReturn, who: str) -> None:
     for name, values in rewards.items():
         for row in (~values.isfinite()).nonzero().flatten().tolist()[:1]:
             raise RLCoreError(
-                f"{who} gave row {row} the {'' if name == 'reward' else 'reward '}{name} {float(values[row])}. A reward is a "
-                "finite number: set `scored` to 0 for a row that cannot be scored."
+                f"{who} returned the {'' if name == 'reward' else 'reward '}{name} {float(values[row])} for row {row}. A "
+                "reward is a finite number: set `scored` to 0 for a row that cannot be scored."
             )
 
 

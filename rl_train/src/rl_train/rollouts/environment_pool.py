@@ -60,7 +60,7 @@ class EnvironmentPool(EnvironmentInterface):
     ) -> Future[EnvironmentReturn]:
         """Call `step` of one worker for these rows, without waiting; the future has the checked return value.
 
-        A call whose worker dies or exceeds the timeout is not repeated: rollouts repeat their own steps.
+        A call whose worker dies or exceeds the timeout is not retried here; rollouts retry their own steps.
         """
         call = self.submit("step", message_log_batch, metadata, on=on)
         checked: Future[EnvironmentReturn] = Future()

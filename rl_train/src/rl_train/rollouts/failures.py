@@ -79,7 +79,7 @@ class FailureLimit:
         self._texts: dict[str, str] = {}
 
     def expect(self, step: int, rows: int) -> None:
-        """Count the rows that a step trains on; rows of groups that replace others are not counted."""
+        """Add the rows that a step trains on to the total; rows of replacement groups are not counted."""
         self._of(step).rows += rows
 
     def count(self, step: int, trajectories: Sequence[Trajectory]) -> None:

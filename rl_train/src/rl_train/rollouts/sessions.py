@@ -125,7 +125,7 @@ class StepQueue:
         return worker
 
     def release(self, worker: ActorKey) -> None:
-        """A session of this worker has ended."""
+        """Count a session of this worker as ended."""
         self._sessions[worker] -= 1
 
     def _schedule(self) -> None:

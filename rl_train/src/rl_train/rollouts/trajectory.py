@@ -96,7 +96,7 @@ class Trajectory:
         return log_token_ids(self.message_log)
 
     def num_tokens(self) -> int:
-        """T."""
+        """T, number of tokens of the current segment."""
         return sum(len(message["token_ids"]) for message in self.message_log)
 
     def num_sampled_tokens(self) -> int:

@@ -27,7 +27,7 @@ from rl_train.tools.task_tools import tools_of_run
 
 
 def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
-    """The wrong keys, each with the reason."""
+    """Import referenced modules, load the tokenizer and read the data; yields each wrong key with the reason."""
     problems = list(_imports(loaded))
     yield from problems
     if not problems:

@@ -134,7 +134,7 @@ class _EnvironmentCheck:
         if not _equal(_comparable(first), _comparable(again)):
             raise _CheckFailedError("two equal calls had different results, so the environment keeps state or draws at random.")
         if not _equal(_comparable(first), _comparable(fresh)):
-            raise _CheckFailedError("a new instance had other results than the first, so workers would score differently.")
+            raise _CheckFailedError("a new instance returned different results, so workers would score differently.")
         return "equal calls have equal results, also of a new instance"
 
     def _independence(self) -> str:

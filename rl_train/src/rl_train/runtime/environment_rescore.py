@@ -68,7 +68,7 @@ def rescore(
     Args:
         folder: the run folder.
         overrides: changes of the config, `key=value`.
-        config: another config than that of the run.
+        config: a config other than that of the run.
         steps: only these steps; all by default. Step 0 is the validation before the first step.
 
     Raises:

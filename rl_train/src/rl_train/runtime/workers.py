@@ -112,7 +112,7 @@ class Builder:
         return Workers(policy=policy, generation=generation, environments=self.environments(), companions=self.companions())
 
     def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
-        """Start both. On GPUs the engine starts first and sleeps: it measures free memory, which must not change meanwhile."""
+        """Start policy and engine. On GPUs the engine starts first and sleeps, because it measures free memory."""
         if self.cluster is None or not self.cluster.use_gpus:
             return self.policy(), self.generation()
         generation = self.generation()

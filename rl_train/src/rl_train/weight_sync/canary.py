@@ -148,7 +148,7 @@ class Canary:
             those of the filtered distribution.
         calibration: the error of the first sync.
         sides: the arithmetic of both sides, see `CanaryCalibration`.
-        retempering: for a policy that scores at another temperature than the engine samples at.
+        retempering: for a policy that scores at a temperature other than the engine's.
     """
 
     rows: BatchedDataDict[Any]
@@ -200,14 +200,14 @@ class Canary:
         row, position = divmod(int(compared.differences.nan_to_num(float("inf")).argmax()), compared.differences.shape[1])
         at = (row, position)
         raise WeightSyncError(
-            "After the refit every weight has arrived, but the generation backend computes other log-probabilities than the "
-            f"policy: over {compared.tokens} canary tokens they differ by {compared.mean:.3g} nats on average (allowed: "
-            f"{allowed:.3g}{rule}) and by {float(compared.differences[at]):.3g} at most: token "
+            "After the refit every weight has arrived, but the generation backend computes log-probabilities that differ "
+            f"from the policy's: over {compared.tokens} canary tokens they differ by {compared.mean:.3g} nats on average "
+            f"(allowed: {allowed:.3g}{rule}) and by {float(compared.differences[at]):.3g} at most: token "
             f"{int(compared.output['output_ids'][at])} at position {position} of row {row} has "
             f"{float(compared.output['logprobs'][at]):.4f} in the engine and {float(compared.scored[at]):.4f} in the policy. "
-            "The engine computes with an older copy of a weight, samples from another distribution than the policy scores, or "
-            "rounds much more than the policy. `rlcore check logprobs` shows where they differ. If this difference is "
-            "acceptable for training, set policy.generation.canary_tolerance."
+            "The engine computes with an older copy of a weight, samples from a distribution other than the one that the "
+            "policy scores, or rounds much more than the policy. `rlcore check logprobs` shows where they differ. If this "
+            "difference is acceptable for training, set policy.generation.canary_tolerance."
         )
 
 

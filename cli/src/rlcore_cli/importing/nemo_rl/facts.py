@@ -75,7 +75,7 @@ def dtensor(value: Any, foreign: ForeignConfig) -> Decision:
 
 
 def logger(name: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """`enabled` of the logger with this name."""
+    """Return the conversion of a switch such as `logger.wandb_enabled` to `enabled` of this logger."""
 
     def decide(value: Any, foreign: ForeignConfig) -> Decision:
         return Mapped({f"logger.loggers.{name}.enabled": True}) if value is True else Redundant("disabled")
