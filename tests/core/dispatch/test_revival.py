@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from ray import cloudpickle
+from shared_segments import segments_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1] / "weights"))
@@ -29,7 +30,6 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.replica_rows import newest_version
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
-from rl_core.weights.shared_memory import sweep
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
@@ -202,7 +202,7 @@ def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy
     assert_same_rows(one.generate(prompts()), undisturbed)
     assert one.restarts == 3
     sync.close()
-    assert sweep() == []
+    assert segments_of(os.getpid()) == []
 
 
 def test_a_refit_that_sends_nothing_is_rejected(monkeypatch, tmp_path):
@@ -251,7 +251,7 @@ def test_rows_in_progress_on_a_dead_replica_wait_for_its_refit_and_other_rows_do
     assert two.weight_version == policy.weight_version
     assert two.group.run_all("num_changes") == [refits[0], 1], "only the new replica is refitted"
     sync.close()
-    assert sweep() == []
+    assert segments_of(os.getpid()) == []
 
 
 def test_rows_fail_with_the_reason_if_the_new_replica_cannot_be_refitted(engine, policy, tmp_path):
