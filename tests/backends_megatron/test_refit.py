@@ -14,7 +14,7 @@ from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 pytestmark = [
     pytest.mark.megatron,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.usefixtures("local_ray"),
     pytest.mark.full("test_parity.py exports the experts of ranks; backends_vllm/test_refit.py refits with experts"),
 ]

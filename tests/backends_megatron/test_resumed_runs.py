@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_train.runtime.launch import train
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("local_ray")]
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 PAIRS = MODEL.parent / "preferences" / "train.jsonl"

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from openai_servers import LEARNING, LEARNING_STEPS, MODEL, assert_learned, engine_of, prompts
-from vllm_servers import free_port, vllm_server
+from vllm_servers import vllm_server
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
+from rl_core.cluster.ports import free_port
 from rl_core.errors import WeightSyncError
 from rl_core.http import HttpError
 from rl_serve.update_options import UpdateOptions
@@ -48,7 +49,7 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("updates")
     modules = tmp_path_factory.mktemp("modules")
     (modules / "forgetful.py").write_text(FORGETFUL)
-    port = free_port()
+    port = free_port("127.0.0.1")
     command = vllm_command(
         str(MODEL),
         updates=UpdateOptions(folder=folder.resolve(), admin_key=""),

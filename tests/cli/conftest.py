@@ -59,7 +59,7 @@ def write_run():
             if value is None:
                 (folder / name).unlink(missing_ok=True)
             else:
-                (folder / name).write_text(yaml.safe_dump(value) if name.endswith("yaml") else json.dumps(value))
+                replace_text(folder / name, yaml.safe_dump(value) if name.endswith("yaml") else json.dumps(value))
         return folder
 
     return write
@@ -115,7 +115,14 @@ def end(name):
 
 
 def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def replace_text(path, text):
+    """Write the file in one step, as a run does, because `report --follow` may read it at any time."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def metric_row(step):

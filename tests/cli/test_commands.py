@@ -91,7 +91,7 @@ def test_closed_output_ends_without_a_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "rlcore_cli.main", "list-backends", "--all"]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (1, "")
 
@@ -103,7 +103,7 @@ def test_a_command_of_a_missing_distribution_names_the_distribution():
         "m.distributions = lambda **k: (d for d in found(**k) if d.name != 'rl-serve'); "
         "sys.argv = ['rlcore', 'serve']; from rlcore_cli.main import main; main()"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert (result.returncode, result.stderr) == (
         2,
         "error: Command 'serve' is not installed: rl-serve is not published; in a checkout of the repository, "

@@ -76,7 +76,7 @@ def reply(text, **usage):
     return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}], **({"usage": usage} if usage else {})}
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=60.0):
     """Wait for a condition; returns whether it came true."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:

@@ -107,7 +107,8 @@ def test_an_attempt_without_a_response_times_out_and_is_retried():
     with serving(answer) as (url, holder["script"]):
         started = time.monotonic()
         [found], _, _ = post(url, timeout_s=0.3)
-    assert found.attempts == 2
+    assert found.status == 200
+    assert found.attempts >= 2  # on a busy machine, a later attempt may take too long as well
     assert time.monotonic() - started >= 0.3
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.cluster.ports import free_port
 from rl_core.errors import ConfigError
 from rl_envs.tools.config import ToolsEnvironmentConfig
 from rl_envs.tools.environment import ToolsEnvironment
@@ -161,9 +162,7 @@ def test_each_rollout_can_have_its_own_server_that_ends_with_it():
 
 @pytest.mark.full("a server over HTTP; `make test` has the same calls over stdio")
 def test_a_server_can_be_reached_at_a_url():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     with subprocess.Popen([*COMMAND, str(port)]) as process:
         try:
             wait_for(port)

@@ -15,7 +15,7 @@ def rows(path):
 
 def test_the_scripts_write_the_files_of_the_repository(tmp_path):
     for script in ("make_word_problems.py", "make_sums.py"):
-        subprocess.run([sys.executable, ASSETS / script, tmp_path], check=True, timeout=60)
+        subprocess.run([sys.executable, ASSETS / script, tmp_path], check=True, timeout=240)
     written = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.jsonl")}
     assert written == {path.relative_to(ASSETS): path.read_text() for path in ASSETS.rglob("*.jsonl")}
     assert len(written) == 6

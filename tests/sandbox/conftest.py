@@ -14,7 +14,7 @@ from rl_sandbox.levels import Level
 from rl_sandbox.local import LocalSandbox
 
 NORMAL_USER = 61200
-LIMITS = {"memory_mb": 256, "disk_mb": 16, "max_processes": 32, "output_kb": 64, "timeout_s": 20.0}
+LIMITS = {"memory_mb": 256, "disk_mb": 16, "max_processes": 32, "output_kb": 64, "timeout_s": 60.0}
 
 
 def open_sandbox(config=LIMITS, **arguments):
@@ -73,7 +73,7 @@ def victim():
     process.wait()
 
 
-def wait_until(holds, seconds=30.0):
+def wait_until(holds, seconds=120.0):
     """Wait for an event outside of this process; fails if it does not happen."""
     end = time.monotonic() + seconds
     while not holds():

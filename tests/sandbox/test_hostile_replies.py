@@ -39,8 +39,8 @@ def test_code_in_the_interpreter_cannot_forge_the_next_result(session):
     assert session.run_program("print('next')").stdout == "next\n"
 
 
-def answering(data, *, keep_open=False, delay=0.0):
-    """A session whose agent sends these bytes to every call."""
+def answering(data, *, keep_open=False, delay=0.0, timeout_s=60.0):
+    """A session whose agent sends these bytes to every call, and the event that it ends with."""
     ours, theirs = socket.socketpair()
     ended = threading.Event()
 
@@ -60,7 +60,7 @@ def answering(data, *, keep_open=False, delay=0.0):
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     errors = os.memfd_create("errors")
-    return LocalSession(ours, errors, lambda: ended.set(), timeout_s=0.1, output=1024, grace_s=0.2), ended
+    return LocalSession(ours, errors, lambda: ended.set(), timeout_s=timeout_s, output=1024, grace_s=0.2), ended
 
 
 def test_a_correct_answer_is_accepted():
@@ -93,7 +93,7 @@ def test_an_answer_that_breaks_the_rules_ends_the_session(data):
 
 @pytest.mark.parametrize("data", [[], [b"\0"] * 1000], ids=["silence", "a_trickle_of_bytes"])
 def test_an_agent_that_does_not_finish_its_answer_is_a_timeout(data):
-    session, ended = answering(data, keep_open=True, delay=0.05)
+    session, ended = answering(data, keep_open=True, delay=0.05, timeout_s=0.1)
     with session:
         result = session.run("1")
         assert result.outcome in (Outcome.TIMEOUT, Outcome.LOST)
@@ -123,7 +123,8 @@ def test_a_session_that_does_not_start_is_an_error_of_the_sandbox_and_not_of_the
     theirs.sendall(sent or b"")
     if sent is None:
         theirs.close()
-    with LocalSession(ours, errors, ended.set, timeout_s=0.1, output=1024, start_s=0.1) as session:
+    start_s = 0.1 if sent == b"" else 60.0  # only the silent agent reaches the limit
+    with LocalSession(ours, errors, ended.set, timeout_s=0.1, output=1024, start_s=start_s) as session:
         for _ in range(2):
             with pytest.raises(SandboxError, match=says):
                 session.run_program("1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -140,7 +139,7 @@ def test_closing_a_session_ends_its_running_call_with_an_error(sandbox):
     call = running_call(session, has_program(sandbox))
     session.close()
     with pytest.raises(SandboxError, match="closed"):
-        call.result(timeout=30)
+        call.result(timeout=120)
     with pytest.raises(SandboxError, match="closed"):
         session.run("1")
 
@@ -150,7 +149,7 @@ def test_a_call_whose_launcher_dies_is_an_error_and_no_result_of_the_program():
         call = running_call(session, has_program(sandbox))
         os.kill(sandbox.process_id, signal.SIGKILL)
         with pytest.raises(SandboxError, match=r"ended from outside: its launcher \(process \d+\) exited"):
-            call.result(timeout=30)
+            call.result(timeout=120)
         with pytest.raises(SandboxError, match="ended from outside"):
             session.run("1")
 
@@ -161,7 +160,7 @@ def test_a_call_whose_container_is_killed_from_outside_is_an_error():
         [bubblewrap] = map(int, _read(Path(f"/proc/{sandbox.process_id}/task/{sandbox.process_id}/children")).split())
         os.kill(bubblewrap, signal.SIGKILL)
         with pytest.raises(SandboxError, match="ended from outside: the process that contains it was killed by signal 9"):
-            call.result(timeout=30)
+            call.result(timeout=120)
 
 
 def test_a_program_that_kills_its_agent_is_responsible_for_the_lost_session(session):
@@ -267,7 +266,7 @@ from rl_sandbox.local import LocalSandbox
 from rl_sandbox.levels import Level
 sandbox = LocalSandbox({"require": "rlimits"}, level=Level(sys.argv[1]))
 session = sandbox.open_session()
-session.run("import subprocess; subprocess.Popen(['sleep', '601.25'], start_new_session=True)")
+session.run(f"import subprocess; subprocess.Popen(['sleep', {sys.argv[2]!r}], start_new_session=True)")
 print(sandbox.process_id, session.run("import os; os.getcwd()").stdout.strip().strip("'"), flush=True)
 session.run("import time; time.sleep(600)")
 """
@@ -278,7 +277,8 @@ def test_nothing_is_left_after_the_process_that_uses_a_sandbox_was_killed(level)
     if level is None:
         with open_sandbox() as opened:
             level = opened.level
-    command = [sys.executable, "-c", CRASHING, level.value]
+    seconds = f"601.{os.getpid()}"  # tells its process from those of other test processes
+    command = [sys.executable, "-c", CRASHING, level.value, seconds]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
         launcher, folder = user.stdout.readline().split()
         assert leftovers(int(launcher))
@@ -286,7 +286,8 @@ def test_nothing_is_left_after_the_process_that_uses_a_sandbox_was_killed(level)
     wait_until(lambda: not Path(f"/proc/{launcher}").exists())
     assert leftovers(int(launcher)) == []
     assert level is not Level.RLIMITS or not Path(folder).exists()
-    wait_until(lambda: not any(re.search(rb"sleep\x00601.25", _read(path)) for path in Path("/proc").glob("[0-9]*/cmdline")))
+    sleeps = f"sleep\0{seconds}\0".encode()
+    wait_until(lambda: not any(sleeps in _read(path) for path in Path("/proc").glob("[0-9]*/cmdline")))
 
 
 def _read(path):

@@ -282,7 +282,7 @@ def test_other_clients_are_answered_while_prompts_are_tokenized(serve_scripted, 
     def wait(tokenizer, text, **options):
         if "wait" in text:
             started.set()
-            waits.append(answered.wait(20))
+            waits.append(answered.wait(120))
         return tokenize(tokenizer, text, **options)
 
     client, _ = serve_scripted(lambda prompt: "yes")
@@ -308,7 +308,7 @@ def test_other_clients_are_answered_while_completions_are_decoded(serve_scripted
         text = decode(tokenizer, tokens, **options)
         if text.startswith("yes"):
             started.set()
-            waits.append(answered.wait(20))
+            waits.append(answered.wait(120))
         return text
 
     client, _ = serve_scripted(lambda prompt: "yes")
@@ -324,7 +324,7 @@ def test_health_is_reported_while_all_threads_of_the_event_loop_are_busy(serve_s
 
     async def occupy():
         for _ in range(64):
-            asyncio.get_running_loop().run_in_executor(None, lambda: waits.append(answered.wait(20)))
+            asyncio.get_running_loop().run_in_executor(None, lambda: waits.append(answered.wait(120)))
 
     client.portal.call(occupy)
     assert client.get("/health").status_code == 200

@@ -11,8 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from vllm_servers import free_port, kill, vllm_server
+from vllm_servers import kill, vllm_server
 
+from rl_core.cluster.ports import free_port
 from rl_train.data.prompts import load_prompt
 
 pytestmark = [
@@ -82,7 +83,7 @@ def servers(tmp_path_factory):
     """vLLM's server, and the URL of the proxy, started with the promised command line."""
     folder = tmp_path_factory.mktemp("model")
     make_model_that_says(folder)
-    port = free_port()
+    port = free_port("127.0.0.1")
     command = (
         f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name says "
         f"--host 127.0.0.1 --port {port} --dtype float32 --max-model-len {LENGTH} --max-num-seqs 8 --enforce-eager "

@@ -42,7 +42,7 @@ def square(cluster):
 @pytest.fixture(scope="module")
 def pair(cluster):
     """Two more workers; a test that breaks one restarts it."""
-    with RayWorkerGroup(cluster, Worker, num_workers=2, name="pair", deadlines=Deadlines(stop_s=1.0)) as group:
+    with RayWorkerGroup(cluster, Worker, num_workers=2, name="pair", deadlines=Deadlines(stop_s=1.0, stack_s=120.0)) as group:
         yield group
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from ray import cloudpickle
+from shared_segments import segments_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1] / "weights"))
@@ -29,7 +30,6 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.replica_rows import newest_version
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
-from rl_core.weights.shared_memory import sweep
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
@@ -186,6 +186,7 @@ def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy
     assert not torch.equal(undisturbed["output_ids"], untrained["output_ids"])
 
     one.weight_owner = None
+    killed = one.group.pids()
     condemn(tmp_path, "generate", 0)
     with pytest.raises(WeightSyncError, match=r"replica 0 was restarted.*creating a `WeightSynchronizer` does that"):
         one.generate(prompts())
@@ -195,14 +196,16 @@ def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy
     assert_same_rows(one.generate(prompts()), undisturbed)
 
     one.weight_owner = sync
+    killed += one.group.pids()
     condemn(tmp_path, "generate", 0)
     assert_same_rows(one.generate(prompts()), undisturbed)
+    killed += one.group.pids()
     os.kill(one.group.run_one("process"), signal.SIGKILL)
     one.prepare_for_generation()
     assert_same_rows(one.generate(prompts()), undisturbed)
     assert one.restarts == 3
     sync.close()
-    assert sweep() == []
+    assert segments_of(*killed) == []
 
 
 def test_a_refit_that_sends_nothing_is_rejected(monkeypatch, tmp_path):
@@ -234,7 +237,7 @@ def test_rows_in_progress_on_a_dead_replica_wait_for_its_refit_and_other_rows_do
     sync = synchronizer(policy, two, canary=lambda: canary)
     sync.sync()
     undisturbed = two.generate(prompts())
-    refits = two.group.run_all("num_changes")
+    refits, killed = two.group.run_all("num_changes"), two.group.pids()[1]
     worker, gate = policy.group.worker, threading.Event()
     gather = worker.iter_weights
 
@@ -251,7 +254,7 @@ def test_rows_in_progress_on_a_dead_replica_wait_for_its_refit_and_other_rows_do
     assert two.weight_version == policy.weight_version
     assert two.group.run_all("num_changes") == [refits[0], 1], "only the new replica is refitted"
     sync.close()
-    assert sweep() == []
+    assert segments_of(killed) == []
 
 
 def test_rows_fail_with_the_reason_if_the_new_replica_cannot_be_refitted(engine, policy, tmp_path):

@@ -66,7 +66,7 @@ def rows(*ticks, first=3, prompt=None, sessions=None):
     return batch
 
 
-def stream_of(group, deadline_s=30.0):
+def stream_of(group, deadline_s=120.0):
     return RowStream(group, deadline_s=deadline_s)
 
 

@@ -10,7 +10,9 @@ import pytest
 # Workers are imported by name in the processes that these tests start.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rl_core.weights.shared_memory import DIRECTORY, Segment, sweep
+from shared_segments import own_processes, segments_of
+
+from rl_core.weights.shared_memory import Segment
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,9 +32,9 @@ def living_segments():
 
 @pytest.fixture(autouse=True)
 def no_segment_is_left(living_segments):
-    """No segment of this process without an owner, and none of its dead children."""
-    sweep()  # what others left is not this test's
+    """No segment of this process without an owner, and none of its descendants that ended in the test."""
+    before = own_processes()
     yield
     owned = {segment.name for segment in living_segments}
-    found = {path.name for path in DIRECTORY.glob(f"rlcore-{os.getpid()}-*")}
-    assert [*sorted(found - owned), *sweep()] == []
+    found = set(segments_of(os.getpid()))
+    assert [*sorted(found - owned), *segments_of(*before - own_processes())] == []

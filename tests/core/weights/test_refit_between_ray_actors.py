@@ -10,6 +10,7 @@ import pytest
 import tiny_refit_workers
 import torch
 from ray import cloudpickle
+from shared_segments import segments_of
 from tiny_refit_workers import (
     ForgetfulEngine,
     ForgetfulSecondReplica,
@@ -24,7 +25,6 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WeightSyncError, WorkerDiedError
-from rl_core.weights.shared_memory import sweep
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.collective import CollectiveTransport
 from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
@@ -142,5 +142,5 @@ def test_a_policy_actor_that_is_killed_in_the_middle_of_a_refit_is_named_and_lea
         sync.sync()
     psutil.wait_procs([process], timeout=120)
     sync.close()
-    assert sweep() == []
+    assert segments_of(victim) == []
     policy.shutdown()

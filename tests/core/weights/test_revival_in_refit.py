@@ -12,6 +12,7 @@ import pytest
 import tiny_refit_workers
 import torch
 from ray import cloudpickle
+from shared_segments import segments_of
 from tiny_refit_workers import TinyEngine, TinyPolicy
 
 from rl_core.cluster import RayVirtualCluster
@@ -185,7 +186,7 @@ def test_a_refit_whose_replica_is_killed_is_restarted_and_verified(sides, synchr
     assert [rank for rank in range(REPLICAS) if engine.group.pids()[rank] != pids[rank]] == ranks
     assert engine.weight_version == policy.weight_version == metrics["refit/weight_version"]
     assert_equal_on_all(policy, engine)
-    assert sweep() == []
+    assert segments_of(*(pids[rank] for rank in ranks)) == []
 
 
 def restart(engine, deaths, *, rank):
@@ -260,7 +261,7 @@ def test_a_refit_fails_without_remaining_restarts_and_names_the_dead_replica(
         with pytest.raises(WorkerDiedError, match=rf"rank 0 .*pid {pids[0]} exited and .*max_restarts` \({limit}\)"):
             sync.sync()
         assert time.monotonic() - started < LIMIT_S
-    assert sweep() == []
+    assert segments_of(*pids) == []
     sync.sync()
     assert_equal_on_all(policy, engine)
 
@@ -279,4 +280,5 @@ def test_a_policy_worker_that_dies_in_a_broadcast_is_named_and_releases_the_repl
     assert time.monotonic() - started < LIMIT_S
     assert engine.restarts == before
     # What it kept for the next refit over shared memory is swept, as in each refit and at the end of a run.
-    assert all(name.startswith(f"rlcore-{victim}-") for name in sweep())
+    sweep()
+    assert segments_of(victim) == []

@@ -16,38 +16,44 @@ from rl_core.errors import WeightSyncError
 from rl_core.weights.shared_memory import DIRECTORY, MappedSegments, Segment, SegmentPair, map_segment, sweep
 
 OWNER = """
+import sys
 import time
+from pathlib import Path
 from rl_core.weights.shared_memory import Segment
-segment = Segment(1000)
+segment = Segment(1000, directory=Path(sys.argv[1]))
 segment.buffer.fill_(7)
 print(segment.name, flush=True)
 {then}
 """
 
 
-def owner(then: str) -> tuple[subprocess.Popen[str], Path]:
-    process = subprocess.Popen([sys.executable, "-c", OWNER.format(then=then)], stdout=subprocess.PIPE, text=True)
-    return process, DIRECTORY / process.stdout.readline().strip()
+def owner(then: str, directory: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a segment. In `DIRECTORY`, other processes of the machine may sweep it as soon as this one has ended."""
+    command = [sys.executable, "-c", OWNER.format(then=then), str(directory)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return process, directory / process.stdout.readline().strip()
 
 
 def test_another_process_reads_what_was_written_and_cannot_change_it():
-    process, path = owner("time.sleep(60)")
+    process, path = owner("time.sleep(600)", DIRECTORY)
     mapped = map_segment(path.name)
     assert torch.equal(mapped, torch.full((1000,), 7, dtype=torch.uint8))
     mapped.zero_()
     assert torch.equal(map_segment(path.name), torch.full((1000,), 7, dtype=torch.uint8))
     process.kill()
     process.wait()
-    assert path.name in sweep()
+    sweep()
+    assert not path.exists()
 
 
-def test_a_segment_of_a_living_process_is_not_swept_and_one_of_a_killed_process_is():
-    process, path = owner("time.sleep(60)")
-    assert path.name not in sweep()
+def test_a_segment_of_a_living_process_is_not_swept_and_one_of_a_killed_process_is(tmp_path):
+    process, path = owner("time.sleep(600)", tmp_path)
+    assert sweep(directory=tmp_path) == []
+    assert path.exists()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert path.exists()
-    assert path.name in sweep()
+    assert sweep(directory=tmp_path) == [path.name]
     assert not path.exists()
 
 
@@ -84,8 +90,8 @@ FULL = pytest.mark.full("a process that ends by an error, and one that is killed
 @pytest.mark.parametrize(
     "then", [pytest.param("", marks=FULL), pytest.param("raise SystemExit(3)", marks=FULL), "raise RuntimeError"]
 )
-def test_a_process_that_ends_by_itself_leaves_no_segment(then):
-    process, path = owner(then)
+def test_a_process_that_ends_by_itself_leaves_no_segment(then, tmp_path):
+    process, path = owner(then, tmp_path)
     process.wait()
     assert not path.exists()
 

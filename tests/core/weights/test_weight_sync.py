@@ -27,7 +27,7 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import DeadlineExceededError, MissingCapabilityError, WeightSyncError
 from rl_core.weights.refit_progress import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
-from rl_train.weight_sync.synchronizer import WeightSynchronizer, choose_transport
+from rl_train.weight_sync.synchronizer import WeightSynchronizer, choose_transport, free_loopback_port
 from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
 from rl_train.weight_sync.transports.collective import CollectiveTransport
 from rl_train.weight_sync.transports.disk import DiskTransport
@@ -456,3 +456,10 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_key_that_sets_it(tmp_
     (tmp_path / "file").touch()
     with pytest.raises(WeightSyncError, match=r"policy\.generation\.refit_folder"):
         synchronizer(make_policy(), make_engine(), "disk", folder=tmp_path / "file").sync()
+
+
+def test_the_address_of_a_rendezvous_is_used_once_and_no_outgoing_connection_can_take_its_port():
+    addresses = [free_loopback_port() for _ in range(300)]
+    assert len(set(addresses)) == 300
+    assert {ip for ip, _ in addresses} == {"127.0.0.1"}
+    assert max(port for _, port in addresses) < 32_768  # from here on, Linux chooses ports of connections

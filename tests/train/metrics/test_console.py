@@ -69,7 +69,7 @@ def test_a_run_continues_when_its_output_is_closed():
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False
         )
     finally:
         os.close(writer)

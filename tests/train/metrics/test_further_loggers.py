@@ -91,16 +91,23 @@ def wandb_rows(folder):
     return rows
 
 
+def written_wandb_rows(folder, count):
+    """The logged rows by run id, as soon as there are that many.
+
+    The library's own process writes the file, which on a busy machine may end after `finish`.
+    """
+    give_up = time.monotonic() + 120
+    while sum(map(len, (rows := wandb_rows(folder)).values())) < count and time.monotonic() < give_up:
+        time.sleep(0.2)
+    return rows
+
+
 def test_wandb_is_offline_despite_environment_variables_and_resumes_under_the_same_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     log(WandbLogger(config=WandbConfig(tags=["a"]), folder=tmp_path), [0.25, 0.5], first_step=1)
     time.sleep(1.1)  # its offline folders are named by the second
     log(WandbLogger(config=WandbConfig(), folder=tmp_path), [0.75], first_step=2)
-    # The library's own process writes the file, which on a busy machine may end after `finish`.
-    give_up = time.monotonic() + 120
-    while sum(map(len, wandb_rows(tmp_path).values())) < 3 and time.monotonic() < give_up:
-        time.sleep(0.2)
-    [(run_id, rows)] = wandb_rows(tmp_path).items()
+    [(run_id, rows)] = written_wandb_rows(tmp_path, 3).items()
     assert run_id == (tmp_path / "wandb_run_id").read_text()
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.25), (2, 0.5), (2, 0.75)]
 
@@ -136,7 +143,7 @@ def log_one_step(name, folder, env):
 def test_wandb_offline_opens_no_connection(tmp_path):
     with nobody_is_called(tmp_path, "WANDB_BASE_URL") as env:
         log_one_step("Wandb", tmp_path, env)
-    assert len(wandb_rows(tmp_path)) == 1
+    assert len(written_wandb_rows(tmp_path, 1)) == 1
 
 
 def mlflow_run(folder, store="mlflow.db"):

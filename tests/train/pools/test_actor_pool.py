@@ -77,7 +77,7 @@ def test_a_call_past_its_deadline_is_killed_and_runs_again(pool):
 
 def test_a_call_that_always_hangs_fails_with_the_stack_of_the_last_try(local_ray):
     with (
-        ActorPool(None, Scorer, 1, deadline_s=2.0, max_restarts=1) as pool,
+        ActorPool(None, Scorer, 1, deadline_s=2.0, max_restarts=1, deadlines=Deadlines(stack_s=120.0)) as pool,
         pytest.raises(DeadlineExceededError, match=r"(?s)call 1 of hang_always\(\) failed 2 times.*loop_that_never_ends"),
     ):
         pool.map("hang_always", [1, 2])
@@ -166,11 +166,12 @@ def test_a_dead_daemon_that_only_the_thread_of_a_pool_detects_is_not_noticed(mon
 
 
 def test_an_actor_runs_several_calls_at_once_and_those_next_to_a_late_one_are_not_counted_as_failed(local_ray, tmp_path):
-    with ActorPool(None, Scorer, 1, {"folder": str(tmp_path)}, max_concurrency=2, max_restarts=0) as pool:
+    options = {"max_concurrency": 2, "max_restarts": 0, "deadlines": Deadlines(stack_s=120.0)}
+    with ActorPool(None, Scorer, 1, {"folder": str(tmp_path)}, **options) as pool:
         before = pool.pids()
         slow = pool.submit("wait_for", "gate")
         assert pool.submit("square", 3).result(60) == 9
-        late = pool.submit("hang_always", 2, deadline_s=1.0)
+        late = pool.submit("hang_always", 2, deadline_s=3.0)
         with pytest.raises(DeadlineExceededError, match=r"(?s)hang_always\(\) failed 1 time .*loop_that_never_ends"):
             late.result(60)
         (tmp_path / "gate").touch()

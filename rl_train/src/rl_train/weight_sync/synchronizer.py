@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, get_args
 
+from rl_core.cluster.ports import free_port
 from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface, WeightOwner
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -336,10 +336,8 @@ def choose_transport(
 
 
 def free_loopback_port() -> tuple[str, int]:
-    """This machine's loopback address and a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
+    """This machine's loopback address and a port that is free now and that this process has not used before."""
+    return "127.0.0.1", free_port("127.0.0.1")
 
 
 @contextmanager
