@@ -33,16 +33,9 @@ def folder(model_folder):
     return model_folder("qwen3")
 
 
-def token_by_token(engine):
-    """The engine, which draws one token of each row per poll instead of as many as the processor draws in 10 ms."""
-    engine.wait_ready()
-    engine._stream._wait_s = 0.0
-    return engine
-
-
 @pytest.fixture(scope="module")
 def engine(folder):
-    engine = token_by_token(HuggingFaceGeneration(folder, max_new_tokens=LIMIT, temperature=TEMPERATURE))
+    engine = HuggingFaceGeneration(folder, max_new_tokens=LIMIT, temperature=TEMPERATURE)
     yield engine
     engine.shutdown()
 
@@ -118,7 +111,7 @@ def test_greedy_and_sampled_rows_share_the_batch(engine):
 
 
 def test_more_rows_than_slots_are_completed(folder):
-    engine = token_by_token(HuggingFaceGeneration(folder, max_new_tokens=12, temperature=TEMPERATURE, max_batch_rows=2))
+    engine = HuggingFaceGeneration(folder, max_new_tokens=12, temperature=TEMPERATURE, max_batch_rows=2)
     expected = engine.generate(BATCH)
     for row, found in enumerate(asyncio.run(one_after_the_other(engine, BATCH))):
         assert_same_row(found, expected, row)
@@ -204,7 +197,7 @@ def refitted(folder, tmp_path):
     other.config.eos_token_id = other.generation_config.eos_token_id = None
     other.save_pretrained(tmp_path)
     policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
-    engine = token_by_token(HuggingFaceGeneration(str(tmp_path), max_new_tokens=LIMIT, temperature=TEMPERATURE))
+    engine = HuggingFaceGeneration(str(tmp_path), max_new_tokens=LIMIT, temperature=TEMPERATURE)
     sync = WeightSynchronizer(
         policy,
         engine,

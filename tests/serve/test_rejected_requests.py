@@ -249,14 +249,6 @@ def test_stop_strings_of_another_form_are_one_problem_of_the_parameter(client, s
     assert (error["param"], error["message"]) == ("stop", "stop: expected a text or a list of texts")
 
 
-@pytest.mark.parametrize(("body", "where"), [(b"{bad", "character 1"), (b'{"prompt": }', "character 11")])
-def test_invalid_json_is_a_problem_of_the_body_and_not_of_a_parameter(client, body, where):
-    error = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}).json()["error"]
-    assert (error["param"], error["code"]) == (None, "invalid_body")
-    assert error["message"].startswith("The body is invalid JSON")
-    assert where in error["message"]
-
-
 def test_an_empty_conversation_names_the_messages(client):
     response = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": ""}]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
