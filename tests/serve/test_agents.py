@@ -205,6 +205,7 @@ async def talks_async(base_url, api_key, **_):
     roles = [chunk.choices[0].delta.role async for chunk in stream]
     assert roles == ["assistant", *[None] * (len(roles) - 1)]
     assert [model.id async for model in client.models.list()] == ["addition"]
+    assert (await client.models.retrieve("addition")).id == "addition"
     return {"right": 1.0, "style": 0.5}
 
 

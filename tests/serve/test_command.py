@@ -52,6 +52,7 @@ def test_the_official_client_gets_chats_completions_streams_models_and_errors(st
     server, url = start(MODEL, "--backend", "hf", "policy.generation.max_new_tokens=16", RLCORE_SERVE_API_KEYS="sk-secret")
     client = openai.OpenAI(base_url=url, api_key="sk-secret", max_retries=0)
     assert [model.id for model in client.models.list()] == ["model"]
+    assert client.models.retrieve("model").streams_tokens is True
     question = [{"role": "user", "content": "12+34="}]
     answer = client.chat.completions.create(model="model", messages=question, temperature=0, logprobs=True)
     assert answer.choices[0].message.content == "46"

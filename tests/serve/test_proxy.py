@@ -58,6 +58,7 @@ def test_the_official_client_uses_the_backend_through_the_proxy(scripted_app, se
     http = proxy(serve_http(app))
     client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0)
     assert [model.id for model in client.models.list()] == ["nemo-skills", "scripted"]
+    assert client.models.retrieve("scripted").id == "scripted"
     choice = client.chat.completions.create(model="nemo-skills", messages=QUESTION, logprobs=True, seed=1).choices[0]
     assert (choice.message.content, choice.finish_reason, len(choice.logprobs.content)) == ("four", "stop", 5)
     stream = client.chat.completions.create(model="scripted", messages=QUESTION, stream=True)
@@ -73,6 +74,8 @@ def test_the_official_client_uses_the_backend_through_the_proxy(scripted_app, se
     assert refused.value.code == "unsupported_parameter"
     with pytest.raises(openai.NotFoundError, match="There is no model 'other': this server has 'nemo-skills', 'scripted'"):
         client.completions.create(model="other", prompt="1")
+    with pytest.raises(openai.NotFoundError, match="There is no model 'a/b': this server has 'nemo-skills', 'scripted'"):
+        client.models.retrieve("a/b")
 
 
 @pytest.mark.parametrize(

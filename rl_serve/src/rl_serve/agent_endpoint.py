@@ -25,6 +25,7 @@ from rl_serve.errors import ApiError, add_error_handlers
 from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
 from rl_serve.gate import Gate, bearer_key
 from rl_serve.listening import server_config
+from rl_serve.model_routes import add_model_routes
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
@@ -50,7 +51,7 @@ class AgentEndpoint(ModelServer):
         )
         app.add_middleware(Gate, limits=_LIMITS, checks=[self._routes.check_key])
         add_error_handlers(app)
-        app.get("/v1/models")(self._routes.models)
+        add_model_routes(app, self._routes.models, responses={})
         app.post("/v1/chat/completions")(self._routes.chat)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))

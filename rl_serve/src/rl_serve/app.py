@@ -14,6 +14,7 @@ from rl_serve.engine import EngineThread
 from rl_serve.errors import add_error_handlers
 from rl_serve.gate import Gate, check_local_name, key_check
 from rl_serve.local_routes import LocalRoutes
+from rl_serve.model_routes import add_model_routes
 from rl_serve.proxy_routes import ProxyRoutes
 from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel
@@ -96,7 +97,7 @@ def _app(
     app.add_middleware(Gate, limits=limits, checks=checks)
     add_error_handlers(app)
     app.get("/health", responses={503: _ERRORS[503]})(routes.health)
-    app.get("/v1/models", responses={code: _ERRORS[code] for code in (401, 502, 503)})(routes.models)
+    add_model_routes(app, routes.models, responses={code: _ERRORS[code] for code in (401, 502, 503)})
     app.post("/v1/completions", responses=_ERRORS)(routes.completions)
     app.post("/v1/chat/completions", responses=_ERRORS)(routes.chat)
     app.post("/generate", responses=_ERRORS)(routes.generate)

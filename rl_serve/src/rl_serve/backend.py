@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from rl_core.http import HttpClient, HttpError, RequestLimits
-from rl_serve.errors import ApiError
+from rl_serve.errors import ApiError, model_not_found
 from rl_serve.event_streams import server_sent_event
 from rl_serve.settings import BackendSection
 
@@ -88,10 +88,7 @@ class Backend:
                 raise ApiError(502, "The backend lists no models. Set server.model.", code="backend_failed")
             return known[0]
         if asked not in known:
-            listed = ", ".join(repr(each) for each in (name, *known))
-            raise ApiError(
-                404, f"There is no model {asked!r}: this server has {listed}.", param="model", code="model_not_found"
-            )
+            raise model_not_found(asked, (name, *known))
         return asked
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -54,6 +54,12 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         """The HTTP response."""
         return JSONResponse(self.body(), status_code=self.status, headers=dict(self.headers or {}))
+
+
+def model_not_found(name: str, known: Iterable[str]) -> ApiError:
+    """The error of a request for a model that is not among the known ones."""
+    listed = ", ".join(map(repr, known))
+    return ApiError(404, f"There is no model {name!r}: this server has {listed}.", param="model", code="model_not_found")
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from rl_serve.errors import ApiError
+from rl_serve.errors import ApiError, model_not_found
 
 
 def _expects(form: str) -> WrapValidator:
@@ -166,12 +166,7 @@ class SamplingRequest(RequestBody):
             ApiError: names both.
         """
         if self.model is not None and self.model != name:
-            raise ApiError(
-                404,
-                f"There is no model {self.model!r}: this server has {name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            raise model_not_found(self.model, [name])
 
 
 class CompletionRequest(SamplingRequest):
