@@ -124,7 +124,7 @@ def test_a_base_that_has_moved_is_named_by_an_option(peft, adapted, tmp_path):
     (moved / "policy" / "weights").symlink_to(adapted / "policy" / "weights")
     (moved / "state.json").write_text(json.dumps(state))
     write_manifest(moved, step=2, metrics={})
-    with pytest.raises(UserError, match="/nowhere/model does not exist"):
+    with pytest.raises(UserError, match="'/nowhere/model' does not exist"):
         convert(moved, tmp_path / "out", to="hf", merge=True)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()

@@ -201,7 +201,7 @@ def test_an_incomplete_last_line_is_ignored(write_run, tmp_path):
     [
         ("metrics.jsonl", '{"step": 1}\n{"st', None),
         ("metrics.jsonl", '{"step": 1}\nnonsense\n', "metrics.jsonl:2: invalid JSON"),
-        ("metrics.jsonl", '{"reward/mean": 1}\n', "metrics.jsonl:1: no step"),
+        ("metrics.jsonl", '{"reward/mean": 1}\n', "metrics.jsonl:1: the key `step` is missing"),
         ("metrics.jsonl", "[1]\n", "metrics.jsonl:1: must be a JSON object"),
         ("status.json", "{", "status.json is corrupt"),
         ("config.yaml", "- 1", "config.yaml must be a mapping"),
