@@ -213,6 +213,9 @@ def test_unevaluated_answers_are_accepted_on_request():
     [
         ("Ana has 3 + 2 appliances.", "3 + 2"),
         ("2. Rewrite the equation", None),
+        ("46.", "46"),
+        ("The sum is\n46.\n", "46"),
+        ("1.\nAdd both.\n2.\nWrite the sum", None),
         ("1. Add.\n2) Rewrite the", None),
         ("Step 2: compute", None),
         ("so 3 + 9 = 12", "3 + 9 = 12"),

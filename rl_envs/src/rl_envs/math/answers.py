@@ -14,7 +14,7 @@ from rl_envs.math.comparison import Comparison, compare
 from rl_envs.math.notation import is_words, without_delimiters
 
 _LIST_MARKER = re.compile(
-    r"^[ \t]*(?:[-*#>]+[ \t]+)*(?:\(?\d{1,3}[.):](?=\s|$)[ \t]*|step[ \t]+\d+[.:)]?)", re.MULTILINE | re.IGNORECASE
+    r"^[ \t]*(?:[-*#>]+[ \t]+)*(?:\(?\d{1,3}[.):](?=\s)(?!\s*\Z)[ \t]*|step[ \t]+\d+[.:)]?)", re.MULTILINE | re.IGNORECASE
 )
 _STATED = re.compile(r"####|(?:\banswer|\bresult|\bsolution)\b[^.\n=:]{0,30}?(?:\bis\b|:|=)(?![.\d]|\s*not\b)", re.IGNORECASE)
 _SPAN = r"\$\$[^$]{1,400}\$\$|(?<![\\$])\$[^$\n]{1,400}\$|\\\([^\n]{1,400}?\\\)|\\\[.{1,400}?\\\]"
