@@ -1,11 +1,15 @@
 """Prompt configs, rounds of code and grading, in chat completions and `/generate`, with a local model and through a proxy."""
 
+import asyncio
+import threading
+
 import pytest
 from starlette.testclient import TestClient
 
-from rl_serve.answering import started_answering
+from rl_serve.answering import Answering, started_answering
 from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
+from rl_serve.grading import Grader
 from rl_serve.sampling import Limits
 from rl_serve.settings import AnswerSettings, BackendSection
 from rl_train.data.prompts import load_prompt
@@ -172,3 +176,28 @@ def test_fields_about_single_messages_are_refused_with_code(serve, needs_sandbox
     client, _ = serve(lambda prompt: "4", code_execution=True)
     response = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Q"}], "logprobs": True})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+
+
+def test_the_event_loop_continues_while_the_first_graded_requests_create_one_environment(monkeypatch):
+    started, go_on, created = threading.Event(), threading.Event(), []
+
+    class SlowGrader(Grader):
+        def __init__(self, name):
+            created.append(name)
+            started.set()
+            assert go_on.wait(20), "the event loop waited for the environment"
+            super().__init__(name)
+
+    monkeypatch.setattr("rl_serve.answering.Grader", SlowGrader)
+    answering = Answering()
+    messages = [{"role": "user", "content": "2+2"}]
+
+    async def grade_two():
+        gradings = [asyncio.create_task(answering.grade(messages, r"\boxed{4}", {"expected_answer": "4"})) for _ in range(2)]
+        await asyncio.to_thread(started.wait, 20)
+        go_on.set()
+        return await asyncio.gather(*gradings)
+
+    assert [found["is_correct"] for found in asyncio.run(grade_two())] == [True, True]
+    assert created == ["math"]
+    answering.close()

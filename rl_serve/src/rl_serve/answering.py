@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import UserError
+from rl_core.event_loop import in_thread
 from rl_serve.code_rounds import CodeRunner, python_blocks
 from rl_serve.errors import ApiError
 from rl_serve.grading import Grader
@@ -68,16 +70,18 @@ class Answering:
         self.code = code
         self._evaluator = evaluator
         self._grader: Grader | None = None
+        self._lock = threading.Lock()
 
     def start_grader(self) -> Grader:
-        """The grader, created at the first call.
+        """The grader, created at the first call; threads may call this at the same time.
 
         Raises:
             UserError: there is no such environment.
         """
-        if self._grader is None:
-            self._grader = Grader(self._evaluator)
-        return self._grader
+        with self._lock:
+            if self._grader is None:
+                self._grader = Grader(self._evaluator)
+            return self._grader
 
     def close(self) -> None:
         """End the sandbox and the environment."""
@@ -139,7 +143,8 @@ class Answering:
         if record.get("expected_answer") is None:
             return {}
         try:
-            grader = self.start_grader()
+            # Creating it imports Ray and may take seconds, so the event loop does not wait for it.
+            grader: Grader = await in_thread(self.start_grader, name="rl-serve-grader")
         except UserError as error:
             raise ApiError(
                 400, f"expected_answer needs the environment {self._evaluator!r}: {error}", param="expected_answer"
