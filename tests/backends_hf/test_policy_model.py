@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_loaded_is_explained(model_folder, tmp_path, name
 def test_an_unreachable_hub_is_an_immediate_error_that_lists_what_was_tried(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint="http://127.0.0.1:9"))
-    with pytest.raises(UserError, match=r"neither a path nor in the hub's cache.*127.0.0.1:9 failed with"):
+    with pytest.raises(UserError, match=r"neither a local path nor in the hub's cache.*127.0.0.1:9 failed with"):
         load("nobody/none-such")
 
 

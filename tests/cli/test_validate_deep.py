@@ -170,4 +170,4 @@ def test_a_missing_model_that_two_sections_name_is_one_error(validate):
     code, output = validate(changes, "--deep")
     assert code == 2
     assert "has 1 error:" in output, output
-    assert "policy.model_name: 'nobody/none-such' is neither a path nor in the hub's cache, and " in output
+    assert "policy.model_name: 'nobody/none-such' is neither a local path nor in the hub's cache, and " in output

@@ -10,7 +10,7 @@ from rl_core.errors import DataError
 
 _FILES: Final = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _FIX: Final = "Give the path of a model folder or .gguf file, or the name of a model on the hub"
-_OFFLINE: Final = "HF_HUB_OFFLINE=1 uses cached models at once, HF_ENDPOINT selects another hub, and HF_TOKEN gives access"
+_HUB: Final = "HF_ENDPOINT selects another hub, and HF_TOKEN gives access to gated models"
 _log = logging.getLogger("rlcore")
 
 
@@ -40,7 +40,7 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
         raise DataError(f"{name!r} is not an existing path, and not a valid name of a model on the hub. {_FIX}") from None
     except DataError as error:
         if not is_cached:
-            raise DataError(f"{name!r} is neither a path nor in the hub's cache, and {error}. {_FIX}. {_OFFLINE}") from error
+            raise DataError(f"{name!r} is neither a local path nor in the hub's cache, and {error}. {_FIX}. {_HUB}") from error
         _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
 
 
@@ -49,7 +49,7 @@ def _query_hub(name: str) -> None:
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        raise DataError("HF_HUB_OFFLINE is set")
+        raise DataError("the hub is not queried, because HF_HUB_OFFLINE is set")
     api = HfApi()
     try:
         api.model_info(name, timeout=10.0)
