@@ -243,7 +243,7 @@ def test_prompts_that_are_too_long_or_too_many_are_refused_before_they_are_token
             {"prompt": long},
             "The prompt has 100000 characters, but the model's context has 128 tokens, which",
         ),
-        ("/v1/completions", {"prompt": [[1], long]}, "prompt: expected a text,"),
+        ("/v1/completions", {"prompt": [[1], long]}, "prompt: expected a string,"),
         ("/v1/completions", {"prompt": ["1", long]}, "The prompt has 100000 characters"),
         ("/v1/completions", {"prompt": ["1"] * 1000}, "1000 prompts times n=1 exceed the 128 completions of a request."),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}] * 60_000}, "The prompt has 60000 characters"),

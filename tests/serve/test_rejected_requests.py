@@ -240,13 +240,13 @@ def test_invalid_unicode_and_deep_nesting_get_status_400(client, path, body):
 def test_a_prompt_of_another_form_is_one_problem_of_the_parameter(client, prompt):
     error = client.post("/v1/completions", json={"prompt": prompt}).json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "invalid_body")
-    assert error["message"].startswith("prompt: expected a text, a list of texts, a list of token ids, or a list of such lists")
+    assert error["message"].startswith("prompt: expected a string, a list of strings, a list of token ids")
 
 
 @pytest.mark.parametrize("stop", [3, [3], {"a": "b"}])
 def test_stop_strings_of_another_form_are_one_problem_of_the_parameter(client, stop):
     error = client.post("/v1/completions", json={"prompt": "1", "stop": stop}).json()["error"]
-    assert (error["param"], error["message"]) == ("stop", "stop: expected a text or a list of texts")
+    assert (error["param"], error["message"]) == ("stop", "stop: expected a string or a list of strings")
 
 
 def test_an_empty_conversation_names_the_messages(client):

@@ -94,7 +94,7 @@ async def _answer_invalid_body(_: Request, error: Exception) -> JSONResponse:
 def _path_of(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
     """The path of a location in the body, such as `messages[0].content`.
 
-    Left out are the types of a union that Pydantic tried, such as `list[int]`, because clients did not send them.
+    Names of union types that Pydantic tried, such as `list[int]`, are left out, because they are not part of the body.
     """
     path = ""
     for number, key in enumerate(loc, start=1):

@@ -21,7 +21,7 @@ def add_model_routes(
         responses: The errors of `list_models`, for the OpenAPI document; a missing model adds status 404.
     """
 
-    async def model(model: str) -> dict[str, Any]:
+    async def retrieve(model: str) -> dict[str, Any]:
         """The model with this id."""
         models = (await list_models())["data"]
         for entry in models:
@@ -30,4 +30,4 @@ def add_model_routes(
         raise model_not_found(model, [entry["id"] for entry in models])
 
     app.get("/v1/models", responses=responses)(list_models)
-    app.get("/v1/models/{model:path}", responses={404: {"description": "There is no such model."}, **responses})(model)
+    app.get("/v1/models/{model:path}", responses={404: {"description": "There is no such model."}, **responses})(retrieve)

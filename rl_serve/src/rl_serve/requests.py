@@ -35,9 +35,9 @@ def _expects(form: str) -> WrapValidator:
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Prompts = Annotated[
     str | list[str] | TokenIds | list[TokenIds],
-    _expects("a text, a list of texts, a list of token ids, or a list of such lists; token ids are integers of at least 0"),
+    _expects("a string, a list of strings, a list of token ids (non-negative integers), or a list of such lists"),
 ]
-StopStrings = Annotated[str | list[str] | None, _expects("a text or a list of texts")]
+StopStrings = Annotated[str | list[str] | None, _expects("a string or a list of strings")]
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1000
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
