@@ -202,6 +202,31 @@ def test_a_replica_that_is_killed_in_a_step_or_in_a_refit_comes_back_and_nothing
         policy.shutdown()
 
 
+@pytest.mark.full("test_engine_death.py kills the core of an engine in this process")
+def test_an_engine_core_that_is_killed_while_idle_or_in_a_refit_is_replaced_with_its_replica(path, cluster):
+    policy, engine = make_policy(path, cluster), VllmGeneration(cluster, section(path, async_engine=True))
+    try:
+        take_step(policy, 1)
+        sync = synchronizer(policy, engine, cluster)
+        sync.sync()
+        undisturbed = engine.generate(rows(3, count=12))
+        family_of(engine)[-1].kill()
+        again = engine.generate(rows(3, count=12))
+        assert engine.restarts == 1
+        assert torch.equal(again["output_ids"], undisturbed["output_ids"])
+
+        take_step(policy, 2)
+        stopped = threading.Thread(target=kill_when_it_computes, args=(family_of(engine)[-1].pid,))
+        stopped.start()
+        assert sync.sync()["refit/canary_error"] < 1e-5
+        stopped.join()
+        assert engine.generate(rows(4))["weight_version"].tolist() == [2] * 6
+        assert engine.restarts == 2
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+
+
 def kill_when_it_computes(pid):
     """At a random moment of the refit, during any call."""
     time.sleep(0.05)

@@ -10,9 +10,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from rl_backends_vllm.engine import Engine, FailedRequest, requests_with_output
+from rl_core.errors import EngineDiedError
 
 _SHUTDOWN_TIMEOUT_S = 20.0
 """Timeout for the core process to exit. It needs about two seconds on an idle machine."""
+_EXITED = "The core process of the vLLM engine exited."
 
 
 class AsyncEngine(Engine):
@@ -29,7 +31,7 @@ class AsyncEngine(Engine):
         self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         try:
-            self._engine = self._wait(self._start(arguments))
+            self._engine, self._death = self._on_loop(self._start(arguments))
         except BaseException:
             self._stop_loop()
             raise
@@ -49,10 +51,8 @@ class AsyncEngine(Engine):
                 done.append(self._finished.get_nowait())
         except queue.Empty:
             pass
-        with self.detect_engine_death():
-            for output in done:
-                if isinstance(output, FailedRequest) and self.is_dead():
-                    raise output.error
+        if self.is_dead():
+            raise EngineDiedError(_EXITED)
         return done
 
     def started(self) -> set[str]:
@@ -60,12 +60,11 @@ class AsyncEngine(Engine):
         return started
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        with self.detect_engine_death():
-            answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
+        answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
         return answers
 
     def is_dead(self) -> bool:
-        return bool(self._engine.errored)
+        return bool(self._death.done() or self._engine.errored)
 
     def pause(self) -> None:
         self._wait(self._engine.pause_generation(mode="keep"))
@@ -85,17 +84,29 @@ class AsyncEngine(Engine):
         self._wait(self._engine.wake_up([tag]))
 
     def shutdown(self) -> None:
-        self._wait(self._end())
+        self._on_loop(self._end())
         del self._engine
         self._stop_loop()
         multiprocessing.active_children()  # joins a process that was killed; otherwise it would stay a zombie
 
-    async def _start(self, arguments: Mapping[str, Any]) -> Any:
+    async def _start(self, arguments: Mapping[str, Any]) -> tuple[Any, asyncio.Future[None]]:
+        """The engine, and a future that is done when its core has exited."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        loop = asyncio.get_running_loop()
+        death: asyncio.Future[None] = loop.create_future()
+
+        def note_exit(sentinel: int) -> None:
+            loop.remove_reader(sentinel)
+            if not death.done():
+                death.set_result(None)
+
+        for process in engine.engine_core.resources.engine_manager.processes:
+            loop.add_reader(process.sentinel, note_exit, process.sentinel)
+        return engine, death
 
     async def _end(self) -> None:
         tasks = list(self._tasks.values())
@@ -130,7 +141,22 @@ class AsyncEngine(Engine):
                 task.cancel()
         await self._engine.abort(request_ids)
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a call of the engine; raises EngineDiedError if its core has exited or exits meanwhile."""
+        return self._on_loop(self._result_unless_dead(call))
+
+    async def _result_unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
+        # vLLM does not fail the calls that its core had not answered when it exited.
+        task = asyncio.ensure_future(call)
+        if not self.is_dead():
+            await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise EngineDiedError(_EXITED)
+        with self.detect_engine_death():
+            return task.result()
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _stop_loop(self) -> None:

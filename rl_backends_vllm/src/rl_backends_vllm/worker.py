@@ -224,7 +224,8 @@ class VllmGenerationWorker(GenerationWorker):
         if engine is None:
             return
         try:
-            engine.refit("leave_refit")
+            if not engine.is_dead():
+                engine.refit("leave_refit")
         finally:
             engine.shutdown()
             remove_replica_folder()

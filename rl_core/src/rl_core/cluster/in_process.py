@@ -10,7 +10,7 @@ from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
-from rl_core.errors import RLCoreError, UserError, WorkerError
+from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext, construct
 
 
@@ -18,7 +18,7 @@ class InProcessWorkerGroup(WorkerGroup):
     """A worker group of one object; arguments and results are passed by reference.
 
     A submitted call runs immediately, before `submit_...` returns. Deadlines do not apply: nothing can interrupt the
-    driver's own thread, which may be stopped in a debugger.
+    driver's own thread, which may be stopped in a debugger. A worker that raises EngineDiedError is dead until `restart`.
 
     Args:
         worker_class: Gets a `WorkerContext` first if its constructor takes one.
@@ -57,6 +57,7 @@ class InProcessWorkerGroup(WorkerGroup):
             num_threads=num_threads,
             run_in_process=True,
         )
+        self._has_died = False
         self._worker: Any = self._build()
 
     @property
@@ -99,13 +100,13 @@ class InProcessWorkerGroup(WorkerGroup):
         return f"rank {rank} of '{self._name}', in this process"
 
     def workers_alive(self) -> list[bool]:
-        return [self._worker is not None]
+        return [self._worker is not None and not self._has_died]
 
     def restart(self, rank: int | None = None) -> None:
         if rank is not None:
             self._sharding.get_worker_coords(rank)
         self.shutdown()
-        self._worker = self._build()
+        self._worker, self._has_died = self._build(), False
 
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None
@@ -132,7 +133,8 @@ class InProcessWorkerGroup(WorkerGroup):
         return PendingCall.completed(value, None, shape=shape)
 
     def _failed(self, method: str, error: Exception) -> WorkerError:
-        failed = WorkerError(
+        self._has_died |= isinstance(error, EngineDiedError)
+        failed = (WorkerDiedError if isinstance(error, EngineDiedError) else WorkerError)(
             f"rank 0 of '{self._name}', in this process, failed in {method}(): {type(error).__name__}: {error}"
         )
         failed.exit_code = error.exit_code if isinstance(error, RLCoreError) else 1

@@ -1,0 +1,132 @@
+"""Death of vLLM's engine core, which is a separate process with `async_engine`: noticed by every call, and replaced."""
+
+import asyncio
+import signal
+import threading
+
+import psutil
+import pytest
+import torch
+from readable_model import LENGTH, random_batch
+from tiny_models import take_step
+
+from rl_backends_hf import HuggingFacePolicy
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_vllm import VllmGeneration
+from rl_core.errors import EngineDiedError, WorkerDiedError
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+EVERY_CALL = {
+    "add": lambda engine: engine.add("new", [5, 6], None),
+    "abort": lambda engine: engine.abort(["old"]),
+    "finished": lambda engine: engine.finished(0.01),
+    "rpc": lambda engine: engine.refit("get_weight_version"),
+    "pause": lambda engine: engine.pause(),
+    "resume": lambda engine: engine.resume(),
+    "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
+    "sleep": lambda engine: engine.sleep(1),
+    "wake": lambda engine: engine.wake("weights"),
+}
+
+
+def core_of(engine):
+    """The engine core of a replica in this process."""
+    [core] = engine.group.worker._engine._engine.engine_core.resources.engine_manager.processes
+    return psutil.Process(core.pid)
+
+
+@pytest.fixture
+def engine(readable):
+    made = VllmGeneration(
+        config={
+            "model_name": readable,
+            "precision": "float32",
+            "max_model_len": LENGTH,
+            "max_num_seqs": 32,
+            "max_new_tokens": 400,
+            "async_engine": True,
+            "max_restarts": 1,
+        }
+    )
+    made.wait_ready()
+    yield made
+    made.shutdown()
+
+
+def batch(tokens=400, **columns):
+    return random_batch(rows=5, max_new_tokens=torch.full((5,), tokens), **columns)
+
+
+def test_rows_of_an_engine_core_that_exits_are_sampled_again_by_its_replacement(engine):
+    undisturbed = engine.generate(batch())
+    engine.generate(batch(tokens=2))
+
+    async def sample_and_kill():
+        ended = {}
+        core = core_of(engine)
+        short_first = batch()
+        short_first["max_new_tokens"][0] = 1
+        async for row, output in engine.generate_async(short_first):
+            if not ended:
+                core.kill()
+            ended[row] = output
+        return ended
+
+    ended = asyncio.run(sample_and_kill())
+    assert engine.restarts == 1
+    assert sorted(ended) == list(range(5))
+    for row in range(1, 5):
+        length = int(undisturbed["unpadded_sequence_lengths"][row])
+        assert torch.equal(ended[row]["output_ids"][0, :length], undisturbed["output_ids"][row, :length])
+
+    # Idle, and no restart is left.
+    core = core_of(engine)
+    core.kill()
+    core.wait()
+    with pytest.raises(WorkerDiedError, match=r"`policy.generation.max_restarts` \(1\)"):
+        engine.generate(batch(tokens=2))
+
+
+def test_every_call_of_an_engine_whose_core_exits_raises(engine):
+    running, core = engine.group.worker._engine, core_of(engine)
+    core.send_signal(signal.SIGSTOP)  # the core does not answer a call that has reached it
+    errors = []
+
+    def call():
+        try:
+            running.reset_prefix_cache()
+        except EngineDiedError as error:
+            errors.append(str(error))
+
+    pending = threading.Thread(target=call)
+    pending.start()
+    core.kill()
+    pending.join()
+    assert errors == ["The core process of the vLLM engine exited."]
+    for late in EVERY_CALL.values():
+        with pytest.raises(EngineDiedError):
+            late(running)
+
+
+def test_a_refit_continues_with_a_new_engine_core_if_the_old_one_exits(engine, readable):
+    policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=readable))
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+    )
+    try:
+        sync.sync()
+        take_step(policy, 1)
+        core_of(engine).kill()
+        sync.sync()
+        assert engine.restarts == 1
+        assert engine.generate(batch(tokens=2))["weight_version"].unique().tolist() == [1]
+    finally:
+        sync.close()
+        policy.shutdown()
