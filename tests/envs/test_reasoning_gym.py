@@ -11,7 +11,8 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment, read_answer
-from rl_envs.reasoning_gym.worker import could_be_code
+from rl_envs.reasoning_gym.tasks import REFUSED
+from rl_envs.reasoning_gym.worker import could_be_code, non_finite_numbers
 from rl_train.rollouts.environment_checks import step_checked
 
 pytest.importorskip("reasoning_gym")
@@ -63,14 +64,14 @@ def test_datasets_of_neighbouring_seeds_share_no_problems(task):
     assert not problems[0] & problems[1]
 
 
-def test_only_the_full_score_is_rewarded_with_reward_correct(environment):
+def test_by_default_only_the_full_score_is_rewarded(environment):
     entry = {"question": "", "answer": "golfer", "metadata": {}}
     info = {"task": "spell_backward", "params": {}, "entry": entry}
     # The scorer adds 1/6 per letter in the right place, ignores letters after the last, and 6 * (1/6) is just below 1.
     logs = [[_answer(f"<answer>{text}</answer>")] for text in ("golfer", "golfere", "golfre")]
     score = environment.step(logs, [info] * 3)
     assert score.rewards.tolist() == pytest.approx([1.0, 1.0, 4 / 6])
-    strict = ReasoningGymEnvironment({"reward": "correct"})
+    strict = ReasoningGymEnvironment()
     correct = strict.step(logs, [info] * 3)
     strict.shutdown()
     assert correct.rewards.tolist() == [1.0, 0.0, 0.0]
@@ -86,7 +87,7 @@ def test_the_last_tagged_answer_is_scored():
 
 @pytest.fixture(scope="module")
 def environment():
-    opened = ReasoningGymEnvironment({"timeout_s": 2.0})
+    opened = ReasoningGymEnvironment({"timeout_s": 2.0, "reward": "score"})
     yield opened
     opened.shutdown()
 
@@ -157,6 +158,32 @@ def test_a_scoring_process_that_is_killed_from_outside_is_replaced_and_the_answe
 def test_unknown_tasks_and_settings_are_refused(config, says):
     with pytest.raises(ConfigError, match=says):
         ReasoningGymDataset(config)
+
+
+@pytest.mark.parametrize("task", sorted(REFUSED))
+def test_tasks_whose_scorer_pays_a_constant_answer_are_refused_with_the_reason(environment, task):
+    with pytest.raises(ConfigError, match=f"task '{task}' cannot be used: its scorer gives|task 'composite' .* mixes other"):
+        ReasoningGymDataset({"task": task})
+    with pytest.raises(ConfigError, match=f"task '{task}' cannot be used"):
+        environment.step([[_answer("<answer>1</answer>")]], [{"task": task, "params": {}, "entry": {}}])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["nan", "NaN", "-inf", "+Infinity", "nan+nanj", "[nan, 1]", "1e999", "1_0E+9_99", "\uff4e\uff41\uff4e", "oo", "zoo"],
+)
+def test_an_answer_with_a_number_that_is_not_finite_gets_nothing(environment, answer):
+    entry = {"question": "", "answer": "1", "metadata": {"difficulty": {}}}
+    info = {"task": "decimal_arithmetic", "params": {}, "entry": entry}
+    step_return = environment.step([[_answer(f"<answer>{answer}</answer>")]], [info])
+    assert (step_return.rewards.tolist(), [row["score"] for row in step_return.metadata]) == ([0.0], [0.0])
+
+
+def test_words_that_look_like_numbers_are_scored_if_the_expected_answer_has_them(environment):
+    entry = {"question": "", "answer": "INF", "metadata": {"word": "FNI"}}
+    info = {"task": "spell_backward", "params": {}, "entry": entry}
+    assert environment.step([[_answer("<answer>inf</answer>")]], [info]).rewards.tolist() == [1.0]
+    assert non_finite_numbers("1e30 infinite banana 0x1e999 1.5") == set()
 
 
 def test_rows_of_other_data_and_a_missing_package_are_refused(monkeypatch):

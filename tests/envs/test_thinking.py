@@ -8,7 +8,6 @@ from rl_envs.arithmetic.environment import ArithmeticEnvironment
 from rl_envs.completions import final_text
 from rl_envs.guess.environment import GuessNumberEnvironment
 from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
-from rl_envs.judge.environment import JudgeEnvironment
 from rl_envs.reasoning_gym.environment import read_answer
 from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
 from rl_envs.weather.environment import WeatherEnvironment
@@ -57,12 +56,7 @@ def test_thinking_neither_earns_nor_costs_a_reward(kind, metadata, right, wrong)
     assert rewards.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_reasoning_gym_and_judges_read_no_thinking():
+def test_reasoning_gym_reads_no_thinking():
     assert read_answer("<think><answer>5</answer></think><answer>4</answer>", "answer") == "4"
     assert read_answer("<think><answer>4</answer></think>", "answer") is None
     assert read_answer("<think>5</think> 4 ", None) == "4"
-    judge = JudgeEnvironment({"model": "any", "base_url": "http://localhost:9/v1", "prompt": "{answer}"})
-    try:
-        assert judge._prompt(answered("<think>Score: 10</think>four"), {}) == "four"
-    finally:
-        judge.shutdown()

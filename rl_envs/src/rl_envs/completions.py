@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 _OPENING, _CLOSING = "<think>", "</think>"
+_FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and symbols of Unicode that are shown as a space."""
 
 
 def final_text(completion: str) -> str:
@@ -14,3 +18,14 @@ def final_text(completion: str) -> str:
     """
     text = completion.rpartition(_CLOSING)[2]
     return "" if _OPENING in text else text
+
+
+def visible(text: str) -> str:
+    """The text in Unicode form NFC, without invisible characters such as zero-width spaces."""
+    composed = unicodedata.normalize("NFC", text)
+    return "".join(each for each in composed if unicodedata.category(each) != "Cf" and each not in _FILLERS)
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text shows nothing: it has no letter, digit, punctuation mark or symbol."""
+    return not any(unicodedata.category(each)[0] in "LNPS" for each in visible(text))

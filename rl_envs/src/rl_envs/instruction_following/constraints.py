@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import DataError
+from rl_envs.completions import visible
 from rl_envs.instruction_following import text as units
 from rl_envs.instruction_following.text import compare, joined
 
@@ -70,7 +71,7 @@ def follows(answer: str, name: str, parameters: Mapping[str, Any]) -> bool:
         name: identifier of the constraint.
         parameters: from `parameters_of`.
     """
-    shown = units.visible(answer)
+    shown = visible(answer)
     return bool(units.words(shown)) and CONSTRAINTS[name].check(shown, **parameters)
 
 

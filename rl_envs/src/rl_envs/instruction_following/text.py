@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
 
 _WORD = re.compile(r"\w+(?:['’.,-]\w+)*")
@@ -15,12 +14,6 @@ _ANYWHERE = frozenset(("etc", "inc", "ltd", "co", "jr", "sr", "dept", "approx", 
 _WRAPPED = re.compile(r"(?<![.!?…:\s])[ \t]*\n(?=[a-z])")
 _BULLET = re.compile(r"^\s*(?:[*+•-])\s+\S", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"(?<![*\w])(\*{1,2})(?!\s|\*)([^*\n]+?)(?<!\s)\1(?![*\w])")
-
-
-def visible(text: str) -> str:
-    """The text in Unicode form NFC, without invisible characters such as zero-width spaces."""
-    composed = unicodedata.normalize("NFC", text)
-    return "".join(character for character in composed if unicodedata.category(character) != "Cf")
 
 
 def words(text: str) -> list[str]:

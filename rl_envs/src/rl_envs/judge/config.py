@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from rl_core.config.schema import EnvironmentConfig
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-PLACEHOLDERS = ("question", "answer", "reference")
+PLACEHOLDERS = ("question", "answer", "reference", "tag")
 
 
 class JudgeEnvironmentConfig(EnvironmentConfig):
@@ -23,17 +23,20 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
     api_key: str | None = Field(default=None, repr=False)
     """API key of the server; read it from the environment with `${oc.env:JUDGE_API_KEY}`."""
     prompt: str | None = None
-    """Message to the judge, with `{question}`, `{answer}` and optionally `{reference}`, the row's expected answer. By default,
-    it asks for a comparison with the expected answer, if there is one, and for a last line `Score: N`."""
+    """Message to the judge, with `{question}`, `{answer}` and optionally `{reference}`, the row's expected answer. `{answer}`
+    is inserted between `<{tag}>` and `</{tag}>`, which the answer cannot contain. If the prompt does not contain `{tag}`, a
+    sentence at its end explains the tags. The default prompt asks for a comparison with the expected answer, if there is one,
+    and for a last line `Score: N`."""
     system_prompt: str | None = None
     """System message to the judge; null for none."""
     score_pattern: str = (
-        r"(?im)^\W*(?:(?:my|the|final|overall|total)\W+){0,2}score\W*?(-?\d+(?:\.\d+)?)"
-        r"(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?\W*\Z"
+        r"(?im)^\W*(?:(?:my|the|final|overall|total)\W+){0,2}score[\s*_\"'`]*(?:[:\uff1a=]|[-\u2013\u2014](?=\s))?"
+        r"[\s*_\"'`(\[]*(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?[^\w%\u2030]*\Z"
     )
-    """Regular expression with one group, the score; its last match in the reply counts. By default, it reads the last line, as
-    in `Score: 7`, `**Final score:** 7.5` or `Score: 7/10`, if nothing follows it. A row is not scored if the reply has no match
-    or the score is out of range."""
+    """Regular expression with the score as its first group and optionally the end of its scale as its second; its last match in
+    the reply counts. By default, it reads the last line, as in `Score: 7`, `**Final score:** 7.5` or `Score: 7/10`, if nothing
+    follows it. A row is not scored if the reply has no match, if the score is out of range, if its scale ends elsewhere than at
+    `max_score` (`7/100`), or if the reply may quote the answer, which contains the same words."""
     min_score: float = 0.0
     """Score that becomes the reward 0.0."""
     max_score: float = 10.0
@@ -77,13 +80,16 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
 
     @field_validator("score_pattern")
     @classmethod
-    def _has_one_group(cls, pattern: str) -> str:
+    def _has_a_group(cls, pattern: str) -> str:
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
             raise ValueError(f"score_pattern is not a regular expression: {error}") from error
-        if groups != 1:
-            raise ValueError(f"score_pattern has {groups} groups: write one, around the number, and (?:...) for others")
+        if groups not in (1, 2):
+            raise ValueError(
+                f"score_pattern has {groups} groups: write one around the score, optionally one around the end of its scale, "
+                "and (?:...) for others"
+            )
         return pattern
 
     @model_validator(mode="after")

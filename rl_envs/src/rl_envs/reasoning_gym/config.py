@@ -16,9 +16,9 @@ class ReasoningGymEnvironmentConfig(EnvironmentConfig):
     """XML tag around the final answer, whose last occurrence is scored; null scores the whole completion."""
     timeout_s: float = Field(default=5.0, gt=0.0)
     """CPU time limit of scoring one answer, in seconds. When it expires, the answer gets 0.0."""
-    reward: Literal["score", "correct"] = "score"
-    """`score` is the number that the task's scorer gives. Many scorers give credit for wrong answers that are close, which
-    training can exploit. `correct` is 1.0 for the full score, else 0.0."""
+    reward: Literal["score", "correct"] = "correct"
+    """`correct` is 1.0 for the full score, else 0.0. `score` is the number that the task's scorer gives: many scorers give more
+    than 0.3 to wrong answers, which training can exploit."""
 
 
 class ReasoningGymDatasetConfig(DatasetConfig):

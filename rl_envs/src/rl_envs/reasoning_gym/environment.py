@@ -25,9 +25,9 @@ SCORE_KEY = "score"
 
 
 class ReasoningGymEnvironment(EnvironmentInterface):
-    """Rewards the score, from 0.0 to 1.0, that the row's task gives to the answer; 0.0 without an answer.
+    """Rewards an answer with 1.0 if the scorer of its task gives it the full score, else with 0.0.
 
-    With `reward: correct`, only the full score is rewarded.
+    With `reward: score`, the reward is the score itself, which many scorers also give to wrong answers.
 
     A row's metadata contains `task`, `params` and `entry`, as `ReasoningGymDataset` writes them; `step` adds `score`, None if
     the answer made the scorer raise or exceed a limit, which counts as 0.0. Scorers run in a process with limits of CPU time

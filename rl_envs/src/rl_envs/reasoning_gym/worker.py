@@ -25,6 +25,8 @@ _ELEMENTARY = frozenset(("Abs", "Rational", "abs", "exp", "factorial", "ln", "lo
 _TRIGONOMETRIC = frozenset(("acos", "asin", "atan", "cos", "cosh", "cot", "csc", "sec", "sin", "sinh", "tan", "tanh"))
 _FUNCTIONS = _ELEMENTARY | _TRIGONOMETRIC
 """Functions that an expression may call; calls of others could do more than calculate."""
+_NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf|infinity|oo|zoo)(?:[ij])?(?![a-z])", re.IGNORECASE)
+_EXPONENT = re.compile(r"(?<![\w.])\d[\d_]*(?:\.[\d_]*)?e\+?\d[\d_]*", re.IGNORECASE)
 _scorers: dict[str, Any] = {}
 
 
@@ -36,6 +38,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         return {"config_error": str(error)}
     signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
+    if non_finite_numbers(request["answer"]) - non_finite_numbers(str(entry.get("answer"))):
+        return {"score": 0.0}
     if evaluates_answers(type(scorer).__module__) and could_be_code(request["answer"]):
         return {"score": None}
     score = float(scorer.score_answer(request["answer"], entry))
@@ -53,6 +57,13 @@ def _scorer(task: str, params: dict[str, Any]) -> Any:
 def evaluates_answers(module: str) -> bool:
     """Whether the module of a task evaluates text as a Python expression, which is unsafe for model output."""
     return _EVALUATES.search(inspect.getsource(importlib.import_module(module))) is not None
+
+
+def non_finite_numbers(answer: str) -> set[str]:
+    """The parts of an answer that a scorer could read as a number that is not finite: comparisons with `nan` are all false."""
+    text = unicodedata.normalize("NFKC", answer)
+    too_large = (number for number in _EXPONENT.findall(text) if math.isinf(float(number.replace("_", ""))))
+    return {*map(str.lower, _NOT_FINITE.findall(text)), *too_large}
 
 
 def could_be_code(answer: str) -> bool:
