@@ -95,9 +95,11 @@ def test_a_resume_runs_no_code_of_the_checkpoint(policy, copy, planted, plant, f
     if forced:  # the variable by which users make torch load pickles
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     PLANTS[plant](copy, planted)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as refused:
         policy.load_checkpoint(copy / "weights", copy / "optimizer")
     assert not planted.marker.exists()
+    assert "Traceback" not in str(refused.value)
+    assert "weights_only" not in str(refused.value), "no advice to load it in a way that runs code"
 
 
 def test_the_planted_object_runs_with_unrestricted_pickle_loading(planted):

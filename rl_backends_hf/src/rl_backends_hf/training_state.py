@@ -26,7 +26,7 @@ from rl_core.errors import CheckpointError
 from rl_core.training.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
 from rl_core.training.finite import first_non_finite
 from rl_core.training.optimizer_settings import OptimizerSettings
-from rl_core.training.state_files import DAMAGE_ERRORS, TRAINER_FILE, read_state_file, read_trainer_file, write_error
+from rl_core.training.state_files import DAMAGE_ERRORS, TRAINER_FILE, read_state_file, read_trainer_file, reason_of, write_error
 
 _FORMAT: Final = 2
 
@@ -83,7 +83,7 @@ class TrainingState:
         try:
             self._load(folder, rank=rank, world_size=world_size)
         except DAMAGE_ERRORS as error:
-            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{folder} is damaged: {reason_of(error)}") from error
 
     def _load(self, folder: Path, *, rank: int, world_size: int) -> None:
         trainer = read_trainer_file(folder, expected_format=_FORMAT)
@@ -155,7 +155,7 @@ class TrainingState:
         try:
             load(targets, storage_reader=DataOnlyReader(folder), planner=DataOnlyPlanner(), no_dist=no_dist)
         except (CheckpointException, *DAMAGE_ERRORS) as error:
-            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{folder} is damaged: {reason_of(error)}") from error
         return state
 
     def _set_state(self, state: Mapping[str, dict[str, Any]], folder: Path) -> None:

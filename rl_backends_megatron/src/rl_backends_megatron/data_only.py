@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from rl_core.errors import CheckpointError
 from rl_core.training.data_only import DataOnlyBytes, DataOnlyReader, read_metadata
+from rl_core.training.state_files import reason_of
 
 
 def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -51,7 +52,7 @@ class _DataOnlyCommonStrategy(TorchCommonLoadStrategy):
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist, so there is no training state to continue from.") from error
         except Exception as error:
-            raise CheckpointError(f"Cannot load {path}: {type(error).__name__}: {error}. Use another checkpoint.") from error
+            raise CheckpointError(f"Cannot load {path}: {reason_of(error)}. Use another checkpoint.") from error
 
 
 class _CachingReader(DataOnlyReader):

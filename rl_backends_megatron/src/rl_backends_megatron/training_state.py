@@ -23,7 +23,7 @@ from rl_backends_megatron.optimizer import TrainableModel
 from rl_backends_megatron.optimizer_state import init_state, match_layout, patched_state_io, separate_step_counters
 from rl_backends_megatron.parallel import Ranks
 from rl_core.errors import CheckpointError
-from rl_core.training.state_files import DAMAGE_ERRORS, TRAINER_FILE, read_trainer_file, write_error
+from rl_core.training.state_files import DAMAGE_ERRORS, TRAINER_FILE, read_trainer_file, reason_of, write_error
 
 _FORMAT: Final = 2
 _TENSORS: Final = "tensors"
@@ -91,7 +91,7 @@ def load(trainable: TrainableModel, folder: Path, settings: dict[str, Any]) -> N
             state = load_as_data(target, folder / _TENSORS)["optimizer"]
             trainable.optimizer.load_state_dict(match_layout(target["optimizer"], state, steps=values["weight_version"]))
     except (CheckpointingException, CheckpointException, *DAMAGE_ERRORS) as error:
-        raise CheckpointError(f"{folder} is damaged, or of another model: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{folder} is damaged, or of another model: {reason_of(error)}") from error
     for part in trainable.sub_optimizers:
         separate_step_counters(part)
     trainable.load_schedule_state(values["schedule"], steps=values["weight_version"], source=str(folder))

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import read_identity
+from rl_train.checkpoints.ownership import lock_folder, read_identity
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.config.loader import load_config
+from rl_train.runtime.checkpoint_paths import find_weights
 from rl_train.runtime.run_folder import choose_start, claim
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -179,3 +180,95 @@ def test_an_interrupted_replacement_is_completed_and_resumed_from(config, start,
     assert again.checkpoint == checkpoints / "step_000010"
     assert again.checkpoint.is_dir()
     assert not (checkpoints / "step_000015.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("no manifest", "manifest.json: missing; the folder contains: state.json"),
+        ("manifest is a folder", "manifest.json: not a file"),
+        ("empty", "manifest.json: missing; the folder contains: nothing"),
+        ("file", "step_000010: a file, not a folder"),
+        ("loop", "step_000010: a symbolic link to step_000010, where no folder is"),
+        ("interrupted replacement", "manifest.json: missing; the folder contains: state.json"),
+    ],
+)
+@pytest.mark.parametrize("older", [True, False])
+def test_a_newest_checkpoint_that_lost_its_manifest_is_refused_and_not_replaced_by_an_older_one(
+    config, start, damage, problem, older
+):
+    first = start(config(), steps=[5, 10] if older else [10])
+    checkpoints = first.folder / "checkpoints"
+    damaged = checkpoints / "step_000010"
+    if damage == "interrupted replacement":
+        damaged = damaged.rename(checkpoints / "step_000010.complete")
+    if damage in ("no manifest", "manifest is a folder", "interrupted replacement"):
+        (damaged / "manifest.json").unlink()
+    else:
+        shutil.rmtree(damaged)
+    if damage == "manifest is a folder":
+        (damaged / "manifest.json").mkdir()
+    elif damage == "empty":
+        damaged.mkdir()
+    elif damage == "file":
+        damaged.write_text("")
+    elif damage == "loop":
+        damaged.symlink_to(damaged.name)
+    way_out = f"--resume {checkpoints / 'step_000005'}" if older else "--resume never"
+    for resume in ("auto", first.folder):
+        with pytest.raises(CheckpointError) as refused:
+            start(config(), resume=resume)
+        assert f"{damaged} is damaged" in str(refused.value)
+        assert problem in str(refused.value)
+        assert way_out in str(refused.value)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        find_weights(first.folder)
+    if older:
+        assert start(config(), resume=checkpoints / "step_000005").checkpoint == checkpoints / "step_000005"
+        aside = CheckpointStore(checkpoints).set_aside(after=5)
+        assert [path.name for path in aside.iterdir()] == ["step_000010"]
+        assert start(config()).checkpoint == checkpoints / "step_000005"
+    else:
+        assert start(config(), resume="never").folder.name == "run-2"
+
+
+def test_a_damaged_checkpoint_is_not_left_out_of_the_ranking_of_the_best(config, start):
+    first = start(config(), steps=[5, 10])
+    (first.folder / "checkpoints" / "step_000005" / "manifest.json").unlink()
+    newest = first.folder / "checkpoints" / "step_000010"
+    assert find_weights(first.folder).path == newest
+    state = json.loads((newest / "state.json").read_text())
+    state["config"]["checkpointing"] = {"metric_name": "m", "higher_is_better": True}
+    (newest / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"step_000005 is not a checkpoint: it has no manifest\.json"):
+        find_weights(first.folder, best=True)
+
+
+def test_what_a_run_killed_in_its_first_checkpoint_left_is_deleted_by_the_next_start(config, start, tmp_path):
+    for name in ("run", "other"):
+        first = start(config(), name=name)
+        (first.folder / "metrics.jsonl").write_text("")
+        (first.folder / "checkpoints" / "step_000010.partial" / "policy").mkdir(parents=True)
+    with ExitStack() as exits:
+        lock_folder(tmp_path / "runs" / "run" / "checkpoints", exits, setting="")
+        start(config())
+        assert (tmp_path / "runs" / "run" / "checkpoints" / "step_000010.partial").is_dir(), "its process is alive"
+    assert start(config()).folder == tmp_path / "runs" / "run-3"
+    left = [str(path.relative_to(tmp_path / "runs")) for path in (tmp_path / "runs").glob("*/checkpoints/step_*")]
+    assert left == ["other/checkpoints/step_000010.partial"]
+
+
+def test_a_start_takes_over_the_checkpoint_folder_of_a_run_that_was_killed_before_its_first_checkpoint(config, start, tmp_path):
+    shared = config(checkpoint_dir=str(tmp_path / "shared"))
+    first = start(shared)
+    (first.folder / "metrics.jsonl").write_text("")
+    (tmp_path / "shared" / "step_000010.partial").mkdir()
+    again = start(shared)
+    assert (again.folder, again.checkpoint) == (tmp_path / "runs" / "run-2", None)
+    assert read_identity(tmp_path / "shared") == again.identity
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [".lock", "run.json"]
+    with ExitStack() as exits:
+        lock_folder(tmp_path / "shared", exits, setting="")
+        with pytest.raises(UserError, match="shared is in use by process"):
+            start(shared, name="third")
+    assert not (tmp_path / "runs" / "third").exists()

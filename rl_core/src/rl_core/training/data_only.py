@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from rl_core.errors import CheckpointError
+from rl_core.training.state_files import reason_of
 
 METADATA: Final = ".metadata"
 _CLASSES: Final = (
@@ -118,7 +119,7 @@ class DataOnlyBytes:
             data = torch.load(value, weights_only=True)
         except Exception as error:
             entry = read_item.dest_index.fqn
-            raise CheckpointError(f"The entry {entry} was not loaded: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"The entry {entry} was not loaded: {reason_of(error)}") from error
         # Torch loads its input without restrictions, so it gets our own bytes.
         own = io.BytesIO()
         torch.save(data, own)

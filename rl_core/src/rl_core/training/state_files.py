@@ -52,14 +52,22 @@ def read_state_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist: there is no training state to resume from.") from error
     except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint.") from error
+        raise CheckpointError(f"{path} is damaged: {reason_of(error)}. Use another checkpoint.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it contains {type(state).__name__}, not a mapping. Use another checkpoint.")
     values: dict[str, Any] = state
     return values
 
 
+def reason_of(error: BaseException) -> str:
+    """The type and text of an error of torch, without tracebacks of ranks or advice to load files that can run code."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {reason_of(reason)}" for rank, (reason, _) in error.failures.items())
+    if "`weights_only`" in str(error):
+        return "it contains objects other than tensors and plain data, which could run code"
+    return f"{type(error).__name__}: {error}"
+
+
 def write_error(folder: Path, error: CheckpointException) -> CheckpointWriteError:
-    """The error for a training state that torch could not write; torch's own text omits the reasons."""
-    reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
-    return CheckpointWriteError(f"The training state could not be written to {folder}: {'; '.join(reasons)}")
+    """The error for a training state that torch could not write."""
+    return CheckpointWriteError(f"The training state could not be written to {folder}: {reason_of(error)}")

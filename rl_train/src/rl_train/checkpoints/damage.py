@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rl_core.errors import CheckpointError
-from rl_train.checkpoints.manifest import DamagedFileError, digests_of, files_in, read_json_object, read_manifest
+from rl_train.checkpoints.manifest import MANIFEST, DamagedFileError, digests_of, files_in, read_json_object, read_manifest
 
 STATE: Final = "state.json"
 STEP_FOLDER: Final = re.compile(r"^step_(\d{6,})(?:\.complete)?$")
@@ -64,6 +64,18 @@ def read_checked_state(checkpoint: Path) -> dict[str, Any]:
     except DamagedFileError as error:
         problems.append(error.problem)
     raise damage_error(checkpoint, problems)
+
+
+def without_manifest(checkpoint: Path) -> str:
+    """What is in the place of a checkpoint that has no manifest, in one line."""
+    if checkpoint.is_dir():
+        entries = sorted(entry.name for entry in checkpoint.iterdir())
+        if MANIFEST in entries:
+            return f"{MANIFEST}: not a file"
+        return f"{MANIFEST}: missing; the folder contains: {', '.join(entries[:8]) or 'nothing'}"
+    if checkpoint.is_symlink():
+        return f"{checkpoint.name}: a symbolic link to {checkpoint.readlink()}, where no folder is"
+    return f"{checkpoint.name}: a file, not a folder"
 
 
 def damage_error(checkpoint: Path, problems: Sequence[str]) -> CheckpointError:

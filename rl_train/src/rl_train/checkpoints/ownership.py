@@ -104,7 +104,7 @@ def lock_folder(folder: Path, exits: ExitStack, *, setting: str) -> None:
 
 
 def refuse_foreign(store: CheckpointStore, identity: RunIdentity, *, continues: bool) -> None:
-    """Reject a checkpoint folder that belongs to another run.
+    """Reject a checkpoint folder with checkpoints of another run. Without any, its run ended before its first checkpoint.
 
     Args:
         store: the folder this run would write to.
@@ -114,15 +114,14 @@ def refuse_foreign(store: CheckpointStore, identity: RunIdentity, *, continues: 
     Raises:
         CheckpointError: it belongs to another run, or has checkpoints of an unknown one.
     """
-    owner, steps = read_identity(store.folder), store.steps()
-    if owner is None and (continues or not steps):
+    owner, steps = read_identity(store.folder), store.named_steps()
+    if not steps or (owner is None and continues):
         return
     if owner is not None and owner.run_id == identity.run_id:
         return
     which = f"the run {owner.folder}" if owner is not None else "an unknown run (it has no run.json)"
-    held = f" (steps {steps[0]} to {steps[-1]})" if steps else ""
     raise CheckpointError(
-        f"The checkpoint folder {store.folder} belongs to {which}{held}. Two runs in one folder would delete and resume each "
-        "other's checkpoints. Choose another one with checkpointing.checkpoint_dir=FOLDER, or remove that key to use the "
-        f"run folder. To continue that run, use --resume {store.find(steps[-1]) if steps else 'PATH'}."
+        f"The checkpoint folder {store.folder} belongs to {which} (steps {steps[0]} to {steps[-1]}). Two runs in one folder "
+        "would delete and resume each other's checkpoints. Choose another one with checkpointing.checkpoint_dir=FOLDER, or "
+        f"remove that key to use the run folder. To continue that run, use --resume {store.find(steps[-1])}."
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CheckpointError
+from rl_train.checkpoints.damage import STEP_FOLDER, damage_error, without_manifest
 from rl_train.checkpoints.disk_space import write_error
 from rl_train.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 
 _log = logging.getLogger("rlcore")
 _COMPLETE = ".complete"
 _PARTIAL = ".partial"
-_FOLDER = re.compile(rf"^step_(\d{{6,}})(?:{re.escape(_COMPLETE)})?$")
 ABANDONED = "abandoned_"
 """Prefix of folders with checkpoints that a resume from an earlier step has moved away."""
 
@@ -38,7 +37,8 @@ class CheckpointStore:
     """Checkpoints of one run, `step_000010/` and so on.
 
     A folder named `step_N` is complete: it gets that name only after every file is on disk, and loses it before it is
-    deleted. Other names that a killed process can leave behind:
+    deleted. So an entry of that name without a manifest is damaged, never the result of a kill. Other names that a killed
+    process can leave behind:
 
     - `step_N.partial` is being written or deleted; `sweep` deletes it.
     - `step_N.complete` is a complete second version of step N that has not replaced the first one yet; `sweep` completes that.
@@ -60,7 +60,7 @@ class CheckpointStore:
         for complete in sorted(self.folder.glob(f"step_*{_COMPLETE}")):
             self._replace(complete, complete.with_suffix(""))
         for partial in sorted(self.folder.glob(f"step_*{_PARTIAL}")):
-            shutil.rmtree(partial)
+            _delete(partial)
 
     def write(self, step: int, fill: Callable[[Path], None], metrics: Mapping[str, float]) -> Path:
         """Write the checkpoint of `step`, then delete the ones that retention does not keep; never the one just written.
@@ -76,8 +76,7 @@ class CheckpointStore:
         """
         final = self.path(step)
         partial = final.with_name(final.name + _PARTIAL)
-        if partial.exists():
-            shutil.rmtree(partial)
+        _delete(partial)
         try:
             partial.mkdir(parents=True)
             fill(partial)
@@ -119,18 +118,36 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
+        return [step for step in self.named_steps() if (self.find(step) / MANIFEST).is_file()]
+
+    def named_steps(self) -> list[int]:
+        """Steps with a folder, or anything else, that has the name of a complete checkpoint; oldest first."""
         if not self.folder.is_dir():
             return []
-        found = (_FOLDER.match(entry.name) for entry in self.folder.iterdir() if (entry / MANIFEST).is_file())
+        found = (STEP_FOLDER.match(entry.name) for entry in self.folder.iterdir())
         return sorted({int(match.group(1)) for match in found if match})
 
     def latest(self) -> Path | None:
-        """The newest checkpoint."""
+        """The newest complete checkpoint."""
         steps = self.steps()
         return self.find(steps[-1]) if steps else None
 
+    def latest_undamaged(self) -> Path | None:
+        """The newest checkpoint, to be loaded; its files are not compared with their digests.
+
+        Raises:
+            CheckpointError: it has no manifest, which only damage can cause; an older one is not loaded instead.
+        """
+        steps = self.named_steps()
+        if not steps:
+            return None
+        newest = self.find(steps[-1])
+        if not (newest / MANIFEST).is_file():
+            raise damage_error(newest, [without_manifest(newest)])
+        return newest
+
     def set_aside(self, *, after: int) -> Path | None:
-        """Move the checkpoints of later steps than `after` into a folder `abandoned_N` next to them.
+        """Move the checkpoints of later steps than `after`, damaged ones too, into a folder `abandoned_N` next to them.
 
         A run that goes back to an earlier step will write these steps again. Checkpoints in `abandoned_N` are never
         resumed from by default and never pruned.
@@ -138,7 +155,7 @@ class CheckpointStore:
         Returns:
             The folder they were moved to; None if there are no later checkpoints.
         """
-        later = [step for step in self.steps() if step > after]
+        later = [step for step in self.named_steps() if step > after]
         if not later:
             return None
         number = 1
@@ -155,22 +172,19 @@ class CheckpointStore:
     def _replace(self, complete: Path, final: Path) -> None:
         """Give `complete` the name `final`; at every moment one of the two exists and is complete."""
         old = final.with_name(f"{final.name}.old{_PARTIAL}")
-        if old.exists():
-            shutil.rmtree(old)
+        _delete(old)
         if final.exists():
             os.replace(final, old)
         os.replace(complete, final)
         _sync(self.folder)
-        if old.exists():
-            shutil.rmtree(old)
+        _delete(old)
 
     def _discard(self, folder: Path) -> None:
         """Delete a checkpoint: it is renamed before its files are deleted."""
         partial = folder.with_name(f"{folder.name}.old{_PARTIAL}")
-        if partial.exists():
-            shutil.rmtree(partial)
+        _delete(partial)
         os.replace(folder, partial)
-        shutil.rmtree(partial)
+        _delete(partial)
 
     def _prune(self, *, just_written: int) -> None:
         steps = self.steps()
@@ -209,6 +223,14 @@ def _metric(checkpoint: Path, name: str) -> Any:
     except CheckpointError as error:  # damage of an older checkpoint must not stop the run
         _log.warning("%s It is ranked as if it had no %s.", error, name)
         return None
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder with its files if it exists; of a symbolic link, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -50,7 +50,7 @@ def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
         best: for a run folder, the checkpoint that its `checkpointing.metric_name` ranks first.
 
     Raises:
-        CheckpointError: there are none; the message lists what is there.
+        CheckpointError: there are none, and the message lists what is there; or the newest is damaged.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -67,8 +67,9 @@ def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
             )
         return _of_step(path)
     store = _store_in(path)
-    if store is not None and store.steps():
-        return _of_step(_best(store) if best else store.find(store.steps()[-1]))
+    newest = store.latest_undamaged() if store is not None else None
+    if store is not None and newest is not None:
+        return _of_step(_best(store, newest) if best else newest)
     if (path / MODEL_FILE).is_file():
         if best:
             raise CheckpointError(f"{path} is a model, not a run folder, so --best does not apply. Remove --best.")
@@ -96,11 +97,10 @@ def _store_in(path: Path) -> CheckpointStore | None:
         config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
         elsewhere = config.get("checkpointing", {}).get("checkpoint_dir") if isinstance(config, dict) else None
         return CheckpointStore(Path(elsewhere) if elsewhere else path / "checkpoints")
-    return CheckpointStore(path) if CheckpointStore(path).steps() else None
+    return CheckpointStore(path) if CheckpointStore(path).named_steps() else None
 
 
-def _best(store: CheckpointStore) -> Path:
-    newest = store.find(store.steps()[-1])
+def _best(store: CheckpointStore, newest: Path) -> Path:
     section: Any = read_state(newest)["config"].get("checkpointing")
     if not isinstance(section, dict) or not {"metric_name", "higher_is_better"} <= section.keys():
         raise damage_error(newest, ["state.json: `config.checkpointing` has no `metric_name` and `higher_is_better`"])
@@ -111,7 +111,7 @@ def _best(store: CheckpointStore) -> Path:
             "Remove --best to use the newest, or give a step folder."
         )
     sign = 1.0 if section["higher_is_better"] else -1.0
-    values = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.steps()}
+    values = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.named_steps()}
     ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
     if not ranked:
         raise CheckpointError(

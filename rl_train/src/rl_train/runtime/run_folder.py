@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, UserError
 from rl_train.checkpoints.ownership import RunIdentity, lock_folder, read_identity, refuse_foreign, write_identity
 from rl_train.checkpoints.state import read_state
 from rl_train.checkpoints.store import ABANDONED, CheckpointStore, Retention, step_of
@@ -87,16 +87,32 @@ def claim(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) ->
     if section.enabled:
         # Also checked before the run folder exists, so that a rejected start does not leave one.
         refuse_foreign(store, start.identity, continues=continues)
+        if not in_run_folder:
+            lock_folder(store.folder, exits, setting="checkpointing.checkpoint_dir")
     lock_folder(start.folder, exits, setting="logger.log_dir")
     write_identity(start.folder, start.identity)
     if section.enabled:
-        lock_folder(store.folder, exits, setting="checkpointing.checkpoint_dir")
+        if in_run_folder:
+            lock_folder(store.folder, exits, setting="checkpointing.checkpoint_dir")
         refuse_foreign(store, start.identity, continues=continues)
         write_identity(store.folder, start.identity)
         store.sweep()
+        if start.checkpoint is None:
+            _sweep_earlier_runs(start)
     if start.checkpoint is not None and not start.checkpoint.is_dir():
         return replace(start, checkpoint=store.path(step_of(start.checkpoint)))
     return start
+
+
+def _sweep_earlier_runs(start: ResumePoint) -> None:
+    """Delete what runs of this name left behind that were killed in their first checkpoint, and so are never resumed."""
+    for folder in _Runs(parent=start.folder.parent, name=start.identity.name).existing():
+        store = CheckpointStore(folder / CHECKPOINTS)
+        if store.folder.is_dir() and not store.named_steps() and folder != start.folder:
+            # A folder that is in use belongs to a run that is writing its first checkpoint.
+            with ExitStack() as exits, suppress(UserError):
+                lock_folder(store.folder, exits, setting="checkpointing.checkpoint_dir")
+                store.sweep()
 
 
 def checkpoint_store(section: CheckpointingConfig, folder: Path) -> CheckpointStore:
@@ -165,10 +181,11 @@ def _newest_unfinished(config: RunConfig, runs: _Runs) -> ResumePoint | None:
             return ResumePoint(folder=folder, identity=runs.identity_of(folder), checkpoint=latest) if unfinished else None
     # The checkpoint folder may exist without the run folder, for example on a shared disk that another machine mounts.
     elsewhere = checkpoint_store(section, runs.parent)
-    owner, latest = read_identity(elsewhere.folder), elsewhere.latest()
-    if section.checkpoint_dir is None or owner is None or latest is None or Path(owner.folder).is_dir():
+    owner = read_identity(elsewhere.folder)
+    if section.checkpoint_dir is None or owner is None or owner.name != runs.name or Path(owner.folder).is_dir():
         return None
-    if owner.name != runs.name or step_of(latest) >= config.algorithm.max_num_steps:
+    latest = elsewhere.latest_undamaged()
+    if latest is None or step_of(latest) >= config.algorithm.max_num_steps:
         return None
     folder = runs.new().folder
     return ResumePoint(folder=folder, identity=replace(owner, folder=str(folder.absolute())), checkpoint=latest)
@@ -193,11 +210,12 @@ def _latest_of(folder: Path, section: CheckpointingConfig | None) -> Path | None
     identity = read_identity(folder)
     candidates: list[Path] = []
     for path in stores:
-        owner, latest = read_identity(path), CheckpointStore(path).latest()
+        owner = read_identity(path)
         is_own = path == folder / CHECKPOINTS or (
             owner is not None and identity is not None and owner.run_id == identity.run_id
         )
-        if is_own and latest is not None:
+        latest = CheckpointStore(path).latest_undamaged() if is_own else None
+        if latest is not None:
             candidates.append(latest)
     return max(candidates, key=step_of, default=None)
 
