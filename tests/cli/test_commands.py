@@ -23,7 +23,7 @@ def test_the_help_of_every_command_shows_an_example_on_a_separate_line(command):
 
 @pytest.mark.parametrize("table", [COMMANDS, ALIASES, CHECKS])
 def test_the_functions_in_the_command_tables_exist(table):
-    for target, _ in table.values():
+    for target, *_ in table.values():
         module, _, function = target.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
 

@@ -107,15 +107,40 @@ def test_top_p_is_the_only_refused_line():
 @pytest.mark.usefixtures("folder")
 def test_a_base_and_overrides_are_a_whole_config(rlcore):
     given = (f"++policy.model_name={MODEL}", "++data.train_data_path=train.jsonl", "++data.prompt.prompt_config=generic/math")
-    code, out, _ = rlcore("validate", "--config", "grpo.yaml", *given, "++env.math.num_workers=8")
-    assert code == 0
-    assert "grpo.yaml is valid" in out
-    code, _, err = rlcore("validate", "--config", "grpo.yaml", *given)
-    assert code == 2
-    assert "env: is required: grpo trains on rewards from an environment" in err
+    for name in ("grpo.yaml", "configs/grpo.yaml"):
+        code, out, err = rlcore("validate", "--config", name, *given)
+        assert (code, err) == (0, "")
+        assert f"{name} is valid" in out
+    assert load_config("configs/grpo.yaml", [*given, "++env.math.num_workers=8"]).run.env["math"].num_workers == 8
     answers = ("++data.train.dataset_name=jsonl", "++data.train.path=train.jsonl", "++data.train.input_key=problem")
     code, out, err = rlcore("validate", "--config", "sft.yaml", given[0], *answers, "++data.train.response_key=expected_answer")
     assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize("where", ["data.train_data_path", "data.train.path"])
+@pytest.mark.usefixtures("folder")
+def test_the_packaged_sft_config_reads_json_lines(where):
+    given = [f"++policy.model_name={MODEL}", f"++{where}=train.jsonl", "++data.train.response_key=expected_answer"]
+    train = load_config("configs/sft.yaml", [*given, "++data.train.input_key=problem"]).run.data.train
+    assert (train.dataset_name, train.path.name, train.response_key) == ("jsonl", "train.jsonl", "expected_answer")
+
+
+def test_a_path_and_a_short_path_are_refused(folder):
+    given = [f"++policy.model_name={MODEL}", "++data.train.path=train.jsonl", "++data.train_data_path=train.jsonl"]
+    with pytest.raises(InvalidConfigError, match="train and train_data_path both define the training data"):
+        load_config("sft.yaml", given)
+
+
+def test_environments_and_data_of_a_file_replace_those_of_the_packaged_configs(folder):
+    (folder / "task.yaml").write_text(
+        MY_TASK.replace("my_environment.MyEnvironment", "rl_envs.weather.environment.WeatherEnvironment")
+    )
+    given = [f"++policy.model_name={MODEL}", "++data.train_data_path=train.jsonl", "++data.train.input_key=problem"]
+    assert [*load_config(["grpo.yaml", "task.yaml"], given).run.env] == ["my_task"]
+    row = {"dataset_name": "jsonl", "path": "train.jsonl", "input_key": "problem", "response_key": "expected_answer"}
+    (folder / "mixed.yaml").write_text(f"data: {{mix: {{one: {json.dumps(row)}}}}}\n")
+    data = load_config(["sft.yaml", "mixed.yaml"], given[:1]).run.data
+    assert (data.train, [*data.mix]) == (None, ["one"])
 
 
 def test_later_files_override_earlier_ones_and_name_the_run(folder):
@@ -152,24 +177,63 @@ def test_a_command_without_a_config_says_what_is_missing(rlcore):
     assert "Invalid value for CONFIG: give a YAML file, or --config FILE." in err
 
 
+DIGITS = {
+    "policy.model_name": MODEL,
+    "data.train_data_path": "train.jsonl",
+    "data.prompt.prompt_config": "digits.yaml",
+    "cluster.backend": "in_process",
+}
+SHORT_GRPO = {
+    "policy.max_total_sequence_length": 16,
+    "policy.generation.max_new_tokens": 5,
+    "grpo.num_prompts_per_step": 4,
+    "grpo.max_num_steps": 1,
+}
+
+
+def added(keys):
+    return [f"++{key}={value}" for key, value in keys.items()]
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_from_the_packaged_base_trains(folder, rlcore):
+def test_start_grpo_trains_with_the_printed_command(folder, rlcore):
     (folder / "digits.yaml").write_text('user: "{problem}"\n')
-    given = {
-        "policy.model_name": MODEL,
-        "data.train_data_path": "train.jsonl",
-        "data.prompt.prompt_config": "digits.yaml",
-        "env.math.require_box": "false",
-        "policy.max_total_sequence_length": 16,
-        "policy.generation.max_new_tokens": 5,
-        "grpo.num_prompts_per_step": 4,
-        "grpo.max_num_steps": 1,
-        "cluster.backend": "in_process",
-    }
-    code, out, err = rlcore("train", "--config", "grpo.yaml", *(f"++{key}={value}" for key, value in given.items()))
+    code, out, err = rlcore("start_grpo", "--config", "configs/grpo.yaml", *added(DIGITS | SHORT_GRPO))
     assert code == 0, err
     assert "1 step done" in out
     assert (folder / "runs" / "grpo" / "metrics.jsonl").is_file()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_start_grpo_trains_with_a_grpo_file_as_the_only_file(folder, rlcore):
+    (folder / "grpo.yaml").write_text("grpo: {num_prompts_per_step: 5}\n")  # of another run, and not the packaged one
+    (folder / "digits.yaml").write_text('user: "{problem}"\n')
+    in_process = {"policy.generation.backend": "hf", "env.math.num_workers": 1}
+    (folder / "direct.yaml").write_text(re.sub(r"\n    vllm_cfg:(\n      .*)*", "", DIRECT.replace("path/to/model", MODEL)))
+    code, out, err = rlcore("start_grpo", "--config", "direct.yaml", *added(DIGITS | SHORT_GRPO | in_process))
+    assert code == 0, err
+    assert "1 step done" in out
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_start_sft_trains_with_the_printed_command(folder, rlcore):
+    (folder / "digits.yaml").write_text('user: "{problem}"\n')
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"problem": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(10, 14))
+    )
+    short = {"policy.max_total_sequence_length": 16, "sft.global_batch_size": 4, "sft.max_num_steps": 1}
+    code, out, err = rlcore(
+        "start_sft", "--config", "configs/sft.yaml", *added(DIGITS | short), "++data.train.response_key=answer"
+    )
+    assert code == 0, err
+    assert "1 step done" in out
+
+
+def test_a_file_without_an_algorithm_is_an_error_that_names_the_packaged_configs(folder, rlcore):
+    code, _, err = rlcore("validate", "grpo_direct_vllm.yaml")
+    assert code == 2
+    assert "The config has no algorithm section" in err
+    assert "--config grpo.yaml" in err
 
 
 MY_ENVIRONMENT = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
@@ -37,31 +37,39 @@ class LazyCommand(TyperCommand):
         load: Imports and returns its function, or its `typer.Typer` application.
         summary: Its line in the list of commands.
         hidden: Leave it out of the list of commands.
+        leading: Arguments that come before those of the user.
     """
 
-    def __init__(self, name: str, load: Callable[[], Any], *, summary: str, hidden: bool = False) -> None:
+    def __init__(
+        self, name: str, load: Callable[[], Any], *, summary: str, hidden: bool = False, leading: Sequence[str] = ()
+    ) -> None:
         super().__init__(name, help=summary, short_help=summary, hidden=hidden, rich_markup_mode=None)
         self._load = load
+        self._leading = tuple(leading)
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         """The context of the real command, which is imported here, when it is first needed."""
-        return _build_command(str(self.name), self._load()).make_context(info_name, args, parent=parent, **extra)
+        return _build_command(str(self.name), self._load()).make_context(
+            info_name, [*self._leading, *args], parent=parent, **extra
+        )
 
 
 class LazyGroup(TyperGroup):
     """A group of lazy commands.
 
-    Subclasses set `builtin` and `aliases`: import path and help line by command name. Aliases are not listed.
+    Subclasses set `builtin` and `aliases`: import path and help line by command name. Aliases are not listed, and may have further
+    arguments, which come before those of the user.
     """
 
     builtin: ClassVar[Mapping[str, tuple[str, str]]] = {}
-    aliases: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(self, **settings: Any) -> None:
         settings["help"] = with_literal_examples(settings.get("help") or "")
         super().__init__(**settings)
-        for name, (target, summary) in (*self.builtin.items(), *self.aliases.items()):
-            self.add_command(LazyCommand(name, _importer(target), summary=summary, hidden=name in self.aliases))
+        for name, (target, summary, *leading) in (*self.builtin.items(), *self.aliases.items()):
+            hidden = name in self.aliases
+            self.add_command(LazyCommand(name, _importer(target), summary=summary, hidden=hidden, leading=leading))
 
     def get_help_option(self, ctx: Any) -> Any:
         """As `LightCommand.get_help_option`."""

@@ -10,10 +10,12 @@ import os
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+import rl_train
 from rl_core.errors import PluginHookError, RLCoreError
 from rl_core.thread_waiting import thread_waiting
 from rl_train.errors import RunInterrupted
@@ -40,11 +42,19 @@ COMMANDS = {
     "list-plugins": ("rlcore_cli.listing:list_plugins", "List installed plugins, their components and status."),
 }
 """Command name: import path of its function or application, and its line in `rlcore --help`."""
-ALIASES = {
+_BASES = Path(rl_train.__file__).parent / "config" / "base_configs"
+ALIASES: dict[str, tuple[str, ...]] = {
     "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Alias of `rlcore check logprobs`."),
     "diagnose": ("rlcore_cli.diagnose:diagnose", "Alias of `rlcore check model`."),
+    "start_grpo": (
+        "rlcore_cli.train:train",
+        "`rlcore train` over the packaged grpo.yaml.",
+        "--config",
+        str(_BASES / "grpo.yaml"),
+    ),
+    "start_sft": ("rlcore_cli.train:train", "`rlcore train` over the packaged sft.yaml.", "--config", str(_BASES / "sft.yaml")),
 }
-"""Commands that work but are not listed in `rlcore --help`."""
+"""Commands that work but are not listed in `rlcore --help`; arguments after the help line come before those of the user."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, the same as in shells."""
 

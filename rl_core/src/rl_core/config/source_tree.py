@@ -47,6 +47,7 @@ class Node:
         key_location: The location of its key; that of the value in lists and at the root.
         text: A scalar as it was typed, without quotes; None for containers.
         replaces: Whether a mapping replaces the inherited one (`_override_: true`) instead of merging with it.
+        is_default: Whether a mapping of an inheriting file replaces this one (`_default_: true`) instead of merging with it.
     """
 
     value: Any
@@ -54,6 +55,7 @@ class Node:
     key_location: SourceLocation
     text: str | None = None
     replaces: bool = False
+    is_default: bool = False
 
     def child(self, key: str | int) -> Node | None:
         """The value under a key or at an index of a list, or None."""

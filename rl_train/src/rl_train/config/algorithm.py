@@ -59,7 +59,11 @@ def choose_algorithm(
         )
     elif not names:
         known = ", ".join(f"{name}:" for name in registry.names(Kind.ALGORITHM))
-        problems.add(f"The config has no algorithm section: add one of {known} (it may be empty).", location=written.location)
+        problems.add(
+            f"The config has no algorithm section: add one of {known} (it may be empty), or layer it over a packaged config: "
+            "`--config grpo.yaml` or `--config sft.yaml`.",
+            location=written.location,
+        )
     return None
 
 

@@ -18,14 +18,20 @@ _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
     """Expands `train_data_path` and `val_data_path` of a section `data` in place; returns each short key and its split.
 
-    If both forms of a key are set, it is unchanged: the model of `data` rejects that.
+    Other keys of the split are kept. If the split has a path or another dataset, the short key is unchanged: the model of `data`
+    rejects both forms.
     """
     expanded = [
-        (short, split) for short, split in _DATA_PATHS.items() if data.get(short) is not None and data.get(split) is None
+        (short, split) for short, split in _DATA_PATHS.items() if data.get(short) is not None and _has_no_path(data, split)
     ]
     for short, split in expanded:
-        data[split] = {"dataset_name": "jsonl", "path": data.pop(short)}
+        data[split] = {**(data.get(split) or {}), "dataset_name": "jsonl", "path": data.pop(short)}
     return expanded
+
+
+def _has_no_path(data: dict[str, Any], split: str) -> bool:
+    given = {} if data.get(split) is None else data[split]
+    return isinstance(given, dict) and given.get("path") is None and given.get("dataset_name") in (None, "jsonl")
 
 
 def expand_aliases(
@@ -43,7 +49,9 @@ def expand_aliases(
         section = written.at(("data",))
         if section is not None and isinstance(section.value, dict):
             path = section.value[short]
-            dataset = Node({"path": path}, location=path.key_location, key_location=path.key_location)
+            others = section.at((split,))
+            others = others.value if others is not None and isinstance(others.value, dict) else {}
+            dataset = Node({**others, "path": path}, location=path.key_location, key_location=path.key_location)
             keys = {key: item for key, item in section.value.items() if key != short}
             data_section = Node({**keys, split: dataset}, location=section.location, key_location=section.key_location)
             root = {**written.value, "data": data_section}

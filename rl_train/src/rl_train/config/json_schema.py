@@ -13,9 +13,11 @@ from rl_core.config.introspection import Model
 from rl_core.plugins.component import Kind
 from rl_train.config.schema_index import SchemaIndex
 from rl_train.config.section_resolver import BASES, COMPANIONS, FUNCTION_KEYS, FUNCTIONS, SECTIONS
+from rl_train.config.yaml_reader import MARKS
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 _PATH = {"type": "string", "pattern": r"[.:]"}
+_MARKS = {mark: {"type": "boolean"} for mark in MARKS}
 _SELECTORS = {
     Kind.LOSS: "name",
     Kind.POLICY: "backend",
@@ -46,7 +48,7 @@ def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
     definitions["LoggingConfig"]["properties"]["loggers"] = {"type": "object", "properties": loggers}
     properties = {
         "defaults": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "_override_": {"type": "boolean"},
+        **_MARKS,
         **{name: _or_null(reference) for name, reference in of_kind[Kind.ALGORITHM].items()},
         "loss_fn": _or_null(sections[Kind.LOSS]),
         **{name: _or_null(sections[Kind.POLICY]) for name in ("policy", *COMPANIONS)},
@@ -95,7 +97,8 @@ def _environments(sections: dict[str, Any]) -> dict[str, Any]:
         "type": "object",
         "properties": {
             name: _or_null({"if": names_environment, "then": chosen, "else": section}) for name, section in sections.items()
-        },
+        }
+        | _MARKS,
         "additionalProperties": _or_null(chosen),
     }
 
@@ -115,7 +118,7 @@ def _relaxed(definition: dict[str, Any]) -> dict[str, Any]:
     relaxed = {key: value for key, value in definition.items() if key != "required"}
     relaxed["properties"] = {name: _or_interpolated(value) for name, value in definition["properties"].items()}
     if relaxed.get("additionalProperties") is False:
-        relaxed["properties"]["_override_"] = {"type": "boolean"}
+        relaxed["properties"] |= _MARKS
     return relaxed
 
 

@@ -1,8 +1,8 @@
 """Reads config files and the files they inherit from into one tree of values. Independent of the schema.
 
 `defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in order
-and depth first; the values of the file itself override them. `grpo.yaml` and `sft.yaml` are packaged: they are found by name
-if there is no such file.
+and depth first; the values of the file itself override them. `grpo.yaml` and `sft.yaml` are packaged: they are found by
+name, also as `configs/grpo.yaml`, if there is no such file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_sources(files: ConfigFiles, *, problems: Problems) -> Node:
 
 def _existing_or_packaged(source: str, name: str | None = None) -> str:
     """The file itself, or the packaged base config of its name if there is no such file."""
-    packaged = BASE_CONFIGS / (source if name is None else name)
+    packaged = BASE_CONFIGS / (source if name is None else name).removeprefix("configs/")
     is_packaged = packaged.parent == BASE_CONFIGS and "\0" not in source and packaged.is_file()
     return str(packaged) if is_packaged and not os.path.exists(source) else source
 
@@ -183,6 +183,8 @@ def _merge(base: Node, over: Node) -> Node:
     """The inherited value overlaid with the inheriting one: mappings merge key by key, everything else is replaced."""
     if over.replaces or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
+    if base.is_default:
+        return over if over.value else base
     merged: dict[str, Node] = dict(base.value)
     for key, item in over.value.items():
         merged[key] = _merge(merged[key], item) if key in merged else item

@@ -30,7 +30,8 @@ _FLOAT = re.compile(
 )
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "map", "seq")}
-_OVERRIDE_MARK = "_override_"
+MARKS = ("_override_", "_default_")
+"""Keys of a mapping that say how it is merged: see `Node.replaces` and `Node.is_default`."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -105,8 +106,8 @@ class _Reader:
             raise _error(f"the tag {node.tag.removeprefix(_TAG)!r} is not supported: write the value without it", node)
         if isinstance(node, yaml.MappingNode):
             mapping = self._mapping(node, path=path)
-            replaces = self._pop_override_mark(mapping, path=path)
-            return Node(mapping, location=location, key_location=key_location, replaces=replaces)
+            replaces, is_default = (self._pop_mark(mapping, mark, path=path) for mark in MARKS)
+            return Node(mapping, location=location, key_location=key_location, replaces=replaces, is_default=is_default)
         items = [self._value(item, path=(*path, index), key_node=item) for index, item in enumerate(node.value)]
         return Node(items, location=location, key_location=key_location)
 
@@ -167,12 +168,12 @@ class _Reader:
             kind = node.tag.removeprefix(_TAG)
             raise _error(f"{show(node.value)} is not a valid YAML {kind}", node) from error
 
-    def _pop_override_mark(self, mapping: dict[str, Node], *, path: KeyPath) -> bool:
-        mark = mapping.pop(_OVERRIDE_MARK, None)
+    def _pop_mark(self, mapping: dict[str, Node], name: str, *, path: KeyPath) -> bool:
+        mark = mapping.pop(name, None)
         if mark is None:
             return False
         if not isinstance(mark.value, bool):
-            self._problems.add("must be true or false.", location=mark.location, path=(*path, _OVERRIDE_MARK))
+            self._problems.add("must be true or false.", location=mark.location, path=(*path, name))
         return mark.value is True
 
     def _at(self, node: yaml.Node) -> SourceLocation:
