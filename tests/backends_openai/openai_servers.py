@@ -19,7 +19,7 @@ from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
-from rl_serve.weights_api import WeightUpdates, add_weight_updates
+from rl_serve.weights_api import WeightUpdates
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 KEY = "sk-a-very-secret-key"
@@ -48,8 +48,8 @@ def updatable(folder, *, model=MODEL, name="addition", api_keys=(KEY,), max_new_
     overrides = [f"policy.generation.max_new_tokens={max_new_tokens}"]
     with started_model(str(model), backend="hf", overrides=overrides, name=name) as served:
         engine = EngineThread(served.generation)
-        app = create_app(served, engine, limits=Limits(), api_keys=list(api_keys))
-        add_weight_updates(app, WeightUpdates(served.generation, engine, folder.resolve(), ADMIN))
+        updates = WeightUpdates(served.generation, engine, folder.resolve(), ADMIN)
+        app = create_app(served, engine, limits=Limits(), api_keys=list(api_keys), updates=updates)
         try:
             with listening(app) as url:
                 yield url, served.generation
@@ -85,7 +85,7 @@ class Script:
 
 
 class PausableScript(Script):
-    """A server with the routes of vLLM for weight updates, whose workers all answer with the same object.
+    """A server with vLLM's routes for weight updates, whose workers all answer with an object or a function of the method.
 
     Attributes:
         is_paused: whether requests wait.
@@ -114,7 +114,8 @@ class PausableScript(Script):
         return JSONResponse({"status": "resumed"})
 
     async def _call(self, request):
-        return JSONResponse({"results": [json.dumps(self._rpc)]})
+        answer = self._rpc((await request.json())["method"]) if callable(self._rpc) else self._rpc
+        return JSONResponse({"results": [json.dumps(answer)]})
 
 
 def complete(body):

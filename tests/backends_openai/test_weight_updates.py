@@ -1,6 +1,8 @@
 """Training against `rlcore serve`: every step's weights reach the server and are verified; stale ones stop the run."""
 
+import asyncio
 import json
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -12,12 +14,15 @@ from openai_servers import (
     LEARNING_STEPS,
     MODEL,
     PausableScript,
+    Script,
     assert_learned,
+    complete,
     engine_of,
     listening,
     prompts,
     updatable,
 )
+from starlette.responses import JSONResponse
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -48,8 +53,8 @@ def synchronizer(policy, engine, folder):
 
 
 def connect(url, folder, **keys):
-    own = {"weight_updates": "rlcore", "admin_key": ADMIN, "refit_folder": str(folder), **keys}
-    return engine_of(url, model="addition", **own)
+    own = {"weight_updates": "rlcore", "admin_key": ADMIN, "refit_folder": str(folder), "model": "addition", **keys}
+    return engine_of(url, **own)
 
 
 def shift(policy, by):
@@ -104,8 +109,16 @@ def test_a_server_samples_again_after_it_refused_the_weights_of_another_model(tm
             engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
         assert engine.generate(prompts([4, 5]))["generation_lengths"].tolist()[0] > 0
 
-        # An update that was prepared before is not ended.
+        # Also if another update was prepared before, of which no tensor has arrived.
         engine.prepare_refit_info(weights)
+        with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
+            engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
+        assert engine.generate(prompts([4, 5]))["generation_lengths"].tolist()[0] > 0
+
+        # An interrupted update is not ended.
+        engine.prepare_refit_info(weights)
+        [keys, *_] = policy.prepare_weights_for_ipc(2**16)
+        engine.update_weights(policy.get_weights_ipc_handles(keys, file=str(tmp_path / "0.safetensors")))
         with pytest.raises(WeightSyncError, match=r"stays paused.*incomplete"):
             engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
         with pytest.raises(HttpError, match="paused"):
@@ -138,6 +151,46 @@ def test_a_server_of_vllm_that_was_paused_before_stays_paused_and_the_error_tell
         with pytest.raises(WeightSyncError, match=r"the shapes differ.*stays paused.*incomplete"):
             engine.prepare_refit_info({"w": ((1, 2), "float32")})
         assert server.is_paused
+
+
+def test_a_server_of_vllm_that_was_paused_by_an_update_without_tensors_samples_again(tmp_path):
+    server = PausableScript(
+        lambda method: (
+            {"error": "the shapes differ"} if method == "rlcore_prepare" else {"fingerprint": "xxh3:0", "digests": {}}
+        )
+    )
+    server.is_paused = True  # as after a trainer that was killed when it had prepared an update
+    stack, engine = pausable(tmp_path, server)
+    with stack:
+        with pytest.raises(WeightSyncError, match="the shapes differ"):
+            engine.prepare_refit_info({"w": ((1, 2), "float32")})
+        assert not server.is_paused
+
+
+def test_the_pause_of_a_server_is_renewed_until_it_is_resumed(tmp_path):
+    """From the engine's own thread, while the policy writes its weights."""
+    server, renewed = Script(complete), threading.Semaphore(0)
+
+    async def answer(request):
+        if request.url.path == "/pause/renew":
+            renewed.release()
+        return JSONResponse({"paused": True, "lease_s": 0.02, "dtypes": {}, "cache_is_empty": True, "weight_version": 0})
+
+    for path in ("/pause", "/pause/renew", "/weights/prepare", "/weights/version", "/resume"):
+        server.app.add_route(path, answer, methods=["POST"])
+    with listening(server.app) as url, connect(url, tmp_path, model="m") as engine:
+        engine.prepare_refit_info({})
+        assert all(renewed.acquire(timeout=60) for _ in range(3))
+        assert "_renew" in running_tasks(engine)
+        engine.invalidate_kv_cache()
+        assert "_renew" not in running_tasks(engine)
+
+
+def running_tasks(engine):
+    async def names():
+        return {task.get_coro().__name__ for task in asyncio.all_tasks()}
+
+    return engine._run(names())
 
 
 def test_an_error_tells_if_a_server_of_vllm_could_not_be_resumed(tmp_path):

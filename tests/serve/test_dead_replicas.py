@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import WorkerDiedError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
@@ -62,3 +63,22 @@ def test_remaining_replicas_answer_and_health_reports_the_dead_ones(replicas):
     health = client.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "engine failed")
     assert client.post("/v1/completions", json=GREEDY).status_code == 503
+
+
+def test_health_reports_an_engine_in_this_process_whose_core_has_exited(scripted_app, monkeypatch):
+    app, generation = scripted_app(lambda prompt: "4")
+
+    async def dies(data, greedy=False):
+        raise WorkerDiedError("The core process of the engine exited. Check its log.")
+        yield
+
+    with TestClient(app) as client:
+        assert client.get("/health").json()["status"] == "ok"
+        with monkeypatch.context() as patch:
+            patch.setattr(generation, "generate_async", dies)
+            assert client.post("/v1/completions", json=GREEDY).status_code == 503
+            health = client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "engine failed")
+            assert "The core process of the engine exited" in health.json()["reason"]
+        assert client.post("/v1/completions", json=GREEDY).status_code == 200  # it was restarted
+        assert client.get("/health").status_code == 200

@@ -17,12 +17,22 @@ from rl_serve.pausing import Pause
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
 from rl_serve.update_options import ADMIN_KEY, read_update_options
-from rl_serve.weights_api import ADMIN_HEADER, PATHS, WeightUpdates, add_weight_updates
+from rl_serve.weights_api import ADMIN_HEADER, PATHS, WeightUpdates
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 ADMIN = "an-admin-key"
 API = "an-api-key"
 PROMPT = [4, 5, 13, 6, 7, 16]
+
+
+class Clock:
+    """The time of a test."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +49,12 @@ def client(engine, tmp_path):
     model, thread = engine
     folder = tmp_path / "updates"
     folder.mkdir()
-    app = create_app(model, thread, limits=Limits(), api_keys=[API])
-    add_weight_updates(app, WeightUpdates(model.generation, thread, folder, ADMIN))
+    clock = Clock()
+    updates = WeightUpdates(model.generation, thread, folder, ADMIN, Pause(clock))
+    app = create_app(model, thread, limits=Limits(), api_keys=[API], updates=updates)
     headers = {"Authorization": f"Bearer {API}", ADMIN_HEADER: ADMIN}
     with TestClient(app, headers=headers, raise_server_exceptions=False) as client:
-        client.folder = folder
+        client.folder, client.clock = folder, clock
         yield client
 
 
@@ -55,7 +66,7 @@ def weights(engine):
 
 
 def begin(client, weights):
-    assert client.post("/pause", json={}).json() == {"paused": True}
+    assert client.post("/pause", json={}).json() == {"paused": True, "lease_s": 60.0}
     manifest = {name: [list(shape), dtype] for name, (shape, dtype) in manifest_of(weights).items()}
     return client.post("/weights/prepare", json={"weights": manifest})
 
@@ -64,6 +75,11 @@ def send(client, weights, name="0.safetensors", refit="a", version=1):
     (client.folder / name).parent.mkdir(exist_ok=True)
     save_file(weights, client.folder / name)
     return client.post("/weights/update", json={"file": name, "refit": refit, "weight_version": version})
+
+
+def health(client):
+    response = client.get("/health")
+    return response.status_code, response.json()["status"]
 
 
 def logprobs(client):
@@ -104,8 +120,9 @@ def test_sampling_is_refused_in_a_pause_and_updates_outside_of_one(client, weigh
     client.post("/pause", json={})
     busy = client.post("/v1/completions", json={"prompt": PROMPT})
     assert (busy.status_code, busy.headers["Retry-After"], busy.json()["error"]["code"]) == (503, "1", "paused")
-    assert client.get("/health").status_code == 200
+    assert health(client) == (503, "paused")
     client.post("/resume")
+    assert health(client) == (200, "ok")
     assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200
 
 
@@ -162,8 +179,7 @@ def test_resuming_ends_a_pause_that_still_waits_for_running_requests():
 def test_an_update_that_was_refused_outside_of_a_pause_does_not_count_as_incomplete_weights(tmp_path):
     with started_model(str(MODEL), backend="hf", name="m") as model:
         thread = EngineThread(model.generation)
-        app = create_app(model, thread, limits=Limits())
-        add_weight_updates(app, WeightUpdates(model.generation, thread, tmp_path, ADMIN))
+        app = create_app(model, thread, limits=Limits(), updates=WeightUpdates(model.generation, thread, tmp_path, ADMIN))
         (tmp_path / "0.safetensors").write_bytes(b"")
         with TestClient(app, headers={ADMIN_HEADER: ADMIN}) as client:
             refused = client.post("/weights/update", json={"file": "0.safetensors", "refit": "a", "weight_version": 1})
@@ -228,6 +244,7 @@ def test_weights_that_do_not_fit_and_damaged_files_are_refused(client, weights):
     assert "extra: the policy sends it, but the engine has no such weight" in wrong.json()["error"]["message"]
     assert client.post("/resume").status_code == 200
     begin(client, weights)
+    assert client.post("/weights/prepare", json={"weights": {}}).status_code == 409
     (client.folder / "0.safetensors").write_bytes(b"no weights")
     body = {"file": "0.safetensors", "refit": "a", "weight_version": 1}
     damaged = client.post("/weights/update", json=body)
@@ -238,14 +255,106 @@ def test_weights_that_do_not_fit_and_damaged_files_are_refused(client, weights):
     client.post("/resume")
 
 
-def test_requests_are_refused_after_an_update_was_prepared_until_its_weights_have_arrived(client, weights):
+def parts_of(weights):
+    names = list(weights)
+    return [{name: weights[name] for name in part} for part in (names[:3], names[3:])]
+
+
+def test_resuming_discards_a_prepared_update_of_which_no_tensor_has_arrived(client, weights):
+    before = logprobs(client)
+    begin(client, weights)
+    assert health(client) == (503, "updating")
+    assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 503
+    assert client.post("/resume").status_code == 200
+    assert health(client) == (200, "ok")
+    assert logprobs(client) == before
+
+
+def test_a_second_prepare_replaces_an_update_of_which_some_tensors_have_arrived(client, weights):
+    first, rest = parts_of(weights)
+    begin(client, weights)
+    assert send(client, first, refit="e", version=5).json() == {"weight_version": -1}
     begin(client, weights)
     refused = client.post("/resume")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "incomplete_weights")
-    assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 503
-    assert send(client, weights, refit="d", version=4).json() == {"weight_version": 4}
+    assert send(client, first, refit="f", version=6).json() == {"weight_version": -1}
+    assert send(client, rest, refit="f", version=6).json() == {"weight_version": 6}
     assert client.post("/resume").status_code == 200
-    assert logprobs(client)[1] == 4
+    assert logprobs(client)[1] == 6
+
+
+def test_a_pause_that_is_not_renewed_ends_with_the_weights_from_before(client, weights):
+    before = logprobs(client)
+    begin(client, weights)
+    client.clock.now += 59
+    assert client.post("/pause/renew").json() == {"paused": True}
+    client.clock.now += 59
+    assert health(client) == (503, "updating")
+    client.clock.now += 2
+    assert health(client) == (200, "ok")
+    assert logprobs(client) == before
+    for path, body in (
+        ("/pause/renew", None),
+        ("/weights/update", {"file": "0.safetensors", "refit": "g", "weight_version": 7}),
+    ):
+        (client.folder / "0.safetensors").write_bytes(b"")
+        late = client.post(path, json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "not_paused"), late.text
+
+
+def test_a_request_ends_a_pause_that_was_not_renewed(client):
+    client.post("/pause", json={"lease_s": 5})
+    client.clock.now += 6
+    assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200
+
+
+def test_an_update_that_is_not_continued_leaves_the_server_unhealthy_until_a_complete_one(client, weights):
+    first, _ = parts_of(weights)
+    begin(client, weights)
+    send(client, first, refit="h", version=8)
+    client.clock.now += 61
+    assert health(client) == (503, "unhealthy")
+    refused = client.post("/v1/completions", json={"prompt": PROMPT})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unhealthy")
+    assert client.post("/resume").status_code == 409
+    assert client.post("/pause/renew").json()["error"]["code"] == "not_paused"
+    begin(client, weights)
+    assert health(client) == (503, "updating")
+    assert send(client, weights, refit="i", version=9).json() == {"weight_version": 9}
+    assert client.post("/resume").status_code == 200
+    assert (health(client), logprobs(client)[1]) == ((200, "ok"), 9)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_before_they_reach_the_engine(client, weights, value):
+    before = logprobs(client)
+    begin(client, weights)
+    first, rest = parts_of(weights)
+    name = list(first)[1]
+    bad = {**first, name: torch.full_like(first[name], value)}
+    refused = send(client, bad, refit="j", version=10)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "WeightSyncError")
+    assert f"{name} has values that are NaN or infinite" in refused.json()["error"]["message"]
+    assert client.post("/resume").status_code == 200
+    assert logprobs(client) == before
+
+    begin(client, weights)
+    send(client, rest, refit="k", version=11)
+    assert send(client, bad, refit="k", version=11).status_code == 409
+    assert client.post("/resume").status_code == 409
+    client.clock.now += 61
+    assert health(client) == (503, "unhealthy")
+    begin(client, weights)
+    send(client, weights, refit="l", version=12)
+    assert client.post("/resume").status_code == 200
+
+
+def test_a_file_that_the_engine_refuses_as_a_whole_leaves_its_weights_as_they_were(client, weights):
+    before = logprobs(client)
+    begin(client, weights)
+    assert send(client, {"unknown": torch.zeros(1)}, refit="m", version=13).status_code == 409
+    assert client.post("/resume").status_code == 200
+    assert logprobs(client) == before
 
 
 def test_the_command_requires_a_folder_and_a_key_and_serves_no_run(tmp_path, monkeypatch):

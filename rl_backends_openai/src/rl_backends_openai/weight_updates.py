@@ -6,7 +6,9 @@ digests its weights; `WeightSynchronizer` compares the digests with the policy's
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,9 @@ from rl_core.http import HttpClient, HttpError, RequestLimits
 from rl_core.weights.disk import file_digest
 
 ADMIN_HEADER = "X-Rlcore-Admin-Key"
+_RENEWALS = 4
+"""Renewals per lease, so that a lost one does not end the pause."""
+_log = logging.getLogger(__name__)
 
 
 class WeightUpdates(ABC):
@@ -36,10 +41,11 @@ class WeightUpdates(ABC):
         self.url = own.root_url
         headers = {ADMIN_HEADER: own.admin_key} if own.admin_key is not None else {}
 
-        def client(max_retries: int) -> HttpClient:
-            limits = RequestLimits(concurrency=4, timeout_s=deadline_s, deadline_s=deadline_s, max_retries=max_retries)
+        def client(max_retries: int, timeout_s: float = deadline_s) -> HttpClient:
+            limits = RequestLimits(concurrency=4, timeout_s=timeout_s, deadline_s=timeout_s, max_retries=max_retries)
             return HttpClient(base_url=own.root_url, api_key=own.api_key, headers=headers, limits=limits)
 
+        self._client = client
         # A file is never sent twice: a server that has loaded it refuses it.
         self._once, self._repeated = client(0), client(own.max_retries)
 
@@ -136,10 +142,39 @@ class WeightUpdates(ABC):
 
 
 class RlcoreUpdates(WeightUpdates):
-    """Weight updates of `rlcore serve --allow-weight-updates DIR`."""
+    """Weight updates of `rlcore serve --allow-weight-updates DIR`. A task in this event loop renews the lease of the pause."""
+
+    _renewing: asyncio.Task[None] | None = None
 
     async def _pause(self) -> None:
-        await self._post("pause", {})
+        lease_s = float((await self._post("pause", {}))["lease_s"])
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew(lease_s / _RENEWALS))
+
+    async def _renew(self, period_s: float) -> None:
+        client = self._client(0, period_s)
+        try:
+            while True:
+                await asyncio.sleep(period_s)
+                try:
+                    await client.post_json("pause/renew", {})
+                except HttpError as error:  # an update that is refused because of it names the reason
+                    _log.warning("the pause of the server could not be renewed: %s", error)
+        finally:
+            await client.close()
+
+    async def _stop_renewing(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
+
+    async def _end_pause(self, *, was_paused: bool) -> str:
+        await self._stop_renewing()
+        return await super()._end_pause(was_paused=was_paused)
+
+    async def close(self) -> None:
+        await self._stop_renewing()
+        await super().close()
 
     async def _begin(self, weights: Mapping[str, Any]) -> dict[str, str]:
         return cast("dict[str, str]", (await self._post("weights/prepare", {"weights": weights}))["dtypes"])
@@ -163,6 +198,7 @@ class RlcoreUpdates(WeightUpdates):
         return response["fingerprint"], response["digests"]
 
     async def resume(self) -> bool:
+        await self._stop_renewing()
         return bool((await self._post("resume", {}))["cache_is_empty"])
 
     def _how_to_start(self) -> str:
@@ -181,6 +217,17 @@ class VllmUpdates(WeightUpdates):
 
     async def _pause(self) -> None:
         await self._post("pause?mode=wait", {})
+
+    async def _end_pause(self, *, was_paused: bool) -> str:
+        return await super()._end_pause(was_paused=was_paused and not await self._is_complete())
+
+    async def _is_complete(self) -> bool:
+        """Whether the server's weights are of one version; vLLM itself would sample with any."""
+        try:
+            await self._call("rlcore_fingerprint")
+        except RLCoreError:
+            return False
+        return True
 
     async def _begin(self, weights: Mapping[str, Any]) -> dict[str, str]:
         return cast("dict[str, str]", (await self._call("rlcore_prepare", json.dumps(weights)))["dtypes"])

@@ -20,6 +20,7 @@ import torch
 from rl_backends_vllm.device import enable_amx
 from rl_backends_vllm.refit import VllmWeightReceiver
 from rl_core.errors import RLCoreError, WeightSyncError
+from rl_core.training.finite import refuse_non_finite_file
 from rl_core.weights.disk import file_digest, resolve_below
 
 FOLDER = "RLCORE_WEIGHT_UPDATES_DIR"
@@ -68,6 +69,7 @@ class ServerWeights:
                     f"{file} differs from the file that was written: this server's folder is another one or out of date. "
                     "Start the server with the policy's refit_folder."
                 )
+            refuse_non_finite_file(path)
             handles = {"kind": "disk", "file": str(path), "refit": refit, "weight_version": int(version)}
             self._rlcore_receiver().update_weights(handles)
             return {"weight_version": self._rlcore_receiver().get_weight_version()}

@@ -18,6 +18,7 @@ from rl_serve.model_routes import add_model_routes
 from rl_serve.proxy_routes import ProxyRoutes
 from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel
+from rl_serve.weights_api import WeightUpdates, add_weight_updates
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is invalid."},
@@ -41,6 +42,7 @@ def create_app(
     api_keys: Sequence[str] = (),
     answering: Answering | None = None,
     is_local: bool = False,
+    updates: WeightUpdates | None = None,
 ) -> FastAPI:
     """The application of a local model.
 
@@ -51,9 +53,13 @@ def create_app(
         api_keys: accepted keys; without any, requests need no key.
         answering: what chat and `/generate` do with prompts and answers; by default nothing.
         is_local: refuse requests that name another host than this machine.
+        updates: replaces the weights, if that is allowed.
     """
-    routes = LocalRoutes(model, engine, limits, answering or Answering())
-    return _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=routes.close)
+    routes = LocalRoutes(model, engine, limits, answering or Answering(), updates)
+    app = _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=routes.close)
+    if updates is not None:
+        add_weight_updates(app, updates)
+    return app
 
 
 def create_proxy_app(

@@ -96,6 +96,7 @@ def serve(
     from rl_serve.sampling import Limits
     from rl_serve.served_model import started_model
     from rl_serve.settings import load_answer_settings, split_overrides
+    from rl_serve.weights_api import WeightUpdates
 
     own, others = split_overrides(overrides)
     settings = load_answer_settings(config or [], own)
@@ -110,12 +111,16 @@ def serve(
         try:
             limits = Limits(max_concurrent_requests=max_concurrent)
             app = create_app(
-                model, engine, limits=limits, api_keys=address.api_keys, answering=answering, is_local=not address.api_keys
+                model,
+                engine,
+                limits=limits,
+                api_keys=address.api_keys,
+                answering=answering,
+                is_local=not address.api_keys,
+                updates=updates
+                if updates is None
+                else WeightUpdates(model.generation, engine, updates.folder, updates.admin_key),
             )
-            if updates is not None:
-                from rl_serve.weights_api import WeightUpdates, add_weight_updates
-
-                add_weight_updates(app, WeightUpdates(model.generation, engine, updates.folder, updates.admin_key))
             run_server(app, listener, address, name=model.name)
         finally:
             engine.close()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import NotSupportedError, RLCoreError, WorkerError
+from rl_core.errors import EngineDiedError, NotSupportedError, RLCoreError, WorkerDiedError, WorkerError
 from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.generation import GenerationInterface
 
@@ -67,10 +67,14 @@ class EngineThread:
 
     Args:
         generation: the engine; it is used by this thread only.
+
+    Attributes:
+        death: the exit of a process of the engine, if the last rows failed with it.
     """
 
     def __init__(self, generation: GenerationInterface) -> None:
         self._generation = generation
+        self.death: Exception | None = None
         self._loop = EventLoopThread("rl-serve-engine")
         self._batches: WholeBatches | None = None
         self._is_closed = False
@@ -151,6 +155,14 @@ class EngineThread:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _sample(self, batch: BatchedDataDict[Any], greedy: bool, put: Any) -> None:
+        try:
+            await self._sample_rows(batch, greedy, put)
+            self.death = None
+        except (EngineDiedError, WorkerDiedError) as error:
+            self.death = error
+            raise
+
+    async def _sample_rows(self, batch: BatchedDataDict[Any], greedy: bool, put: Any) -> None:
         lengths = batch["input_lengths"].tolist()
         if self._batches is None:
             try:

@@ -39,18 +39,28 @@ class SharedCheck(Generic[ResultT]):
 class EngineState:
     """What `/health` reports about an engine."""
 
-    status: Literal["ok", "degraded", "engine failed"]
-    """`degraded` if some replicas are dead or have no weights, `engine failed` if all are."""
+    status: Literal["ok", "degraded", "engine failed", "paused", "updating", "unhealthy"]
+    """`degraded` if some replicas are dead or have no weights, `engine failed` if all are. `unhealthy` if an update of the
+    weights was interrupted, so that they are incomplete."""
     reason: str = ""
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are answered."""
+        return self.status in ("ok", "degraded")
 
-def read_engine_state(generation: GenerationInterface) -> EngineState:
+
+def read_engine_state(generation: GenerationInterface, death: Exception | None = None) -> EngineState:
     """The state of an engine; a dead replica that may be restarted counts as alive, because the next request restarts it.
 
     May wait for Ray if replicas run on other hosts.
+
+    Args:
+        generation: the engine.
+        death: the exit of a process of the engine, if its last request failed with it.
     """
     if not isinstance(generation, DistributedGeneration):
-        return EngineState(status="ok")
+        return EngineState(status="ok") if death is None else EngineState(status="engine failed", reason=str(death))
     alive = generation.group.workers_alive()
     empty = [rank for rank, is_alive in enumerate(alive) if is_alive and generation.lacks_weights(rank)]
     dead, limit = alive.count(False), generation.config.max_restarts

@@ -29,6 +29,7 @@ from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan, new_seed, plan_sampling, refuse_long_text, refuse_many_rows
 from rl_serve.served_model import ServedModel
 from rl_serve.text_threads import TextThreads
+from rl_serve.weights_api import WeightUpdates
 from rl_train.rollouts.seeds import sample_seed
 
 _log = logging.getLogger(__name__)
@@ -42,25 +43,38 @@ class LocalRoutes:
         engine: its engine.
         limits: the server's limits.
         answering: what chat and `/generate` do with prompts and answers.
+        updates: replaces the weights, if that is allowed.
     """
 
-    def __init__(self, model: ServedModel, engine: EngineThread, limits: Limits, answering: Answering) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineThread,
+        limits: Limits,
+        answering: Answering,
+        updates: WeightUpdates | None = None,
+    ) -> None:
         self._model, self._engine, self._limits, self._answering = model, engine, limits, answering
+        self._updates = updates
         self._chat = ChatFormat(model.tokenizer)
         self._threads = TextThreads()
         self._responses = AnswerResponses(answering, limits)
         # Not in the threads of asyncio, which may all wait for code in the sandbox.
-        self._state = SharedCheck(lambda: in_thread(partial(read_engine_state, model.generation), name="rl-serve-health"))
+        self._state = SharedCheck(
+            lambda: in_thread(partial(read_engine_state, model.generation, engine.death), name="rl-serve-health")
+        )
 
     async def close(self) -> None:
         """End the threads that tokenize and decode."""
         await self._threads.close()
 
     async def health(self) -> Response:
-        """Whether the engine answers: 200, also if some replicas are dead, and 503 if all are."""
+        """Whether the engine answers: 200, also if some replicas are dead; 503 if all are, or the server is paused."""
         state = await self._state.result()
-        status = 503 if state.status == "engine failed" else 200
+        if state.is_serving and self._updates is not None:
+            state = await self._updates.state() or state
         reason = {"reason": state.reason} if state.reason else {}
+        status = 200 if state.is_serving else 503
         return JSONResponse({"status": state.status, "model": self._model.name, **reason}, status_code=status)
 
     async def models(self) -> dict[str, Any]:

@@ -1,9 +1,14 @@
-"""Pauses sampling while weights are updated: running requests finish, new ones are refused until the server resumes."""
+"""Pauses sampling while weights are updated: running requests finish, new ones are refused until the server resumes.
+
+A pause has a lease. The client that updates the weights renews it; if that client exits, the lease expires and others can use
+the server again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import time
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,11 +18,17 @@ _RETRY_AFTER_S = 1
 
 
 class Pause:
-    """Whether the server is paused, and the number of requests that run."""
+    """Whether the server is paused, and the number of requests that run.
 
-    def __init__(self) -> None:
+    Args:
+        clock: the time in seconds, by which leases end.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0
+        self._clock = clock
         self._is_paused = False
+        self._lease_s = self._ends = 0.0
         self._starting: set[object] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -26,6 +37,16 @@ class Pause:
     def is_active(self) -> bool:
         """Whether requests are refused: in a pause, and while one waits for running requests."""
         return self._is_paused or bool(self._starting)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no request runs and the lease has not expired."""
+        return self._is_paused and self._clock() < self._ends
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether the lease of a pause has expired."""
+        return self._is_paused and not self._starting and not self.is_held
 
     def enter(self) -> None:
         """Count a request that starts.
@@ -49,8 +70,8 @@ class Pause:
         if not self.running:
             self._idle.set()
 
-    async def start(self, *, timeout_s: float) -> None:
-        """Refuse new requests and wait until the running ones have ended.
+    async def start(self, *, timeout_s: float, lease_s: float = 60.0) -> None:
+        """Refuse new requests and wait until the running ones have ended; the lease begins then, also that of a repeated call.
 
         Raises:
             ApiError: some did not end in time, or `end` was called meanwhile; the server is then not paused by this call.
@@ -61,11 +82,16 @@ class Pause:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
             if this not in self._starting:
                 raise ApiError(409, "The server was resumed before the pause began. Send /pause again.", code="resumed")
-            self._is_paused = True
+            self._is_paused, self._lease_s = True, lease_s
+            self.renew()
         except TimeoutError:
             raise ApiError(503, f"{self.running} requests still run after {timeout_s:g} s.", code="busy") from None
         finally:
             self._starting.discard(this)
+
+    def renew(self) -> None:
+        """Begin the lease again."""
+        self._ends = self._clock() + self._lease_s
 
     def end(self) -> None:
         """Accept requests again; a pause that still waits for running requests does not begin."""
@@ -79,17 +105,21 @@ class PauseGate:
     Args:
         app: the application.
         pause: shared with the endpoints that pause the server.
+        end_expired: ends a pause whose lease has expired.
         open_paths: paths that are never refused.
     """
 
-    def __init__(self, app: ASGIApp, *, pause: Pause, open_paths: Collection[str]) -> None:
-        self._app, self._pause, self._open_paths = app, pause, open_paths
+    def __init__(
+        self, app: ASGIApp, *, pause: Pause, end_expired: Callable[[], Awaitable[None]], open_paths: Collection[str]
+    ) -> None:
+        self._app, self._pause, self._end_expired, self._open_paths = app, pause, end_expired, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         try:
+            await self._end_expired()
             self._pause.enter()
         except ApiError as error:
             await error.response()(scope, receive, send)

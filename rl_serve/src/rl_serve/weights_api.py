@@ -2,6 +2,9 @@
 
 They exist only if the server was started with `--allow-weight-updates DIR`, and require the admin key. Weights are safetensors
 files in DIR; requests contain only their names. The caller verifies them by the fingerprint of the engine's tensors.
+
+If the caller exits, the lease of its pause expires. The server then samples again, unless some tensors of an update have
+arrived and others have not: it stays paused until a complete update.
 """
 
 from __future__ import annotations
@@ -20,13 +23,19 @@ from starlette.middleware import Middleware
 
 from rl_core.errors import RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.training.finite import refuse_non_finite_file
 from rl_core.weights.disk import resolve_below
 from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
+from rl_serve.health import EngineState
 from rl_serve.pausing import Pause, PauseGate
 
 ADMIN_HEADER = "X-Rlcore-Admin-Key"
-PATHS = ("/pause", "/resume", "/weights/prepare", "/weights/update", "/weights/version", "/weights/fingerprint")
+PATHS = ("/pause", "/pause/renew", "/resume", "/weights/prepare", "/weights/update", "/weights/version", "/weights/fingerprint")
+_INTERRUPTED = (
+    "An update was interrupted, so the weights are incomplete. Send a complete update, beginning with /pause, or restart the "
+    "server."
+)
 _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
@@ -38,6 +47,8 @@ class PauseRequest(BaseModel):
 
     timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """How long to wait for running requests, in seconds."""
+    lease_s: float = Field(default=60.0, gt=0, le=86_400)
+    """Time in seconds after which the pause expires, unless it is renewed."""
 
 
 class PrepareRequest(BaseModel):
@@ -80,7 +91,9 @@ class WeightUpdates:
     admin_key: str = field(repr=False)
     pause: Pause = field(default_factory=Pause)
     _is_prepared: bool = False
-    _has_begun: bool = False
+    """Whether an update was prepared and has not completed."""
+    _is_mixed: bool = False
+    """Whether some tensors of an update have arrived, but not all."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def check_key(self, key: Annotated[str | None, Header(alias=ADMIN_HEADER)] = None) -> None:
@@ -88,13 +101,23 @@ class WeightUpdates:
         if not hmac.compare_digest((key or "").encode(), self.admin_key.encode()):
             raise ApiError(403, f"The admin key is required: send the header `{ADMIN_HEADER}`.", code="invalid_admin_key")
 
-    async def start_pause(self, body: PauseRequest) -> dict[str, bool]:
-        """Finish running requests and refuse new ones until `/resume`."""
-        await self.pause.start(timeout_s=body.timeout_s)
+    async def start_pause(self, body: PauseRequest) -> dict[str, Any]:
+        """Finish running requests and refuse new ones until `/resume`, or until the lease expires."""
+        await self.pause.start(timeout_s=body.timeout_s, lease_s=body.lease_s)
+        return {"paused": True, "lease_s": body.lease_s}
+
+    async def renew(self) -> dict[str, bool]:
+        """Begin the lease of the pause again."""
+        if not (self.pause.is_active and self._one_at_a_time.locked()):  # else a call has used up the lease
+            self._require_pause()
+        self.pause.renew()
         return {"paused": True}
 
     async def prepare(self, body: PrepareRequest) -> dict[str, Any]:
-        """Begin an update: compare names and shapes with the engine's. Returns the dtype that it stores each weight in."""
+        """Begin an update, which replaces an unfinished one: compare names and shapes with the engine's.
+
+        Returns the dtype that it stores each weight in.
+        """
         manifest = {name: (tuple(shape), dtype) for name, (shape, dtype) in body.weights.items()}
         dtypes = await self._call(self.generation.prepare_refit_info, manifest, while_paused=True)
         self._is_prepared = True
@@ -114,13 +137,18 @@ class WeightUpdates:
         }
 
         def load() -> None:
-            self._has_begun = True
-            self.generation.update_weights(handles)
+            refuse_non_finite_file(file)
+            self._is_mixed = True
+            try:
+                self.generation.update_weights(handles)
+            except RLCoreError:
+                self._is_mixed = not self._is_complete()
+                raise
 
         await self._call(load, while_paused=True)
         found = await self.version()
         if found["weight_version"] >= 0:
-            self._is_prepared = False
+            self._is_prepared = self._is_mixed = False
         return found
 
     async def version(self) -> dict[str, int]:
@@ -135,27 +163,77 @@ class WeightUpdates:
         }
 
     async def resume(self) -> dict[str, bool]:
-        """Drop cached prefixes and accept requests, unless the weights are incomplete."""
-        # A prepared engine samples only after the update, although its version does not change before the first file.
-        if self._is_prepared or (self._has_begun and (await self.version())["weight_version"] < 0):
+        """Drop cached prefixes and accept requests, unless the weights are incomplete; discards an update without tensors."""
+        if self._is_mixed:
             raise ApiError(
                 409,
                 "The weights are incomplete. Repeat the update, beginning with /weights/prepare.",
                 code="incomplete_weights",
             )
         is_empty = await self._call(self.generation.invalidate_kv_cache)
+        self._is_prepared = False
         self.pause.end()
         return {"cache_is_empty": is_empty}
 
+    async def end_expired(self) -> None:
+        """End a pause whose lease has expired, unless the weights are incomplete; called before each request is refused.
+
+        Raises:
+            ApiError: the weights are incomplete, or the engine failed.
+        """
+        # During a call, its client still waits for the response.
+        if not self.pause.is_expired or self._one_at_a_time.locked():
+            return
+        if self._is_mixed:
+            raise ApiError(503, _INTERRUPTED, code="unhealthy")
+        async with self._one_at_a_time:
+            await self._run(self.generation.invalidate_kv_cache)
+            if self.pause.is_expired:
+                _log.warning("a pause was not renewed and has ended: the server samples again with weights of one version")
+                self._is_prepared = False
+                self.pause.end()
+
+    async def state(self) -> EngineState | None:
+        """What `/health` reports about the updates; None if requests are accepted."""
+        try:
+            await self.end_expired()
+        except ApiError as error:
+            return EngineState(status="unhealthy", reason=error.message)
+        if not self.pause.is_active:
+            return None
+        if self._is_prepared or self._is_mixed:
+            return EngineState(status="updating", reason="The weights are being updated.")
+        return EngineState(status="paused", reason="The server is paused for an update of its weights.")
+
+    def _is_complete(self) -> bool:
+        """Whether the engine's weights are of one version, after it has refused a file."""
+        try:
+            self.generation.weight_fingerprint()
+        except RLCoreError:
+            return False
+        return True
+
+    def _require_pause(self) -> None:
+        if not self.pause.is_held:
+            expired = " The pause was not renewed in time, and has expired." if self.pause.is_expired else ""
+            raise ApiError(409, f"Weights can only be updated in a pause: send /pause first.{expired}", code="not_paused")
+
     async def _call(self, function: Callable[..., ResultT], *arguments: Any, while_paused: bool = False) -> ResultT:
         async with self._one_at_a_time:
-            if while_paused and not self.pause.is_active:
-                raise ApiError(409, "Weights can only be updated in a pause: send /pause first.", code="not_paused")
+            if not while_paused:
+                return await self._run(function, *arguments)
+            self._require_pause()
             try:
-                return await self.engine.call(function, *arguments)
-            except RLCoreError as error:
-                _log.warning("a weight update failed: %s", error)
-                raise ApiError(409, str(error), code=type(error).__name__) from error
+                return await self._run(function, *arguments)
+            finally:
+                self.pause.renew()
+
+    async def _run(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        try:
+            return await self.engine.call(function, *arguments)
+        except RLCoreError as error:
+            _log.warning("a weight update failed: %s", error)
+            raise ApiError(409, str(error), code=type(error).__name__) from error
 
 
 def add_weight_updates(app: FastAPI, updates: WeightUpdates) -> None:
@@ -163,6 +241,7 @@ def add_weight_updates(app: FastAPI, updates: WeightUpdates) -> None:
     secured = [Depends(updates.check_key)]
     handlers: tuple[Callable[..., Any], ...] = (
         updates.start_pause,
+        updates.renew,
         updates.resume,
         updates.prepare,
         updates.update,
@@ -172,4 +251,5 @@ def add_weight_updates(app: FastAPI, updates: WeightUpdates) -> None:
     for path, handler in zip(PATHS, handlers, strict=True):
         app.post(path, dependencies=secured)(handler)
     # After the checks of the API key: only accepted requests delay a pause.
-    app.user_middleware.append(Middleware(PauseGate, pause=updates.pause, open_paths=PATHS))
+    gate = Middleware(PauseGate, pause=updates.pause, end_expired=updates.end_expired, open_paths=PATHS)
+    app.user_middleware.append(gate)

@@ -33,6 +33,8 @@ class WeightReceiver(ABC):
 
     context: WorkerContext
     _ledger: RefitProgress | None = None
+    _is_mixed: bool = False
+    """Whether tensors of a refit have arrived, and no refit has completed since."""
     _weight_version: int = NO_VERSION
     _weight_collective: WeightCollective | None = None
     _segments: MappedSegments | None = None
@@ -139,7 +141,7 @@ class WeightReceiver(ABC):
         """Name to digest of each tensor that the engine computes with.
 
         Raises:
-            WeightSyncError: tensors of the current refit are missing; names them.
+            WeightSyncError: some tensors of the current refit are missing; names them.
         """
         self.require_complete_weights()
         return self.digests_of_weights()
@@ -150,12 +152,12 @@ class WeightReceiver(ABC):
 
     @property
     def has_incomplete_weights(self) -> bool:
-        """Whether a refit has begun but not completed."""
-        return self._ledger is not None and self._ledger.complete_version is None
+        """Whether some tensors of a refit have arrived, but not all. A refit that was only prepared changes nothing."""
+        return self._is_mixed
 
     def require_complete_weights(self) -> None:
-        """Raise WeightSyncError with the names of the missing tensors if a refit has begun but not completed."""
-        if self._ledger is not None:
+        """Raise WeightSyncError with the names of the missing tensors if some have arrived, but not all."""
+        if self._is_mixed and self._ledger is not None:
             self._ledger.refuse_if_incomplete()
 
     def leave_refit(self) -> None:
@@ -171,7 +173,7 @@ class WeightReceiver(ABC):
             self._ledger = RefitProgress(self._ledger.manifest, self._ledger.receiver_dtypes)
         begins = not self._ledger.has_begun
         self._ledger.admit(refit, version, shapes_and_dtypes(tensors))
-        self._weight_version = NO_VERSION
+        self._weight_version, self._is_mixed = NO_VERSION, True
         if begins:
             self.refit_begins()
         if by_reference:
@@ -181,7 +183,7 @@ class WeightReceiver(ABC):
         self._ledger.note(tensors)
         if self._ledger.complete_version is not None:
             self.weights_changed()
-            self._weight_version = self._ledger.complete_version
+            self._weight_version, self._is_mixed = self._ledger.complete_version, False
 
     def _device(self) -> torch.device:
         return torch.device(self.context.device)
