@@ -120,6 +120,42 @@ def test_the_main_process_lists_the_selected_tools():
     assert [spec["function"]["name"] for spec in ToolsEnvironment.offered_tools(config)] == ["remember", "add"]
 
 
+ANSWERS_ONE_METHOD = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    reply = {"jsonrpc": "2.0", "id": request.get("id")}
+    if request["method"] == "initialize":
+        info = {"name": "silent", "version": "1"}
+        version = request["params"]["protocolVersion"]
+        reply["result"] = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
+    elif request["method"] == "tools/list" and sys.argv[1] == "endless":
+        reply["result"] = {"tools": [], "nextCursor": "more"}
+    elif request["method"] == "tools/list" and sys.argv[1] == "refused" or request["method"] == "server/discover":
+        reply["error"] = {"code": -32601, "message": "no such method"}
+    else:
+        continue
+    print(json.dumps(reply), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("silent", "not within 5 seconds"),
+        pytest.param(
+            "endless", "not within 5 seconds", marks=pytest.mark.full("waits 5 seconds; the silent server runs in `make test`")
+        ),
+        ("refused", "no such method"),
+    ],
+)
+def test_a_server_that_starts_and_does_not_list_its_tools_is_refused(answer, says, tmp_path):
+    (tmp_path / "server.py").write_text(ANSWERS_ONE_METHOD)
+    server = {"command": [sys.executable, str(tmp_path / "server.py"), answer], "start_timeout_s": 5.0}
+    with pytest.raises(ConfigError, match=rf"mcp_servers.example: the server .* did not list its tools: {says}"):
+        ToolsEnvironment({"tools": [], "mcp_servers": {"example": server}})
+
+
 @pytest.mark.parametrize(
     ("server", "says"),
     [

@@ -181,7 +181,7 @@ def test_an_answer_with_a_number_that_is_not_finite_gets_nothing(environment, an
 
 def test_words_that_look_like_numbers_are_scored_if_the_expected_answer_has_them(environment):
     entry = {"question": "", "answer": "INF", "metadata": {"word": "FNI"}}
-    info = {"task": "spell_backward", "params": {}, "entry": entry}
+    info = {"task": "spell_backward", "params": {}, "entry": entry, "expected_answer": "INF"}
     assert environment.step([[_answer("<answer>inf</answer>")]], [info]).rewards.tolist() == [1.0]
     assert non_finite_numbers("1e30 infinite banana 0x1e999 1.5") == set()
 

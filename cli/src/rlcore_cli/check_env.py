@@ -53,7 +53,8 @@ def check_env(
         rlcore check env my_rewards.short --rows rows.jsonl
         rlcore check env my_task --config config.yaml
     """
-    from rl_train.runtime.environment_check import CheckStatus, check_environment
+    from rl_train.runtime.check_results import CheckStatus
+    from rl_train.runtime.environment_check import check_environment
     from rl_train.runtime.environment_trial import open_trial
 
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=num_rows)

@@ -33,7 +33,11 @@ def play_env(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of --player random.")] = 0,
     turns: Annotated[
-        int | None, typer.Option(help="Maximum number of turns; by default as many as the environment declares.", min=1)
+        int | None,
+        typer.Option(
+            help="Maximum number of turns; by default as many as the environment declares, or 100 for a class by its path.",
+            min=1,
+        ),
     ] = None,
 ) -> None:
     """Play one rollout against an environment and print each turn, message and reward.
@@ -71,21 +75,23 @@ def play_env(
     chosen = trial.rows[row]
     _print_messages(chosen.messages)
     environment = trial.make()
-    total, number = 0.0, 0
+    total, number, ended, limit = 0.0, 0, False, turns or trial.max_turns
     try:
         for number, turn in enumerate(
-            play(environment, trial.task, chosen, players[kind], max_turns=turns or trial.max_turns, on_open=_print_messages),
+            play(environment, trial.task, chosen, players[kind], max_turns=limit, on_open=_print_messages),
             start=1,
         ):
             if kind is not PlayerKind.PERSON:
                 print(f"assistant: {turn.answer}")
-            weights = trial.section.reward_weights
-            total += sum(weights.get(name, 1.0) * value for name, value in turn.rewards.items())
+            total += trial.reward_of(turn.rewards)
             shown = ", ".join(f"{name} {value:g}" for name, value in turn.rewards.items()) if turn.scored else "not scored"
             print(f"  turn {number}: {shown}{'' if turn.parsed is None else f'; parsed answer {turn.parsed!r}'}")
             _print_messages(turn.replies)
-            if turn.ended:
-                print("  the environment ended the rollout")
+            ended = turn.ended
+        if ended:
+            print("  the environment ended the rollout")
+        elif number == limit:
+            print(f"  the environment has not ended the rollout after {limit} turns, the maximum; --turns N sets another")
     finally:
         environment.shutdown()
     print(f"total reward {total:g} after {number} {'turn' if number == 1 else 'turns'}")

@@ -11,7 +11,8 @@ import yaml
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_envs.arithmetic.dataset import ArithmeticDataset
-from rl_train.runtime.environment_check import CheckStatus, check_environment
+from rl_train.runtime.check_results import CheckStatus
+from rl_train.runtime.environment_check import check_environment
 from rl_train.runtime.environment_play import play, random_player, scripted_player
 from rl_train.runtime.environment_rescore import rescore
 from rl_train.runtime.environment_trial import open_trial
@@ -124,7 +125,7 @@ def test_right_answers_without_a_higher_reward_and_a_failed_constructor_are_repo
     found = checked("rl_envs.arithmetic.environment.ArithmeticEnvironment", rows, "format_reward=-1")
     assert list(found) == ["construction"]
     assert found["construction"][0] is CheckStatus.FAILED
-    (rows.parent / "constant_reward.py").write_text("def nothing(completion):\n    return 0.0\n")
+    (rows.parent / "constant_reward.py").write_text("def nothing(completion, expected_answer):\n    return 0.0\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(rows.parent))
         found = checked("constant_reward.nothing", rows)
@@ -194,13 +195,120 @@ class Counts(Lengths):
 
 def test_sessions_are_opened_and_closed(rows):
     found = checked(f"{__name__}.Counts", rows, "max_rollout_turns=3")
-    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == ["correct answers"]
+    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == []
     trial = open_trial(f"{__name__}.Counts", ["max_rollout_turns=3"], rows=rows)
     environment, opened = trial.make(), []
     turns = list(play(environment, "x", trial.rows[0], random_player(0), max_turns=trial.max_turns, on_open=opened.extend))
     assert [turn.rewards["reward"] for turn in turns] == [1.0, 2.0]
     assert opened == [{"role": "environment", "content": "start"}]
     assert environment.steps == {}
+
+
+REWARDS = """
+def named(completion, expected_answer):
+    return {"right": float(completion == expected_answer), "long": None if len(completion) < 5 else -1.0}
+
+def short(completion):
+    return -float(len(completion))
+
+def any_number(completion, expected_answer):
+    return float(completion.strip().isdigit())
+
+def near(completion, expected_answer):
+    return float(completion.split(" or ")[0].strip("-") == expected_answer)
+"""
+
+
+@pytest.fixture
+def functions(rows, monkeypatch):
+    (rows.parent / "reward_functions_to_check.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(rows.parent))
+    return "reward_functions_to_check"
+
+
+def test_a_reward_that_a_function_leaves_out_counts_as_0_and_is_no_mistake(rows, functions):
+    found = checked(f"{functions}.named", rows)
+    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == []
+    assert "their mean reward is 1" in found["correct answers"][1]
+    assert "mean reward is 0.25" in checked(f"{functions}.named", rows, "reward_weights.right=0.25")["correct answers"][1]
+
+
+def test_an_environment_that_does_not_read_the_expected_answer_need_not_reward_it(rows, functions):
+    for name in (f"{functions}.short", f"{__name__}.Lengths"):
+        found = checked(name, rows)
+        assert CheckStatus.FAILED not in {status for status, _ in found.values()}
+        status, detail = found["correct answers"]
+        assert status is CheckStatus.NOTE
+        assert "reads nothing of the metadata" in detail
+
+
+class NeverRight(Lengths):
+    def step(self, message_log_batch, metadata):
+        made = super().step(message_log_batch, metadata)
+        right = [
+            log[-1]["content"] == int(row["expected_answer"]) for log, row in zip(message_log_batch, metadata, strict=True)
+        ]
+        return made._replace(rewards=torch.tensor(right, dtype=torch.float32))
+
+
+def test_an_environment_that_reads_the_expected_answer_and_never_rewards_it_fails(rows):
+    status, detail = checked(f"{__name__}.NeverRight", rows)["correct answers"]
+    assert (status, "no form of the expected answer" in detail) == (CheckStatus.FAILED, True)
+
+
+def test_a_constant_answer_that_is_paid_on_most_problems_fails_and_near_misses_are_noted(rows, functions):
+    found = checked(f"{functions}.any_number", rows)
+    assert found["constant answers"][0] is CheckStatus.FAILED
+    assert "the answer '0' is paid like the expected one on 3 of 3 problems" in found["constant answers"][1]
+    assert found["near misses"][0] is CheckStatus.NOTE
+    assert "'ANSWER plus 1' 3 of 3" in found["near misses"][1]
+    found = checked(f"{functions}.near", rows)
+    assert found["constant answers"][0] is not CheckStatus.FAILED
+    assert "'ANSWER or OTHER' 3 of 3, 'OTHER, ANSWER' 0 of 3, 'not ANSWER' 0 of 3, '-ANSWER' 3 of 3" in found["near misses"][1]
+    found = checked("math", rows)
+    assert (found["constant answers"][0], found["near misses"][0]) == (CheckStatus.OK, CheckStatus.OK)
+
+
+def test_junk_that_follows_an_instruction_is_shown(rows):
+    instruction = {"num_words": 50, "relation": "at least"}
+    row = {"prompt": "Why?", "instruction_id_list": ["length_constraints:number_words"], "kwargs": [instruction]}
+    rows.write_text(json.dumps(row) + "\n")
+    status, detail = checked("instruction_following", rows)["constant answers"]
+    assert status is CheckStatus.NOTE
+    assert "'a a a a a a a a a a a a a a a ...' has the highest mean reward, 1." in detail
+
+
+class Lake(EnvironmentInterface):
+    """A walk of four steps to the right; the turn is in the metadata, and no number of turns is declared."""
+
+    def step(self, message_log_batch, metadata):
+        at = [info.get("at", 0) + 1 for info in metadata]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"You are at {each}."} for each in at],
+            metadata=[{**info, "at": each} for info, each in zip(metadata, at, strict=True)],
+            next_stop_strings=[None] * len(at),
+            rewards=torch.tensor([float(each == 4) for each in at]),
+            terminateds=torch.tensor([each == 4 for each in at]),
+        )
+
+
+class BreaksLater(Lake):
+    def step(self, message_log_batch, metadata):
+        step_return = super().step(message_log_batch, metadata)
+        message = {"role": "environment", "content": "."}
+        return step_return._replace(observations=[None if info["at"] == 3 else message for info in step_return.metadata])
+
+
+def test_a_class_named_by_its_path_is_played_and_checked_until_it_ends(rows):
+    trial = open_trial(f"{__name__}.Lake", rows=rows)
+    turns = list(play(trial.make(), "x", trial.rows[0], scripted_player(["right"] * 9), max_turns=trial.max_turns))
+    assert [turn.ended for turn in turns] == [False, False, False, True]
+    found = checked(f"{__name__}.Lake", rows)
+    assert "3 of 3 rollouts ended, after at most 4 turns" in found["turns"][1]
+    assert "a run needs `max_rollout_turns`" in found["turns"][1]
+    assert "highest mean reward, 1." in found["constant answers"][1]
+    status, detail = checked(f"{__name__}.BreaksLater", rows)["turns"]
+    assert (status, "observation of row 0" in detail) == (CheckStatus.FAILED, True)
 
 
 @pytest.fixture

@@ -88,7 +88,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             return 0.0
         # Pickled, because JSON would change tuples and keys that are numbers. The reply is JSON: answers may be hostile.
         row = base64.b64encode(pickle.dumps((info["task"], info["params"], info["entry"]))).decode("ascii")
-        reply = self._process.ask({"row": row, "answer": answer}, timeout_s=self.config.timeout_s)
+        request = {"row": row, "answer": answer, "expected_answer": info.get("expected_answer")}
+        reply = self._process.ask(request, timeout_s=self.config.timeout_s)
         if isinstance(reply, Ending):
             return reply
         if "config_error" in reply:

@@ -38,7 +38,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         return {"config_error": str(error)}
     signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
-    if non_finite_numbers(request["answer"]) - non_finite_numbers(str(entry.get("answer"))):
+    if non_finite_numbers(request["answer"]) - non_finite_numbers(str(request["expected_answer"])):
         return {"score": 0.0}
     if evaluates_answers(type(scorer).__module__) and could_be_code(request["answer"]):
         return {"score": None}

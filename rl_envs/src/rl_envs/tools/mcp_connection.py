@@ -17,6 +17,8 @@ from rl_envs.tools.config import McpServerConfig
 _LONGEST_ERROR = 2_000
 _LAST_LINES = 5
 _CHUNK = 65_536
+_CLOSE_S = 20.0
+"""Time to close a connection in seconds; the client kills a process that ignores its signals after about 4."""
 
 
 class ServerEndedError(RLCoreError):
@@ -90,28 +92,41 @@ class McpConnection:
     def _start_error(self, error: BaseException) -> str:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        what = self._config.url or " ".join(self._config.command)
         if isinstance(error, TimeoutError):
             reason = f"no answer within {self._config.start_timeout_s:g} seconds"
         else:
             reason = f"{type(error).__name__}: {error}"
+        return f"the server ({self._name}) did not start: {reason}{self._printed()}"
+
+    @property
+    def _name(self) -> str:
+        return self._config.url or " ".join(self._config.command)
+
+    def _printed(self) -> str:
         printed = self._errors.text()
-        return f"the server ({what}) did not start: {reason}{f'; it printed: {printed}' if printed else ''}"
+        return f"; it printed: {printed}" if printed else ""
 
     async def list_tools(self) -> list[Any]:
         """The tools of the server.
 
         Raises:
-            ServerEndedError: The server has ended.
+            ServerEndedError: The server has ended, refuses, or has not listed all of them within `start_timeout_s`.
         """
         client = await self._client
         tools, cursor = [], None
-        while True:
-            page = await self._asked(client.list_tools(cursor=cursor))
-            tools += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
-                return tools
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                while True:
+                    page = await self._asked(client.list_tools(cursor=cursor))
+                    tools += page.tools
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        return tools
+        except TimeoutError:
+            reason = f"not within {self._config.start_timeout_s:g} seconds"
+        except ToolError as error:
+            reason = str(error)
+        raise ServerEndedError(f"the server ({self._name}) did not list its tools: {reason}{self._printed()}")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool; returns the result as text.
@@ -140,13 +155,13 @@ class McpConnection:
         except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             reason = f"{type(error).__name__}: {error}"
         self.has_ended = True
-        printed = self._errors.text()
-        raise ServerEndedError(f"the server ended: {reason}{f'; it printed: {printed}' if printed else ''}")
+        raise ServerEndedError(f"the server ended: {reason}{self._printed()}")
 
     async def close(self) -> None:
-        """Close the connection; a process is ended."""
+        """Close the connection; a process is ended. A connection that does not close in time is abandoned."""
         self._stop.set()
-        await asyncio.wait([self._serving])
+        await asyncio.wait([self._serving], timeout=_CLOSE_S)
+        self._serving.cancel()
 
 
 def _text(result: Any) -> str:

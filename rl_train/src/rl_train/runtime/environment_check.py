@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,31 +13,11 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import messages_of
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
-from rl_train.rollouts.records import expected_answer
+from rl_train.runtime.check_results import CheckFailedError, CheckResult, CheckStatus, check_result
+from rl_train.runtime.environment_answers import WRONG_ANSWERS, answer_checks
+from rl_train.runtime.environment_play import play, random_player, rewards_by_row
 from rl_train.runtime.environment_sessions import LocalSession
-from rl_train.runtime.environment_trial import EnvironmentTrial
-
-ANSWER_FORMS = ("{0}", "\\boxed{{{0}}}", "<answer>{0}</answer>", "Prediction: {0}", "The answer is {0}.")
-"""Forms of the expected answer; an environment may accept only one."""
-WRONG_ANSWERS = ("", "I do not know.", "\N{PARTY POPPER} \\boxed{} </answer> \x00")
-"""Answers that every environment must be able to score, and should not reward."""
-
-
-class CheckStatus(StrEnum):
-    """Result of a check: a note is neither good nor bad."""
-
-    OK = "ok"
-    NOTE = "note"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckResult:
-    """What one check found."""
-
-    status: CheckStatus
-    name: str
-    detail: str
+from rl_train.runtime.environment_trial import UNDECLARED_TURNS, EnvironmentTrial
 
 
 def check_environment(trial: EnvironmentTrial) -> Iterator[CheckResult]:
@@ -55,7 +33,7 @@ def check_environment(trial: EnvironmentTrial) -> Iterator[CheckResult]:
         return environments[-1]
 
     try:
-        created = yield from _result("construction", lambda: f"{type(make()).__name__} was created")
+        created = yield from check_result("construction", lambda: f"{type(make()).__name__} was created")
         if created:
             yield from _EnvironmentCheck(trial, environments[0], make).results()
     finally:
@@ -72,17 +50,17 @@ class _EnvironmentCheck:
         self._answers = [WRONG_ANSWERS[i % len(WRONG_ANSWERS)] for i in range(len(trial.rows))]
 
     def results(self) -> Iterator[CheckResult]:
-        if not (yield from _result("step", self._step)):
+        if not (yield from check_result("step", self._step)):
             return
-        yield from _result("metadata and messages", self._isolation)
-        yield from _result("determinism", self._determinism)
-        yield from _result("independence of rows", self._independence)
-        yield from _result("pickling", self._pickling)
-        yield from _result("metrics", self._metrics)
-        yield from _result("turns", self._turns, passed=CheckStatus.NOTE)
+        yield from check_result("metadata and messages", self._isolation)
+        yield from check_result("determinism", self._determinism)
+        yield from check_result("independence of rows", self._independence)
+        yield from check_result("pickling", self._pickling)
+        yield from check_result("metrics", self._metrics)
+        yield from check_result("turns", self._turns, passed=CheckStatus.NOTE)
         if self._trial.reads_tool_calls:
-            yield from _result("tool calls", self._tool_calls)
-        yield from self._right_answers()
+            yield from check_result("tool calls", self._tool_calls)
+        yield from answer_checks(self._trial, self._environment)
 
     def _call(
         self, environment: EnvironmentInterface, answers: Sequence[str], rows: Sequence[int], **fields: Any
@@ -124,7 +102,7 @@ class _EnvironmentCheck:
         finally:
             session.close()
         if not _equal((logs, shared), before):
-            raise _CheckFailedError(
+            raise CheckFailedError(
                 "step() changed the metadata or the messages that it was passed. Return new metadata: {**info, 'key': value}."
             )
         return "step() does not change its arguments"
@@ -132,18 +110,18 @@ class _EnvironmentCheck:
     def _determinism(self) -> str:
         first, again, fresh = self._all(self._environment), self._all(self._environment), self._all(self._make())
         if not _equal(_comparable(first), _comparable(again)):
-            raise _CheckFailedError("two equal calls had different results, so the environment keeps state or draws at random.")
+            raise CheckFailedError("two equal calls had different results, so the environment keeps state or draws at random.")
         if not _equal(_comparable(first), _comparable(fresh)):
-            raise _CheckFailedError("a new instance returned different results, so workers would score differently.")
+            raise CheckFailedError("a new instance returned different results, so workers would score differently.")
         return "equal calls have equal results, also of a new instance"
 
     def _independence(self) -> str:
         together = self._all(self._environment)
-        rewards = _per_row(together)
+        rewards = rewards_by_row(together)
         for row, answer in enumerate(self._answers):
-            alone = _per_row(self._call(self._environment, [answer], [row]))[0]
+            alone = rewards_by_row(self._call(self._environment, [answer], [row]))[0]
             if not _equal(alone, rewards[row]):
-                raise _CheckFailedError(
+                raise CheckFailedError(
                     f"row {row} has the rewards {rewards[row]} in a batch and {alone} alone: how rows are divided over workers "
                     "would change rewards."
                 )
@@ -168,7 +146,7 @@ class _EnvironmentCheck:
         logs = [[*self._trial.rows[row].messages, {"role": "assistant", "content": self._answers[row]}] for row in rows]
         return BatchedDataDict(
             {
-                "rewards": torch.tensor([sum(_per_row(step_return)[row].values()) for row in rows]),
+                "rewards": torch.tensor([self._trial.reward_of(rewards_by_row(step_return)[row]) for row in rows]),
                 "truncated": torch.zeros(len(rows), dtype=torch.bool),
                 "message_log": logs,
                 "extra_env_info": [step_return.metadata[row] for row in rows],
@@ -179,9 +157,14 @@ class _EnvironmentCheck:
         )
 
     def _turns(self) -> str:
-        ended = self._all(self._environment).terminateds
-        share = f"{int(ended.sum())} of {len(ended)} rows ended after their first turn"
-        return f"the environment declares up to {self._trial.section.turns_needed} turns; {share}"
+        trial, turns, ended = self._trial, 0, 0
+        for number, row in enumerate(trial.rows):
+            played = list(play(self._environment, trial.task, row, random_player(number), max_turns=trial.max_turns))
+            turns, ended = max(turns, len(played)), ended + played[-1].ended
+        declared = f"up to {trial.max_turns} turns"
+        if trial.section.env_cls is not None and trial.max_turns == UNDECLARED_TURNS:
+            declared += " (the class declares no number: a run needs `max_rollout_turns`, else a rollout has one turn)"
+        return f"{declared}; with random answers, {ended} of {len(trial.rows)} rollouts ended, after at most {turns} turns"
 
     def _tool_calls(self) -> str:
         call = {"id": "000000001", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
@@ -193,66 +176,12 @@ class _EnvironmentCheck:
         )
         return f"a call of an unknown tool was answered with {reply}; calls in a model's text are not checked"
 
-    def _right_answers(self) -> Iterator[CheckResult]:
-        rows = [row for row in range(len(self._trial.rows)) if expected_answer(self._trial.rows[row].metadata) is not None]
-        if not rows:
-            yield CheckResult(
-                status=CheckStatus.NOTE, name="correct answers", detail="the rows have no expected answer, so none was tried"
-            )
-            return
-        yield from _result("correct answers", lambda: self._compare(rows))
-
-    def _compare(self, rows: Sequence[int]) -> str:
-        expected = [expected_answer(self._trial.rows[row].metadata) for row in rows]
-        wrong_totals = _totals(self._call(self._environment, [WRONG_ANSWERS[1]] * len(rows), rows))
-        best: tuple[int, str, list[float]] = (-1, "", [])
-        for form in ANSWER_FORMS:
-            expected_totals = _totals(self._call(self._environment, [form.format(each) for each in expected], rows))
-            better = sum(a > b for a, b in zip(expected_totals, wrong_totals, strict=True))
-            best = max(best, (better, form, expected_totals), key=lambda each: each[0])
-        better, form, expected_totals = best
-        shown = form.format("ANSWER")
-        if better == 0:
-            raise _CheckFailedError(
-                f"no form of the expected answer got a higher reward than {WRONG_ANSWERS[1]!r} (tried "
-                f"{', '.join(each.format('ANSWER') for each in ANSWER_FORMS)})."
-            )
-        mean = sum(expected_totals) / len(expected_totals)
-        return f"as {shown!r}, {better} of {len(rows)} expected answers got more than a wrong one; mean reward {mean:g}"
-
-
-class _CheckFailedError(Exception):
-    """A check found a mistake in the environment."""
-
-
-def _result(name: str, check: Callable[[], str], *, passed: CheckStatus = CheckStatus.OK) -> Generator[CheckResult, None, bool]:
-    """Yields the result of a check, and returns whether it passed; an exception is a failure."""
-    try:
-        detail = check()
-    except _CheckFailedError as error:
-        yield CheckResult(status=CheckStatus.FAILED, name=name, detail=str(error))
-        return False
-    except Exception as error:  # of the environment, which may raise anything
-        yield CheckResult(status=CheckStatus.FAILED, name=name, detail=f"{type(error).__name__}: {error}")
-        return False
-    yield CheckResult(status=passed, name=name, detail=detail)
-    return True
-
-
-def _per_row(step_return: EnvironmentReturn) -> list[dict[str, float]]:
-    named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
-    return [{name: float(values[row]) for name, values in named.items()} for row in range(len(step_return.observations))]
-
-
-def _totals(step_return: EnvironmentReturn) -> list[float]:
-    return [sum(rewards.values()) for rewards in _per_row(step_return)]
-
 
 def _comparable(step_return: EnvironmentReturn) -> Any:
     ended = step_return.terminateds.tolist()
     replies = [None if over else message for message, over in zip(step_return.observations, ended, strict=True)]
     scored = None if step_return.scored is None else step_return.scored.tolist()
-    return (_per_row(step_return), ended, replies, step_return.answers, scored)
+    return (rewards_by_row(step_return), ended, replies, step_return.answers, scored)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import messages_of
 from rl_train.rollouts.environment_checks import step_checked
 from rl_train.runtime.environment_sessions import LocalSession
-from rl_train.runtime.environment_trial import TrialRow
+from rl_train.runtime.environment_trial import EnvironmentTrial, TrialRow
 
 Player = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Returns the next answer to a conversation, or None to stop."""
 
 OnOpen = Callable[[Sequence[Mapping[str, Any]]], None]
 
+REPEATED_TURNS = 20
+"""Maximum number of turns of a rollout whose answers are all equal."""
 _PIECE = re.compile(r"[A-Za-z]+|-?\d+")
 
 
@@ -97,6 +99,63 @@ def _turns(
         )
         if ended:
             return
+
+
+@dataclass
+class _Rollout:
+    session: LocalSession
+    answer: str
+    metadata: Any
+    log: list[Any]
+    reward: float | None = 0.0
+    ended: bool = False
+
+
+def repeated_answers(
+    environment: EnvironmentInterface, trial: EnvironmentTrial, rows: Sequence[TrialRow], answers: Sequence[str]
+) -> list[float | None]:
+    """The reward of each of B rollouts in which every turn has the same answer; None if a turn was not scored.
+
+    Args:
+        environment: an instance of the environment.
+        trial: its task, the weights of its rewards and the maximum number of turns, of which at most `REPEATED_TURNS` are used.
+        rows: B prompts with their metadata, which are stepped together.
+        answers: B answers.
+    """
+    rollouts: list[_Rollout] = []
+    try:
+        for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+            session = LocalSession(environment, f"repeated-{number}")
+            metadata, first = session.open(copy.deepcopy(row.metadata))
+            rollouts.append(_Rollout(session, answer, metadata, [*copy.deepcopy(list(row.messages)), *first]))
+        for _ in range(min(trial.max_turns, REPEATED_TURNS)):
+            if active := [each for each in rollouts if not each.ended]:
+                _step(environment, trial, active)
+    finally:
+        for each in rollouts:
+            each.session.close()
+    return [each.reward for each in rollouts]
+
+
+def _step(environment: EnvironmentInterface, trial: EnvironmentTrial, rollouts: Sequence[_Rollout]) -> None:
+    for each in rollouts:
+        each.log.append({"role": "assistant", "content": each.answer})
+    metadata = [each.session.named(each.metadata) for each in rollouts]
+    step_return = step_checked(environment, trial.task, [copy.deepcopy(each.log) for each in rollouts], metadata)
+    for i, (each, rewards) in enumerate(zip(rollouts, rewards_by_row(step_return), strict=True)):
+        is_scored = step_return.scored is None or bool(step_return.scored[i])
+        each.reward = each.reward + trial.reward_of(rewards) if is_scored and each.reward is not None else None
+        each.metadata = each.metadata if step_return.metadata[i] is None else step_return.metadata[i]
+        each.ended = bool(step_return.terminateds[i])
+        if not each.ended:
+            each.log.extend(messages_of(step_return.observations[i]))
+
+
+def rewards_by_row(step_return: EnvironmentReturn) -> list[dict[str, float]]:
+    """The rewards of each row by name; those that are 0.0, as an omitted name is, are left out."""
+    named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
+    rows = range(len(step_return.observations))
+    return [{name: value for name, values in named.items() if (value := float(values[row]))} for row in rows]
 
 
 def scripted_player(answers: Sequence[str]) -> Player:

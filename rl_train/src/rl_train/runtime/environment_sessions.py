@@ -35,7 +35,7 @@ class LocalSession:
 
     def named(self, metadata: Any) -> Any:
         """Metadata for the next step, with the name of the session."""
-        return {**metadata, SESSION_KEY: self._name} if self._is_kept else metadata
+        return metadata | {SESSION_KEY: self._name} if self._is_kept else metadata
 
     def close(self) -> None:
         """End the session."""

@@ -25,9 +25,11 @@ from rl_train.config.section_resolver import FUNCTIONS, section_of
 from rl_train.data.conversations import read_messages, without_answer
 from rl_train.data.json_lines import JsonLines
 from rl_train.runtime.build import read_sources
-from rl_train.runtime.reward_checks import first_source, resolve_completion_formats
+from rl_train.runtime.reward_checks import resolve_completion_formats, sources_of
 from rl_train.runtime.workers import first_argument
 
+UNDECLARED_TURNS = 100
+"""Maximum number of turns for a class named by its path, which declares no number and may need several."""
 _PROMPTS = ("messages", "prompt", "question", "problem")
 _NOT_METADATA = (*_PROMPTS, "task_name", "tools", "stop_strings")
 
@@ -40,6 +42,8 @@ class TrialRow:
     """The conversation up to the first answer."""
     metadata: Any
     """What the environment gets as the metadata of the first turn."""
+    source: str = ""
+    """Name of its dataset, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +57,14 @@ class EnvironmentTrial:
     """Creates an instance in this process."""
     rows: Sequence[TrialRow]
     """At least one row."""
+    max_turns: int
+    """Maximum number of turns of a rollout."""
     reads_tool_calls: bool = False
     """Whether messages of the model are parsed for tool calls, which needs the tokens of a model."""
 
-    @property
-    def max_turns(self) -> int:
-        """Maximum number of turns of a rollout."""
-        return self.section.max_rollout_turns or self.section.turns_needed
+    def reward_of(self, rewards: Mapping[str, float]) -> float:
+        """The reward of a row: the weighted sum of its named rewards."""
+        return sum(self.section.reward_weights.get(name, 1.0) * value for name, value in rewards.items())
 
 
 def open_trial(
@@ -79,16 +84,17 @@ def open_trial(
         config: a config file, whose environment and data are used.
         rows: a JSON Lines file: `messages`, or a text as `prompt`, `question` or `problem`; `extra_env_info` is the metadata,
             or else all other fields.
-        limit: maximum number of rows.
+        limit: maximum number of rows, of each dataset.
 
     Raises:
         UserError: the environment, the config or the rows cannot be used.
     """
     registry = Registry(discover())
     if config is not None:
-        section, trial_rows = _from_config(name, settings, config, registry, limit)
+        section, max_turns, trial_rows = _from_config(name, settings, config, registry, limit)
     else:
         section, trial_rows = _by_name(name, settings, registry, limit=0 if rows is not None else limit)
+        max_turns = section.max_rollout_turns or (UNDECLARED_TURNS if section.env_cls is not None else section.turns_needed)
     if rows is not None:
         trial_rows = read_rows(rows, limit=limit)
     if not trial_rows:
@@ -96,7 +102,9 @@ def open_trial(
     make = constructor(section, name, registry)
     plain: Any = make.func
     reads_tool_calls = bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
-    return EnvironmentTrial(task=name, section=section, make=make, rows=trial_rows, reads_tool_calls=reads_tool_calls)
+    return EnvironmentTrial(
+        task=name, section=section, make=make, rows=trial_rows, max_turns=max_turns, reads_tool_calls=reads_tool_calls
+    )
 
 
 def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> partial[EnvironmentInterface]:
@@ -172,20 +180,24 @@ def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, li
 
 def _from_config(
     task: str, overrides: Sequence[str], path: Path, registry: Registry, limit: int
-) -> tuple[EnvironmentConfig, list[TrialRow]]:
+) -> tuple[EnvironmentConfig, int, list[TrialRow]]:
     run = load_config(path, list(overrides), registry=registry).run
     if task not in run.env:
         raise ConfigError(f"{path} has no section env.{task}; its tasks are {', '.join(run.env) or 'none'}.")
     train, validation = read_sources(run, registry)
-    sources = (train, *validation.values())
-    run = resolve_completion_formats(run, *sources)
-    source = first_source(task, sources, tasks=list(run.env))
-    return run.env[task], [] if source is None else _rows_of(source.records, limit)
+    run = resolve_completion_formats(run, train, *validation.values())
+    tasks = list(run.env)
+    sources = [*sources_of(task, [train], tasks=tasks)] or [*sources_of(task, [*validation.values()], tasks=tasks)][:1]
+    rows = [row for each in sources for row in _rows_of(each.records, limit, name=each.name if len(sources) > 1 else "")]
+    return run.env[task], run.max_turns[task], rows
 
 
-def _rows_of(records: Any, limit: int) -> list[TrialRow]:
+def _rows_of(records: Any, limit: int, name: str = "") -> list[TrialRow]:
     selected = (records[index] for index in range(min(limit, len(records))))
-    return [TrialRow(messages=without_answer(record["messages"]), metadata=record.get("extra_env_info")) for record in selected]
+    return [
+        TrialRow(messages=without_answer(record["messages"]), metadata=record.get("extra_env_info"), source=name)
+        for record in selected
+    ]
 
 
 def _parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -119,13 +119,17 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
 
 def first_source(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Source | None:
     """The first dataset with records of a task; None if there is none."""
+    return next(sources_of(task, sources, tasks=tasks), None)
+
+
+def sources_of(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Iterator[Source]:
+    """The datasets whose first record is of a task; a mixture is several datasets."""
     for source in _members(sources):
         if not len(source.records) or "messages" not in source.records[0]:
             continue
         named = source.task_name or source.records[0].get("task_name")
         if named == task or (named not in tasks and len(tasks) == 1):
-            return source
-    return None
+            yield source
 
 
 def _members(sources: Sequence[Source | None]) -> Iterator[Source]:
