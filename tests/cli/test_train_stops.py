@@ -1,13 +1,16 @@
 """How `rlcore train` stops: by signals, within the grace period, and at its time limit."""
 
 import json
+import re
 import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGHUP, SIGTERM
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter
 
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.durations import parse_duration
@@ -18,6 +21,7 @@ from rlcore_cli.main import main
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """
 import os
+import shutil
 import signal
 import time
 
@@ -30,7 +34,10 @@ class Interrupting(ArithmeticEnvironment):
     def step(self, *arguments, **named):
         Interrupting.steps += 1
         if Interrupting.steps == 2:
-            signal.raise_signal(getattr(signal, os.environ["SIGNAL"]))
+            if "DELETE" in os.environ:
+                shutil.rmtree(os.environ["DELETE"])
+            else:
+                signal.raise_signal(getattr(signal, os.environ["SIGNAL"]))
             if "HANG" in os.environ:
                 time.sleep(600)
         return super().step(*arguments, **named)
@@ -75,8 +82,7 @@ def interrupted(rlcore, monkeypatch, tmp_path, request):
     """Runs whose second step raises a signal."""
 
     def call(name, *arguments, hang=False):
-        module = f"interrupting_{request.node.callspec.id if hasattr(request.node, 'callspec') else request.node.name}"
-        module = module.replace("-", "_")
+        module = re.sub(r"\W", "_", f"interrupting_{request.node.name}")
         (tmp_path / f"{module}.py").write_text(ENVIRONMENT)
         monkeypatch.setenv("SIGNAL", name)
         if hang:
@@ -116,6 +122,53 @@ def test_step_that_outlives_the_grace_period_is_ended_without_a_checkpoint(inter
     assert checkpoints(tmp_path) == []
     ended = status(tmp_path)
     assert (ended["state"], ended["reason"], ended["during"]) == ("interrupted", "SIGTERM", "rollout")
+
+
+@pytest.mark.parametrize("first", [SIGTERM, SIGHUP])
+def test_second_signal_while_a_checkpoint_is_written_is_an_interruption_and_leaves_no_incomplete_files(
+    rlcore, monkeypatch, tmp_path, first
+):
+    write = FileSystemWriter.write_data
+
+    def interrupted_write(*arguments):
+        # Torch converts what is raised here, also the interruption of the main thread, to an error of its own.
+        signal.raise_signal(first)
+        signal.raise_signal(SIGTERM)
+        return write(*arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted_write)
+    code, errors = rlcore("checkpointing.save_period=2")
+    name = StopReason.SIGTERM if first is SIGTERM else StopReason.SIGHUP
+    assert code == name.exit_code
+    assert errors.splitlines()[-2:] == [
+        "warning: SIGTERM again: stopping at once; progress since the last checkpoint is lost",
+        f"Stopped immediately ({name.label}). The same command continues from the last checkpoint, if any.",
+    ]
+    assert status(tmp_path).items() >= {"state": "interrupted", "reason": name.label}.items()
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("folder", ["runs/run", "runs/run/rollouts"])
+def test_run_folder_deleted_during_the_run_is_one_error(interrupted, monkeypatch, tmp_path, folder):
+    monkeypatch.setenv("DELETE", str(tmp_path / folder))
+    code, errors = interrupted("SIGTERM")
+    assert code == 1
+    assert [line for line in errors.splitlines() if "num_warmup_steps" not in line] == [
+        f"error: {folder} was deleted during the run, so runs/run/rollouts/step_000002.jsonl cannot be written. The same "
+        "command continues from the last complete checkpoint; if that was deleted too, it starts a new run."
+    ]
+    if folder == "runs/run/rollouts":
+        assert status(tmp_path)["state"] == "failed"
+
+
+def test_deleted_checkpoint_folder_is_created_again_with_its_lock_and_identity(interrupted, monkeypatch, tmp_path):
+    folder = tmp_path / "runs" / "run" / "checkpoints"
+    monkeypatch.setenv("DELETE", str(folder))
+    code, errors = interrupted("SIGTERM")
+    assert code == 0
+    assert f"warning: {folder.relative_to(tmp_path)} was deleted during the run" in errors
+    assert checkpoints(tmp_path) == ["step_000005"]
+    assert (folder / "run.json").read_bytes() == (tmp_path / "runs" / "run" / "run.json").read_bytes()
 
 
 def test_an_ignored_sighup_stays_ignored(interrupted, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from e2e_runs import TINY, TrainingProcess, merged
+from e2e_runs import HELD, TINY, TrainingProcess, merged
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,3 +46,27 @@ def train_here(rlcore, tmp_path):
         return rlcore("train", str(path), *arguments, folder=folder)
 
     return run
+
+
+@pytest.fixture
+def held(train, tmp_path):
+    """Starts or resumes a run whose n-th step from there waits for `let_go`."""
+
+    class Held:
+        def __init__(self):
+            (tmp_path / "held_environment.py").write_text(HELD)
+            section = {"env_cls": "held_environment.HeldEnvironment", "num_workers": 1, "folder": str(tmp_path)}
+            self.environment = {"env": {"arithmetic": section}}
+
+        def __call__(self, step, changes):
+            (tmp_path / "held").unlink(missing_ok=True)
+            (tmp_path / "hold").write_text(str(step))
+            return train(merged(changes, self.environment))
+
+        def waits(self):
+            return (tmp_path / "held").exists()
+
+        def let_go(self):
+            (tmp_path / "hold").unlink()
+
+    return Held()

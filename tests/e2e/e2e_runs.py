@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 from pathlib import Path
@@ -29,6 +30,30 @@ TINY = {
     "env": {"arithmetic": {"num_workers": 1}},
     "checkpointing": {"save_period": 2, "keep_latest_k": 10},
 }
+
+HELD = textwrap.dedent(
+    """
+    import time
+    from pathlib import Path
+    from rl_envs import ArithmeticEnvironment
+
+    class HeldEnvironment(ArithmeticEnvironment):
+        '''Its n-th answer waits, where the file `hold` says n, until that is taken away; `held` says that it waits.'''
+
+        def __init__(self, cfg):
+            super().__init__({})
+            self.folder, self.calls = Path(cfg["folder"]), 0
+
+        def step(self, message_log_batch, metadata):
+            self.calls += 1
+            hold = self.folder / "hold"
+            if hold.exists() and int(hold.read_text()) == self.calls:
+                (self.folder / "held").touch()
+                while hold.exists():
+                    time.sleep(0.02)
+            return super().step(message_log_batch, metadata)
+    """
+)
 
 PLANS_OF_PAIRS = {
     "one pair at a time": {"train_micro_batch_size": 2},
@@ -94,6 +119,11 @@ class TrainingProcess:
 
     def kill(self, sig=signal.SIGKILL):
         os.kill(self.process.pid, sig)
+
+
+def checkpoint_of(step, folder, name="run"):
+    """The folder of a checkpoint, which exists once it is complete: the metrics of its step are written earlier."""
+    return folder / "runs" / name / "checkpoints" / f"step_{step:06d}"
 
 
 def metrics_of(folder, name="run"):

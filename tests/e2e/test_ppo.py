@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from e2e_runs import MODEL, TINY, merged, metrics_of, reproducible_metrics_of
+from e2e_runs import MODEL, TINY, checkpoint_of, merged, metrics_of, reproducible_metrics_of
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.data import BatchedDataDict
@@ -80,7 +80,7 @@ def test_ppo_generalizes_to_unseen_sums(tmp_path):
     assert steps[3]["staleness/mean"] == 0
 
 
-def test_a_killed_run_resumes_to_the_result_of_an_uninterrupted_run(train, train_here, tmp_path):
+def test_a_killed_run_resumes_to_the_result_of_an_uninterrupted_run(held, train_here, tmp_path):
     kept = {**SMALL, "loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.05}}
     code, output = train_here(kept, folder=tmp_path / "straight")
     assert code == 0, output
@@ -88,18 +88,18 @@ def test_a_killed_run_resumes_to_the_result_of_an_uninterrupted_run(train, train
     assert sorted(straight) == [1, 2, 3, 4, 5, 6]
     # The estimate in the reward (k1) may be negative; it is 0 only while the policy equals its reference.
     assert straight[6]["kl/reference"] != 0
-    stopped, at, pause = tmp_path / "stopped", random.randint(2, 5), random.random()
-    killed = train(kept, folder=stopped)
-    lines = stopped / "runs" / "run" / "metrics.jsonl"
-    killed.wait_for(lambda: lines.exists() and len(lines.read_text().splitlines()) >= at)
-    time.sleep(pause)
+    at, pause = random.choice((2, 4)), random.random()
+    killed = held(6, kept)
+    killed.wait_for(checkpoint_of(at, tmp_path).is_dir)
+    time.sleep(pause)  # somewhere in the middle of a step, of the sixth at the latest
     killed.kill()
     killed.process.wait()
-    code, output = train_here(kept, folder=stopped)
+    held.let_go()
+    code, output = train_here(merged(kept, held.environment))
     assert code == 0, output
-    assert reproducible_metrics_of(stopped) == straight, f"killed after step {at} and {pause:.3f} s"
-    checkpoint = stopped / "runs" / "run" / "checkpoints" / "step_000006"
-    assert {path.name for path in checkpoint.iterdir()} >= {"policy", "value"}
+    assert "steps done" in output, "it was resumed"
+    assert reproducible_metrics_of(tmp_path) == straight, f"killed {pause:.3f} s after the checkpoint of step {at}"
+    assert {path.name for path in checkpoint_of(6, tmp_path).iterdir()} >= {"policy", "value"}
 
 
 @pytest.mark.full("test_trainers.py has two ranks of Ray; backends_hf/test_scalar_head.py a value model on two ranks")

@@ -4,37 +4,13 @@ import json
 import os
 import random
 import signal
-import textwrap
 import time
 
 import pytest
-from e2e_runs import TINY, TrainingProcess, merged, metrics_of, reproducible_metrics_of
+from e2e_runs import TINY, TrainingProcess, checkpoint_of, merged, metrics_of, reproducible_metrics_of
 
 pytestmark = pytest.mark.slow
 
-HELD = textwrap.dedent(
-    """
-    import time
-    from pathlib import Path
-    from rl_envs import ArithmeticEnvironment
-
-    class HeldEnvironment(ArithmeticEnvironment):
-        '''Its n-th answer waits, where the file `hold` says n, until that is taken away; `held` says that it waits.'''
-
-        def __init__(self, cfg):
-            super().__init__({})
-            self.folder, self.calls = Path(cfg["folder"]), 0
-
-        def step(self, message_log_batch, metadata):
-            self.calls += 1
-            hold = self.folder / "hold"
-            if hold.exists() and int(hold.read_text()) == self.calls:
-                (self.folder / "held").touch()
-                while hold.exists():
-                    time.sleep(0.02)
-            return super().step(message_log_batch, metadata)
-    """
-)
 EIGHT_STEPS = {"grpo": {"max_num_steps": 8}}
 
 
@@ -58,37 +34,13 @@ def status_of(folder):
     return json.loads((folder / "runs" / "run" / "status.json").read_text())
 
 
-@pytest.fixture
-def held(train, tmp_path):
-    """Starts or resumes a run whose n-th step from there waits for `let_go`."""
-
-    class Held:
-        def __call__(self, step):
-            (tmp_path / "held").unlink(missing_ok=True)
-            (tmp_path / "hold").write_text(str(step))
-            return train(merged(EIGHT_STEPS, self.environment))
-
-        def __init__(self):
-            (tmp_path / "held_environment.py").write_text(HELD)
-            section = {"env_cls": "held_environment.HeldEnvironment", "num_workers": 1, "folder": str(tmp_path)}
-            self.environment = {"env": {"arithmetic": section}}
-
-        def waits(self):
-            return (tmp_path / "held").exists()
-
-        def let_go(self):
-            (tmp_path / "hold").unlink()
-
-    return Held()
-
-
 @pytest.mark.full(
     "test_ppo.py kills and resumes a run, test_stopped_runs.py stops one over Ray; core/cluster/test_no_orphans.py"
 )
 def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_run(never_stopped, held, tmp_path):
-    at, pause = random.randint(2, 4), random.random()
-    run = held(5)
-    run.wait_for(lambda: newest_step(tmp_path) >= at)
+    at, pause = random.choice((2, 4)), random.random()
+    run = held(5, EIGHT_STEPS)
+    run.wait_for(checkpoint_of(at, tmp_path).is_dir)
     time.sleep(pause)  # somewhere in the middle of a step, of the fifth at the latest
     run.kill()
     run.process.wait()
@@ -96,7 +48,7 @@ def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_ru
     held.let_go()
     situation = f"killed after step {at} and {pause:.3f} s"
 
-    run = held(2)
+    run = held(2, EIGHT_STEPS)
     run.wait_for(held.waits)
     [worker] = status_of(tmp_path)["workers"]["policy"]
     os.kill(worker, signal.SIGKILL)
@@ -108,7 +60,7 @@ def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_ru
     run.assert_gone()
     assert status_of(tmp_path)["state"] == "failed"
 
-    run = held(2)
+    run = held(2, EIGHT_STEPS)
     run.wait_for(held.waits)
     run.kill(signal.SIGINT)
     held.let_go()
@@ -116,9 +68,9 @@ def test_killed_and_interrupted_runs_resume_to_the_result_of_an_uninterrupted_ru
     assert code == 130, (situation, output)
     run.assert_gone()
     done = newest_step(tmp_path)
-    assert (tmp_path / "runs" / "run" / "checkpoints" / f"step_{done:06d}").is_dir(), output
+    assert checkpoint_of(done, tmp_path).is_dir(), output
 
-    run = held(9)
+    run = held(9, EIGHT_STEPS)
     code, output = run.wait()
     assert code == 0, (situation, output)
     assert f"{done} steps done" in output

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -145,7 +144,6 @@ def test_an_interrupt_ends_with_130_and_no_traceback(acme):
         text=True,
     ) as process:
         assert process.stdout.readline() == "playing\n"
-        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=240)
     assert process.returncode == 130

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from rl_core.errors import CheckpointWriteError, WorkerError
-from rl_train.checkpoints.disk_space import check_disk_space, explain_full_disk, is_full_disk
+from rl_train.checkpoints.disk_space import check_disk_space, explain_disk_errors, is_full_disk
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.errors import DiskFullError
 from rl_train.runtime.status import Status
@@ -40,7 +40,7 @@ def test_a_checkpoint_on_a_full_disk_names_folder_last_checkpoint_and_fix_and_le
 
 def test_the_status_of_a_run_on_a_full_disk_is_failed(small_disk):
     def run():
-        with Status(small_disk, since=0.0), explain_full_disk(small_disk):
+        with Status(small_disk, since=0.0), explain_disk_errors(small_disk):
             (small_disk / "metrics.jsonl").write_bytes(bytes(2 * SIZE))
 
     with pytest.raises(DiskFullError, match=f"The disk of the run folder {small_disk} is full"):

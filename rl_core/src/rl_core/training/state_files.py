@@ -68,6 +68,9 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def write_error(folder: Path, error: CheckpointException) -> CheckpointWriteError:
-    """The error for a training state that torch could not write."""
+def write_error(folder: Path, error: CheckpointException) -> CheckpointWriteError | KeyboardInterrupt:
+    """The error for a training state that torch could not write; an interruption, which torch converts too, is unchanged."""
+    for reason, _ in error.failures.values():
+        if isinstance(reason, KeyboardInterrupt):
+            return reason
     return CheckpointWriteError(f"The training state could not be written to {folder}: {reason_of(error)}")

@@ -1,4 +1,4 @@
-"""Disks that are full or too small for checkpoints: recognized, reported before the first step, and explained afterwards."""
+"""Disks that are full or too small for checkpoints, and deleted run folders: recognized and explained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_full_disk(error: BaseException | None) -> bool:
     return False
 
 
-def write_error(error: Exception, *, step: int, folder: Path, latest: Path | None) -> CheckpointWriteError | None:
+def write_error(error: BaseException, *, step: int, folder: Path, latest: Path | None) -> CheckpointWriteError | None:
     """The error to raise if a checkpoint could not be written; None if the original error is clear enough.
 
     Call it before the incomplete files are removed: some libraries do not say that the disk is full.
@@ -44,6 +44,8 @@ def write_error(error: Exception, *, step: int, folder: Path, latest: Path | Non
         folder: parent of the step folders.
         latest: the last complete checkpoint.
     """
+    if not isinstance(error, Exception):
+        return None
     if is_full_disk(error) or (not _explained(error) and free_bytes(folder) < _NEARLY_FULL):
         reason = "the disk is full"
         fix = (
@@ -104,13 +106,26 @@ def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) 
 
 
 @contextmanager
-def explain_full_disk(folder: Path) -> Iterator[None]:
-    """Within the block, convert errors that a full disk of the run folder caused to `DiskFullError`."""
+def explain_disk_errors(folder: Path) -> Iterator[None]:
+    """Within the block, explain errors that a full disk of the run folder, or its deletion, caused.
+
+    Raises:
+        DiskFullError: the disk is full.
+        RLCoreError: a file in the run folder could not be written because its folder does not exist any more.
+    """
     try:
         yield
     except RLCoreError:
         raise
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and Path(error.filename or "").is_relative_to(folder):
+            missing = Path(error.filename).parent
+            while not missing.parent.exists():
+                missing = missing.parent
+            raise RLCoreError(
+                f"{missing} was deleted during the run, so {error.filename} cannot be written. The same command continues from "
+                "the last complete checkpoint; if that was deleted too, it starts a new run."
+            ) from error
         if not is_full_disk(error):
             raise
         raise DiskFullError(

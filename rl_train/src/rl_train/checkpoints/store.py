@@ -48,10 +48,14 @@ class CheckpointStore:
     Args:
         folder: parent of the step folders; created by the first write.
         retention: which checkpoints to keep.
+
+    Attributes:
+        on_deleted: called by `write` after it has created the folder; set it once the folder exists.
     """
 
     def __init__(self, folder: Path, retention: Retention | None = None) -> None:
         self.folder = folder
+        self.on_deleted: Callable[[], None] | None = None
         self._retention = retention or Retention()
         self._has_warned = False
 
@@ -72,18 +76,22 @@ class CheckpointStore:
 
         Raises:
             CheckpointWriteError: the disk is full, or cannot be written to. The incomplete files are removed then, as after
-                any other error.
+                any other error and after an interruption.
         """
         final = self.path(step)
         partial = final.with_name(final.name + _PARTIAL)
         _delete(partial)
         try:
-            partial.mkdir(parents=True)
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True)
+                if self.on_deleted is not None:
+                    self.on_deleted()
+            partial.mkdir()
             fill(partial)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             write_manifest(partial, step=step, metrics=finite)
             _sync_tree(partial)
-        except Exception as error:
+        except BaseException as error:
             explained = write_error(error, step=step, folder=self.folder, latest=self.latest())
             shutil.rmtree(partial, ignore_errors=True)
             if explained is not None:

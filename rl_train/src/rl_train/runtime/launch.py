@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, NotSupportedError, RayDiedError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.config_changes import config_changes, describe
-from rl_train.checkpoints.disk_space import explain_full_disk
+from rl_train.checkpoints.disk_space import explain_disk_errors
 from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.lr_schedule_checks import schedule_changes
@@ -32,7 +32,7 @@ from rl_train.run import Run
 from rl_train.runtime.build import build_run
 from rl_train.runtime.events import call_event
 from rl_train.runtime.late_errors import with_location
-from rl_train.runtime.run_folder import choose_start, claim
+from rl_train.runtime.run_folder import choose_start, claim, claim_again_if_deleted
 from rl_train.runtime.run_provenance import write_origins
 from rl_train.runtime.status import Status
 from rl_train.runtime.stopping import StopSignals
@@ -118,14 +118,13 @@ def train(
             exits=exits,
             before_models=before_models,
         )
-        if start.checkpoint is not None and run.checkpoints is not None:
-            # Its files were verified against their digests before the models were loaded.
-            run.first_step = run.checkpoints.restore(start.checkpoint, allow_config_change=allow_config_change, verify=False)
-            # Only now: a rejected config must not replace that of the run.
-            write_origins(run.folder, loaded, manager)
-            _print(console, f"resumed from {start.checkpoint}: {run.first_step} steps done")
-            _warn_about_changes(run, start.checkpoint)
-            _move_later_checkpoints(run, console)
+        if run.checkpoints is not None:
+            claim_again_if_deleted(run.checkpoints.store, start, exits)
+            if start.checkpoint is not None:
+                _restore(run, start.checkpoint, allow_config_change=allow_config_change, console=console)
+                # Only now: a rejected config must not replace that of the run.
+                write_origins(run.folder, loaded, manager)
+                _move_later_checkpoints(run, console)
         _print(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits, show_samples=show_samples)
         _report_start(run, manager, status, since=started)
@@ -148,9 +147,12 @@ def _check_show_samples(every: int | None, config: RunConfig) -> None:
         raise ConfigError(f"--show-samples has no effect: {config.algorithm_name} does not sample. Remove it.")
 
 
-def _warn_about_changes(run: Run, checkpoint: Path) -> None:
-    """Warn about differences from the config of the checkpoint."""
+def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: bool) -> None:
+    """Restore the run, and warn about differences from the config of the checkpoint."""
     assert run.checkpoints is not None
+    # Its files were verified against their digests before the models were loaded.
+    run.first_step = run.checkpoints.restore(checkpoint, allow_config_change=allow_config_change, verify=False)
+    _print(console, f"resumed from {checkpoint}: {run.first_step} steps done")
     state = read_state(checkpoint)
     if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
         _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, describe(changes))
@@ -288,7 +290,7 @@ class _Screen(logging.Handler):
 def _supervision(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
     """Signals, status.json and error reporting; entered before all components are created, left after they are closed."""
     reporting = daemons.watch_daemons(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
-    with status, explain_full_disk(folder), with_location(loaded), stop.listen(), reporting:
+    with status, explain_disk_errors(folder), with_location(loaded), stop.listen(), reporting:
         yield
 
 

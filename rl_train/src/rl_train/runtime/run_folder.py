@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from rl_train.runtime.run_provenance import CONFIG
 from rl_train.runtime.status import BUILDING, STATUS
 
 CHECKPOINTS = "checkpoints"
+_log = logging.getLogger("rlcore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,17 @@ def claim(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) ->
     if start.checkpoint is not None and not start.checkpoint.is_dir():
         return replace(start, checkpoint=store.path(step_of(start.checkpoint)))
     return start
+
+
+def claim_again_if_deleted(store: CheckpointStore, start: ResumePoint, exits: ExitStack) -> None:
+    """Let `store` lock its folder for this run again if somebody deletes the folder during the run."""
+
+    def claim_again() -> None:
+        _log.warning("%s was deleted during the run, with its checkpoints; it is created again", store.folder)
+        lock_folder(store.folder, exits, setting="checkpointing.checkpoint_dir")
+        write_identity(store.folder, start.identity)
+
+    store.on_deleted = claim_again
 
 
 def _sweep_earlier_runs(start: ResumePoint) -> None:

@@ -133,7 +133,8 @@ class Status:
                 file.write(content)
                 file.truncate()
         except OSError as error:
-            _log.warning("%s could not be written: %s", self._folder / STATUS, error)
+            if self._folder.is_dir():  # otherwise it was deleted, which the error of the run says
+                _log.warning("%s could not be written: %s", self._folder / STATUS, error)
 
 
 def _now() -> datetime.datetime:

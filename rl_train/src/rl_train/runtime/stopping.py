@@ -36,6 +36,7 @@ class StopSignals:
         self._run: Run | None = None
         self._timer: threading.Timer | None = None
         self._is_over = False
+        self._has_interrupted = False
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -47,8 +48,9 @@ class StopSignals:
         before = self._install()
         try:
             yield
-        except KeyboardInterrupt as error:
-            if self._reason is None:
+        except BaseException as error:
+            # Libraries convert the KeyboardInterrupt of `_handle` to errors of their own.
+            if self._reason is None or not self._has_interrupted or isinstance(error, RunInterrupted):
                 raise
             raise RunInterrupted.at_once(self._reason) from error
         finally:
@@ -70,11 +72,12 @@ class StopSignals:
     def _handle(self, number: int, frame: object) -> None:
         reason = _REASONS[signal.Signals(number)]
         is_first, self._reason = self._reason is None, self._reason or reason
-        if self._run is None:
-            raise KeyboardInterrupt
-        if is_first:
+        if self._run is not None and is_first:
             self._request_stop(self._run, reason)
             return
+        self._has_interrupted = True
+        if self._run is None:
+            raise KeyboardInterrupt
         why = f"checkpointing.stop_grace_s ({self._grace_s:g} s) is over" if self._is_over else f"{reason.label} again"
         _log.warning("%s: stopping at once; progress since the last checkpoint is lost", why)
         raise KeyboardInterrupt

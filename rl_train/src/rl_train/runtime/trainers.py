@@ -37,7 +37,7 @@ from rl_train.runtime.losses import make_loss
 from rl_train.runtime.model_checks import check_models
 from rl_train.runtime.python_data import read_python_data, section_from
 from rl_train.runtime.reward_checks import check_weights, is_conversational, try_functions
-from rl_train.runtime.run_folder import claim, start_in
+from rl_train.runtime.run_folder import claim, claim_again_if_deleted, start_in
 from rl_train.runtime.worker_code_errors import reporting_lines
 from rl_train.runtime.workers import Builder, Workers
 from rl_train.tools.task_tools import tools_of_instances
@@ -171,7 +171,7 @@ class Trainer:
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
-            claim(start_in(folder), config.checkpointing, exits)
+            start = claim(start_in(folder), config.checkpointing, exits)
             builder = Builder(run=loaders.resolve_steps(config), registry=self._registry, exits=exits, cluster=self.cluster)
             run = connect(
                 builder,
@@ -188,6 +188,7 @@ class Trainer:
                 folder=folder,
             )
             if run.checkpoints is not None:
+                claim_again_if_deleted(run.checkpoints.store, start, exits)
                 # Checkpoints of an earlier call of `train` with this folder; this call counts its steps from 1 again.
                 run.checkpoints.store.set_aside(after=0)
             run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
