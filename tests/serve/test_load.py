@@ -1,6 +1,7 @@
 """Hundreds of concurrent requests while the backend is killed and restarted, and the memory of a server over many requests."""
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from rl_serve.sampling import Limits
 from rl_serve.settings import BackendSection
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
-REQUESTS = 400
 REJECTIONS = {429, 502, 503}
 
 
@@ -28,8 +28,8 @@ def start_backend(port):
     return server, int(line.rpartition(":")[2].removesuffix("/v1\n"))
 
 
-@pytest.mark.full("starts two servers; test_proxy.py has a backend that is down and errors that it returns")
-def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed_and_restarted(serve_http):
+@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.full("more requests; 40 run in make test"))])
+def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed_and_restarted(serve_http, count):
     server, port = start_backend(0)
     backend = Backend(BackendSection(host="127.0.0.1", port=port, max_retries=1), concurrency=64)
     front = serve_http(create_proxy_app(backend, name="proxy", limits=Limits(max_concurrent_requests=300)))
@@ -41,21 +41,21 @@ def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", limits=limits, timeout=300) as client:
             answered = asyncio.Event()
 
-            async def ask():
-                response = await client.post("/v1/chat/completions", json=body)
+            async def ask(number=0):
+                response = await client.post("/v1/chat/completions", json={**body, "stream": number % 2 == 1})
                 if response.status_code == 200:
                     answered.set()
                 return response
 
-            first = [asyncio.ensure_future(ask()) for _ in range(REQUESTS)]
+            first = [asyncio.ensure_future(ask(number)) for number in range(count)]
             await answered.wait()
             server.kill()
             server.wait()
             server.stdout.close()
-            second = [asyncio.ensure_future(ask()) for _ in range(REQUESTS)]
+            second = [asyncio.ensure_future(ask(number)) for number in range(count)]
             found = await asyncio.gather(*first, *second)
             server, _ = await asyncio.to_thread(start_backend, port)
-            return found, await asyncio.gather(*(ask() for _ in range(50)))
+            return found, await asyncio.gather(*(ask(number) for number in range(10)))
 
     try:
         during, after = asyncio.run(scenario())
@@ -63,15 +63,17 @@ def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed
         server.kill()
         server.wait()
         server.stdout.close()
-    assert len(during) == 2 * REQUESTS
+    assert len(during) == 2 * count
     for response in during:
-        if response.status_code == 200:
+        if response.headers["content-type"].startswith("text/event-stream"):
+            assert response.text.endswith("[DONE]\n\n") or json.loads(response.text.splitlines()[-2][6:])["error"]["message"]
+        elif response.status_code == 200:
             assert response.json()["choices"][0]["message"]["content"] == "46"
         else:
             assert response.status_code in REJECTIONS, response.text
             assert response.json()["error"]["message"]
     assert {response.status_code for response in during} >= {200, 503}
-    assert [response.status_code for response in after] == [200] * 50
+    assert [response.status_code for response in after] == [200] * 10
 
 
 def requests_of_all_kinds(count):

@@ -1,6 +1,7 @@
 """A proxy in front of an OpenAI-compatible server: what it forwards, and how it reports a backend that fails."""
 
 import asyncio
+import json
 import shlex
 import signal
 import socket
@@ -14,7 +15,7 @@ import openai
 import pytest
 import yaml
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.testclient import TestClient
 
 from rl_serve.app import create_proxy_app
@@ -132,6 +133,85 @@ def test_errors_of_the_backend_are_passed_on_or_become_status_502(serve_http, pr
     assert response.status_code == given
     assert response.json()["error"]["message"].startswith(message)
     assert "sekret" not in response.text
+
+
+ANSWERS = (
+    ("/v1/chat/completions", {"messages": QUESTION}, "message", {"role": "assistant", "content": "4"}),
+    ("/v1/completions", {"prompt": "1"}, "text", "4"),
+    ("/inference/v1/generate", {"token_ids": [1]}, "token_ids", [4]),
+)
+MANGLED = {
+    "a list": "[]",
+    "no choices": "{}",
+    "choices that are no list": '{"choices": {"a": 1}}',
+    "an empty choice": '{"choices": [{}]}',
+    "a choice of another form": '{"choices": [{"VALUE": 5}]}',
+    "text": "four",
+    "deep nesting": "[" * 100_000,
+    "a lone surrogate": '{"choices": [{"GOOD, "x": "\\ud800"}]}',
+    "not a number": '{"choices": [{"GOOD, "x": NaN}]}',
+    "an error with a lone surrogate": '{"error": {"message": "\\ud800"}}',
+}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("mangled", MANGLED)
+def test_a_response_of_another_form_than_the_endpoints_is_status_502(serve_http, proxy, mangled, status):
+    app = FastAPI()
+    app.get("/v1/models")(lambda: {"data": [{"id": "m"}]})
+    for path, _, name, value in ANSWERS:
+        good = f'{name}": {json.dumps(value)}'
+        text = MANGLED[mangled].replace("GOOD", good).replace("VALUE", name)
+        app.post(path)(lambda text=text: Response(text, status, media_type="application/json"))
+    client = proxy(serve_http(app), model="m")
+    requests = [(path, body) for path, body, _, _ in ANSWERS] + [("/generate", {"question": "Q"})]
+    graded = ("/v1/chat/completions", {"messages": QUESTION, "expected_answer": "4"})
+    for path, body in [*requests, graded]:
+        found = client.post(path, json=body)
+        if path == "/generate" and mangled == "not a number" and status == 200:
+            assert found.json()["generation"] == "4"  # only its text is sent on
+        else:
+            assert found.status_code == (502 if status == 200 else 400), (path, found.text)
+            assert found.json()["error"]["message"]
+
+
+def test_a_response_that_is_too_large_is_not_kept(serve_http, proxy, monkeypatch):
+    monkeypatch.setattr("rl_serve.backend.MAX_RESPONSE_BYTES", 2**16)
+
+    async def large():
+        for _ in range(100):
+            yield b" " * 2**14
+
+    app = failing(200, {})
+    app.post("/v1/completions")(lambda: StreamingResponse(large(), media_type="application/json"))
+    app.post("/inference/v1/generate")(lambda: StreamingResponse(large(), media_type="text/event-stream"))
+    client = proxy(serve_http(app), model="m")
+    found = client.post("/v1/completions", json={"prompt": "1"})
+    assert found.status_code == 502
+    assert "more than 65536 bytes" in found.json()["error"]["message"]
+    streamed = client.post("/inference/v1/generate", json={"token_ids": [1], "stream": True})
+    assert "more than 65536 bytes" in streamed.text
+
+
+def test_a_stream_that_is_none_is_status_502(serve_http, proxy):
+    app = failing(200, {})
+    app.post("/v1/completions")(lambda: {"error": "not a stream"})
+    found = proxy(serve_http(app), model="m").post("/v1/completions", json={"prompt": "1", "stream": True})
+    assert found.status_code == 502
+    assert "application/json instead of a stream" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unexpected_error_below_the_http_client_is_a_backend_that_does_not_answer(proxy, unused_port, monkeypatch, stream):
+    async def broken(*_, **__):
+        raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+
+    client = proxy(unused_port, model="m")
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", broken)
+    found = client.post("/v1/chat/completions", json={"messages": QUESTION, "stream": stream})
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "backend_unavailable")
+    assert "getpeername" in found.json()["error"]["message"]
+    assert client.get("/health").status_code == 503
 
 
 def test_a_client_that_hangs_up_ends_the_stream_of_the_backend(serve_http, proxy):

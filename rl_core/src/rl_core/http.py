@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import logging
 import random
 import re
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _EXCERPT = 300
 _REMOVED = "[secret]"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HEADER_VALUE = re.compile(r"([!-~]([ -~\t]*[!-~])?)?")
 
 
@@ -55,6 +57,8 @@ class RequestLimits:
     """Pause before the first retry, in seconds; doubled for each further one, with a random factor from 0.5 to 1."""
     max_backoff_s: float = 30.0
     """Longest pause, unless the server requests a longer one (`Retry-After`)."""
+    max_response_bytes: int = 64 * 2**20
+    """Maximum size of a response; the connection of a larger one is closed."""
 
 
 @dataclass(kw_only=True)
@@ -193,27 +197,39 @@ class HttpClient:
     ) -> _Failure | tuple[int, Any]:
         import httpx
 
+        request = self._client.build_request(method, f"{self.base_url.rstrip('/')}/{path}", json=body)
         try:
             # A limit on the whole attempt: httpx limits each read, so a server that sends byte after byte would never time out.
             async with asyncio.timeout(timeout_s):
-                response = await self._client.request(method, f"{self.base_url.rstrip('/')}/{path}", json=body)
+                response = await self._client.send(request, stream=True)
+                content = await self.read(response)
         except (TimeoutError, httpx.TimeoutException):
             return _Failure(f"no response within {timeout_s:.1f} s", None, True)
-        except httpx.TransportError as error:
+        except Exception as error:  # httpx lets through what breaks below it, such as AttributeError if a connection is lost
             return _Failure(self.redact(f"{type(error).__name__}: {error}"), None, True)
-        if response.is_success:
-            try:
-                return response.status_code, response.json()
-            except ValueError:
-                return _Failure(self._refusal("a response that is not JSON", response), response.status_code, False)
-        reason = self._refusal(f"status {response.status_code}", response)
-        return _Failure(
-            reason,
-            response.status_code,
-            response.status_code in _RETRIED,
-            _retry_after(response.headers),
-            self.redact(response.text),
-        )
+        status = response.status_code
+        if content is None:
+            return _Failure(f"a response of more than {self.limits.max_response_bytes} bytes", status, False)
+        text = self.redact(content.decode(errors="replace"))
+        if not response.is_success:
+            reason = _refusal(f"status {status}", text)
+            return _Failure(reason, status, status in _RETRIED, _retry_after(response.headers), text)
+        try:
+            return status, _decoded(content)
+        except (ValueError, RecursionError):
+            return _Failure(_refusal("a response that is not JSON", text), status, False)
+
+    async def read(self, response: Any) -> bytes | None:
+        """The content of a streamed `httpx.Response`, which is closed; None if it is too large."""
+        content = bytearray()
+        try:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > self.limits.max_response_bytes:
+                    return None
+        finally:
+            await response.aclose()
+        return bytes(content)
 
     def redact(self, text: str) -> str:
         """A text without the API key and the values of the headers."""
@@ -221,13 +237,28 @@ class HttpClient:
             text = text.replace(secret, _REMOVED) if secret else text
         return text
 
-    def _refusal(self, what: str, response: Any) -> str:
-        text = " ".join(self.redact(response.text).split())  # before it is cut, which could leave half of a secret
-        return f"{what}: {text[:_EXCERPT]}{'...' if len(text) > _EXCERPT else ''}" if text else what
-
     def _pause(self, failure: _Failure, attempt: int) -> float:
         longest: float = min(self.limits.backoff_s * 2.0 ** (attempt - 1), self.limits.max_backoff_s)
         return max(failure.retry_after_s, longest * random.uniform(0.5, 1.0))
+
+
+def _refusal(what: str, text: str) -> str:
+    text = " ".join(text.split())
+    return f"{what}: {text[:_EXCERPT]}{'...' if len(text) > _EXCERPT else ''}" if text else what
+
+
+def _decoded(content: bytes) -> Any:
+    """The JSON value of a response.
+
+    Raises:
+        ValueError: it is not JSON, or a string in it cannot be encoded.
+        RecursionError: it is nested too deeply.
+    """
+    text = content.decode("utf-8-sig")
+    value = json.loads(text)
+    if _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

@@ -16,6 +16,8 @@ from rl_serve.settings import BackendSection
 
 _RETRY_AFTER_S = 1
 _CONNECT_S = 10.0
+MAX_RESPONSE_BYTES = 64 * 2**20
+"""Size of a response of the backend, and of an event of a stream."""
 
 
 class Backend:
@@ -33,6 +35,7 @@ class Backend:
             timeout_s=section.timeout_s,
             deadline_s=section.timeout_s * (section.max_retries + 1),
             max_retries=section.max_retries,
+            max_response_bytes=MAX_RESPONSE_BYTES,
         )
         self._client = _Client(base_url=section.url, api_key=section.api_key, limits=limits)
         root = section.url.removesuffix("/v1")
@@ -52,7 +55,9 @@ class Backend:
         """
         found = await self._client.get_once("models")
         data = found.get("data") if isinstance(found, Mapping) else None
-        self._names = [str(entry["id"]) for entry in data or () if isinstance(entry, Mapping) and "id" in entry]
+        if not isinstance(data, list):
+            raise ApiError(502, "The backend's list of models has no `data`.", code="backend_failed")
+        self._names = [str(entry["id"]) for entry in data if isinstance(entry, Mapping) and "id" in entry]
         return self._names
 
     async def check(self) -> None:
@@ -101,11 +106,23 @@ class Backend:
         Raises:
             ApiError: the backend refused the request, failed, or does not answer.
         """
-        client = self._root if path.startswith("/") else self._client
         try:
-            return (await client.post_json(path.removeprefix("/"), body)).body
+            return (await self._client_of(path).post_json(path.removeprefix("/"), body)).body
         except HttpError as error:
             raise _as_api_error(error.status, error.body, str(error)) from error
+
+    async def completions(self, path: str, body: Mapping[str, Any], *, has: str) -> dict[str, Any]:
+        """The backend's response to a sampling request, of which each choice has the field `has`.
+
+        Raises:
+            ApiError: as `post`, or the response has another form.
+        """
+        found = await self.post(path, body)
+        choices = found.get("choices") if isinstance(found, dict) else None
+        form = _FORMS[has]
+        if not isinstance(choices, list) or not choices or not all(_has(choice, has, form) for choice in choices):
+            raise ApiError(502, f"The backend's response has no choices with `{has}`.", code="backend_failed")
+        return dict(found)
 
     @asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncGenerator[bytes, None]]:
@@ -114,8 +131,11 @@ class Backend:
         Raises:
             ApiError: as `post`. A failure after the first line becomes an event with the error.
         """
-        async with self._client.stream(path, body) as lines:
+        async with self._client_of(path).stream(path.removeprefix("/"), body) as lines:
             yield lines
+
+    def _client_of(self, path: str) -> _Client:
+        return self._root if path.startswith("/") else self._client
 
 
 class _Client(HttpClient):
@@ -123,37 +143,36 @@ class _Client(HttpClient):
 
     async def get_once(self, path: str, *, is_json: bool = True) -> Any:
         """The response of a GET request."""
-        url = f"{self.base_url.rstrip('/')}/{path}"
-        try:
-            response = await self._client.get(url, timeout=min(_CONNECT_S, self.limits.timeout_s))
-        except httpx.TransportError as error:
-            reason = self.redact(f"{type(error).__name__}: {error}".rstrip(": "))
-            raise _as_api_error(None, "", f"GET {url} failed: {reason}") from error
-        if not response.is_success:
-            text = self.redact(response.text)
-            raise _as_api_error(response.status_code, "", f"GET {url} failed: status {response.status_code}: {text[:300]}")
-        if not is_json:
-            return None
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ApiError(502, f"GET {url} returned a response that is not JSON.", code="backend_failed") from error
+        found = await self._attempt("GET", path, None, timeout_s=min(_CONNECT_S, self.limits.timeout_s))
+        if isinstance(found, tuple):
+            return found[1]
+        if is_json or not 200 <= (found.status or 500) < 300:
+            raise _as_api_error(found.status, "", f"GET {self.base_url.rstrip('/')}/{path} failed: {found.reason}")
+        return None
 
     @asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncGenerator[bytes, None]]:
         """Send a request and yield the lines of its stream, as `Backend.stream` does."""
         url = f"{self.base_url.rstrip('/')}/{path}"
-        try:
-            async with self._turn, self._client.stream("POST", url, json=dict(body)) as response:
-                if not response.is_success:
-                    text = self.redact((await response.aread()).decode(errors="replace"))
-                    raise _as_api_error(
-                        response.status_code, text, f"POST {url} failed: status {response.status_code}: {text[:300]}"
-                    )
+        request = self._client.build_request("POST", url, json=dict(body))
+        async with self._turn:
+            try:
+                response: httpx.Response = await self._client.send(request, stream=True)
+                kind = response.headers.get("content-type", "")
+                is_stream = response.is_success and kind.startswith("text/event-stream")
+                content = b"" if is_stream else await self.read(response)
+            except Exception as error:  # as in `HttpClient`
+                raise self._broken(url, error) from error
+            if not is_stream:
+                text = self.redact((content or b"").decode(errors="replace"))
+                what = (
+                    f"status {response.status_code}" if not response.is_success else f"{kind or 'no type'} instead of a stream"
+                )
+                raise _as_api_error(response.status_code, text, f"POST {url} failed: {what}: {text[:300]}")
+            try:
                 yield self._lines(url, response)
-        except httpx.TransportError as error:
-            reason = self.redact(f"{type(error).__name__}: {error}".rstrip(": "))
-            raise _as_api_error(None, "", f"POST {url} failed: {reason}") from error
+            finally:
+                await response.aclose()
 
     async def _lines(self, url: str, response: httpx.Response) -> AsyncGenerator[bytes, None]:
         # `aiter_lines` also splits at characters that may be part of an event, such as U+2028.
@@ -166,12 +185,25 @@ class _Client(HttpClient):
                     rest = after
                 else:
                     rest += after
+                if len(rest) > self.limits.max_response_bytes:
+                    raise ValueError(f"an event has more than {self.limits.max_response_bytes} bytes")
             if rest:
                 yield rest + b"\n"
-        except httpx.TransportError as error:
-            reason = self.redact(f"{type(error).__name__}: {error}".rstrip(": "))
-            failure = _as_api_error(None, "", f"POST {url} failed: {reason}")
-            yield server_sent_event(failure.body()).encode()
+        except Exception as error:  # as in `HttpClient`
+            yield server_sent_event(self._broken(url, error).body()).encode()
+
+    def _broken(self, url: str, error: Exception) -> ApiError:
+        reason = self.redact(f"{type(error).__name__}: {error}".rstrip(": "))
+        return _as_api_error(None, "", f"POST {url} failed: {reason}")
+
+
+_FORMS: Mapping[str, type] = {"message": dict, "text": str, "token_ids": list}
+"""Types of the field that each choice of an endpoint has."""
+
+
+def _has(choice: Any, name: str, form: type) -> bool:
+    value = choice.get(name) if isinstance(choice, dict) else None
+    return isinstance(value, form) and (form is not dict or isinstance(value.get("content"), str | None))
 
 
 def _as_api_error(status: int | None, body: str, message: str) -> ApiError:
@@ -197,7 +229,8 @@ def _as_api_error(status: int | None, body: str, message: str) -> ApiError:
 def _error_in(body: str) -> Mapping[str, Any]:
     try:
         found = json.loads(body)
-    except ValueError:
+        json.dumps(found, ensure_ascii=False).encode()  # lone surrogates could not be sent on
+    except (ValueError, RecursionError):
         return {}
     inner = found.get("error", found) if isinstance(found, Mapping) else {}
     return inner if isinstance(inner, Mapping) else {}

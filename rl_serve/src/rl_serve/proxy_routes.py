@@ -57,13 +57,13 @@ class ProxyRoutes:
 
     async def completions(self, body: ForwardedCompletionRequest, request: Request) -> Response:
         """Forward the request unchanged."""
-        return await self._forward("completions", body.model_dump(exclude_unset=True), request)
+        return await self._forward("completions", body.model_dump(exclude_unset=True), request, has="text")
 
     async def generate_tokens(self, body: ForwardedTokensRequest, request: Request) -> Response:
         """Forward the request unchanged."""
         if self._backend.section.server_type != "vllm":
             raise ApiError(404, "This proxy has no token endpoints: they require server_type vllm.", code="not_found")
-        return await self._forward("/inference/v1/generate", body.model_dump(exclude_unset=True), request)
+        return await self._forward("/inference/v1/generate", body.model_dump(exclude_unset=True), request, has="token_ids")
 
     async def chat(self, body: ForwardedChatRequest, request: Request) -> Response:
         """Forward the conversation with the filled prompt; answers may run code and be graded."""
@@ -81,8 +81,8 @@ class ProxyRoutes:
         forwarded = {**plain, "messages": _as_sent(messages)}
         forwarded.pop("expected_answer", None)
         if not record:
-            return await self._forward("chat/completions", forwarded, request)
-        return JSONResponse(await unless_disconnected(request, self._graded(forwarded, messages, record)))
+            return await self._forward("chat/completions", forwarded, request, has="message")
+        return as_json(await unless_disconnected(request, self._graded(forwarded, messages, record)))
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
         """Answer a record, whose fields fill the prompt config."""
@@ -97,15 +97,15 @@ class ProxyRoutes:
         self, forwarded: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
     ) -> dict[str, Any]:
         model = await self._backend.model_for(forwarded.get("model"), self._name)
-        found = await self._backend.post("chat/completions", {**forwarded, "model": model})
-        for choice in _choices(found):
+        found = await self._backend.completions("chat/completions", {**forwarded, "model": model}, has="message")
+        for choice in found["choices"]:
             choice |= await self._answering.grade(messages, str(choice["message"].get("content") or ""), record)
-        return dict(found)
+        return found
 
-    async def _forward(self, path: str, body: Mapping[str, Any], request: Request) -> Response:
+    async def _forward(self, path: str, body: Mapping[str, Any], request: Request, *, has: str) -> Response:
         sent = {**body, "model": await self._backend.model_for(body.get("model"), self._name)}
         if not sent.get("stream"):
-            return JSONResponse(await unless_disconnected(request, self._backend.post(path, sent)))
+            return as_json(await unless_disconnected(request, self._backend.completions(path, sent, has=has)))
         exits = AsyncExitStack()
         # The backend may not respond before its first token.
         lines = await unless_disconnected(request, exits.enter_async_context(self._backend.stream(path, sent)))
@@ -118,14 +118,15 @@ class ProxyRoutes:
             async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
                 seed = given.get("seed")
                 seeded = {} if seed is None or choice == 0 else {"seed": (seed + choice) % 2**31}
-                found = await self._backend.post("chat/completions", {**given, **seeded, "messages": _as_sent(messages)})
-                [choice_found, *_] = _choices(found)
-                usage = found.get("usage") or {}
+                body = {**given, **seeded, "messages": _as_sent(messages)}
+                found = await self._backend.completions("chat/completions", body, has="message")
+                choice_found = found["choices"][0]
+                usage = found.get("usage")
                 return Reply(
                     content=str(choice_found["message"].get("content") or ""),
                     finish_reason="length" if choice_found.get("finish_reason") == "length" else "stop",
-                    prompt_tokens=int(usage.get("prompt_tokens") or 0),
-                    completion_tokens=int(usage.get("completion_tokens") or 0),
+                    prompt_tokens=_count(usage, "prompt_tokens"),
+                    completion_tokens=_count(usage, "completion_tokens"),
                 )
 
             return ask
@@ -133,20 +134,23 @@ class ProxyRoutes:
         return of_choice
 
 
-def _choices(found: Any) -> list[dict[str, Any]]:
-    """The choices of a chat completion of the backend.
+def as_json(found: Any) -> JSONResponse:
+    """A value of the backend as a response.
 
     Raises:
-        ApiError: the backend's response has none.
+        ApiError: it has numbers or a nesting that JSON responses cannot have.
     """
-    choices = found.get("choices") if isinstance(found, Mapping) else None
-    if not isinstance(choices, list) or not choices or not all(_has_message(choice) for choice in choices):
-        raise ApiError(502, "The backend's response has no choices with messages.", code="backend_failed")
-    return choices
+    try:
+        return JSONResponse(found)
+    except (ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ApiError(502, f"The backend's response cannot be sent as JSON: {reason}.", code="backend_failed") from error
 
 
-def _has_message(choice: Any) -> bool:
-    return isinstance(choice, dict) and isinstance(choice.get("message"), Mapping)
+def _count(usage: Any, name: str) -> int:
+    """A count of tokens; 0 if the backend reports none."""
+    found = usage.get(name) if isinstance(usage, Mapping) else None
+    return found if isinstance(found, int) else 0
 
 
 def _as_sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
