@@ -27,6 +27,7 @@ from rl_core.interfaces.policy import (
     ReferenceLogprobOutputSpec,
     TopkLogprobOutputSpec,
 )
+from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
 from rl_core.interfaces.worker import PolicyWorker, StepResult
 from rl_core.weights.handles import merge_handles
@@ -162,7 +163,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
         if rows.size % unit or gbs % unit:
             raise DataError(
-                f"{type(loss_fn).__name__} reads {unit} rows together, but the batch has {rows.size} rows, and an optimizer "
+                f"{loss_fn.label} reads {unit} rows together, but the batch has {rows.size} rows, and an optimizer "
                 f"step {gbs}. Make both multiples of {unit}."
             )
         rows_per_step = rows_per_optimizer_step(rows.size, batch_size=gbs, multiple_of=self.data_ranks * unit)
@@ -243,6 +244,13 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         self.wait_ready()
         names = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
         return next((f"{name} (rank {rank})" for rank, name in enumerate(names) if name is not None), None)
+
+    def weight_samples(self, *, whole: bool = False) -> list[WeightSample]:
+        self.wait_ready()
+        if whole and self.group.world_size == 1:
+            return []  # nothing to compare with
+        samples = self.group.run_all("weight_sample", whole=whole, deadline_s=self._deadlines.checkpoint_s)
+        return [sample for sample in samples if sample is not None]
 
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
         whole = int(self.facts.get("num_parameters", 0))
