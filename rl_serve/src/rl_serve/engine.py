@@ -15,6 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import EngineDiedError, NotSupportedError, RLCoreError, WorkerDiedError, WorkerError
 from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.generation import GenerationInterface
+from rl_train.component_outputs import checked_generation, generated
 
 _log = logging.getLogger(__name__)
 _END = object()
@@ -167,6 +168,8 @@ class EngineThread:
         if self._batches is None:
             try:
                 async for index, output in self._generation.generate_async(batch, greedy):
+                    if "unfinished" not in output:
+                        checked_generation(output, data=batch.slice(index, index + 1), generation=self._generation)
                     put((index, _row_of(output, 0, lengths[index])))
                 return
             except NotSupportedError as error:
@@ -226,9 +229,7 @@ class WholeBatches:
     async def _generated(self, batches: Sequence[BatchedDataDict[Any]], greedy: bool) -> list[BatchedDataDict[Any]]:
         """The output of each batch, sampled together."""
         merged: BatchedDataDict[Any] = BatchedDataDict.from_batches(batches)
-        output = await asyncio.to_thread(self._generation.generate, merged, greedy)
-        if output.size != merged.size:
-            raise WorkerError(f"The engine returned {output.size} rows for a batch of {merged.size}.")
+        output = await asyncio.to_thread(generated, self._generation, merged, greedy=greedy)
         ends = list(accumulate(batch.size for batch in batches))
         return [output.select_indices(list(range(end - batch.size, end))) for batch, end in zip(batches, ends, strict=True)]
 

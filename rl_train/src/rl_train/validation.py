@@ -14,6 +14,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
+from rl_train.component_outputs import generated
 
 QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 """Of |d|."""
@@ -146,7 +147,7 @@ def compare_log_probabilities(
         DataError: no token was sampled.
     """
     inference_backend.prepare_for_generation()
-    output = inference_backend.generate(test_data, greedy=False)
+    output = generated(inference_backend, test_data, greedy=False)
     inference_backend.finish_generation()
     return score_samples(training_backend, output)
 
@@ -162,8 +163,8 @@ def score_samples(training_backend: PolicyInterface, samples: BatchedDataDict[An
         DataError: there is no sampled token in it.
     """
     lengths, sampled = samples["unpadded_sequence_lengths"], samples["generation_lengths"]
-    scored: BatchedDataDict[Any] = BatchedDataDict({"input_ids": samples["output_ids"], "input_lengths": lengths})
-    trained = training_backend.get_logprobs(scored)["logprobs"]
+    rows: BatchedDataDict[Any] = BatchedDataDict({"input_ids": samples["output_ids"], "input_lengths": lengths})
+    trained = training_backend.get_logprobs(rows)["logprobs"]
     column = torch.arange(samples["output_ids"].shape[1])
     starts = (lengths - sampled).unsqueeze(1)
     mask = (column >= starts) & (column < lengths.unsqueeze(1))

@@ -56,14 +56,16 @@ class MortalWorker(TinyEngine):
 
     def generate(self, data, *, greedy=False):
         rows = []
-        for ids, length, seed in zip(data["input_ids"], data["input_lengths"].tolist(), data["sample_seeds"], strict=True):
-            rows.append(self.row(ids[:length], torch.Generator().manual_seed(int(seed)), greedy))
+        columns = (data["input_ids"], data["input_lengths"].tolist(), data["sample_seeds"])
+        limits = data["max_new_tokens"].tolist() if "max_new_tokens" in data else [self.max_new_tokens] * data.size
+        for ids, length, seed, limit in zip(*columns, limits, strict=True):
+            rows.append(self.row(ids[:length], torch.Generator().manual_seed(int(seed)), greedy, limit))
             die_if_condemned("generate", self.context.rank)
         return BatchedDataDict.from_batches(rows)
 
-    def row(self, ids, generator, greedy):
+    def row(self, ids, generator, greedy, limit):
         prompt, logprobs = len(ids), [0.0] * len(ids)
-        while len(ids) < prompt + self.max_new_tokens and (len(ids) == prompt or ids[-1] != END):
+        while len(ids) < prompt + min(limit, self.max_new_tokens) and (len(ids) == prompt or ids[-1] != END):
             scores = next_token_logprobs(self.model, ids[-1]).detach()
             token = scores.argmax() if greedy else torch.multinomial(scores.exp(), 1, generator=generator)[0]
             ids, logprobs = torch.cat([ids, token[None]]), [*logprobs, float(scores[token])]

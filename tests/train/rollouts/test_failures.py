@@ -192,7 +192,7 @@ def test_an_output_without_a_promised_column_ends_the_run_instead_of_leaving_its
 
     made.generation.generate = without_logprobs
     loader = loader_of(tokenizer)
-    with pytest.raises(KeyError, match="logprobs"):
+    with pytest.raises(RLCoreError, match="returned no column `logprobs`"):
         made.collect(start_rollouts(loader.rows_of(loader.draw(2)), 1), stream=SampleStream.TRAINING)
 
 

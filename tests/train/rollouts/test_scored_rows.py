@@ -53,7 +53,7 @@ def played(tokenizer, engine, texts, weights=None):
     ]
     answers = iter(texts)
     collector = Collector(
-        generation=engine(lambda _: (next(answers), False)),
+        generation=engine(lambda _: (next(answers) + "[EOS]", False)),
         environments={"letters": Letters()},
         tokenizer=tokenizer,
         seed=0,

@@ -13,6 +13,7 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.columns import SCORE_COLUMNS, check_columns
 from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
 from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
@@ -134,6 +135,8 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         rows = select_columns(data, (*SCORING_KEYS, *self._sharing.columns(data)))
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
+        for shard, result in zip(shards, results, strict=True):
+            check_columns(result, SCORE_COLUMNS[method], rows=shard.size, component=self, method=method)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)

@@ -47,6 +47,7 @@ class WorkerFacade:
         bundles_per_worker: int = 1,
     ) -> None:
         self.config = config
+        self.worker_class = worker_class
         self._deadlines = deadlines or DeadlineConfig()
         self._make_group = partial(
             make_group,

@@ -23,6 +23,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.distillation_config import DistillationConfig
 from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
+from rl_train.component_outputs import scored
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.segments import optimizer_batches
 from rl_train.run import Run
@@ -39,14 +40,14 @@ def train(config: DistillationConfig, run: Run) -> None:
 
     def score(batch: BatchedDataDict[Any]) -> None:
         if loss_fn.candidates_key is not None:
-            topk = teacher.get_topk_logprobs(batch, run.config.loss_fn.num_candidates)
+            topk = scored(teacher.get_topk_logprobs, batch, run.config.loss_fn.num_candidates)
             batch["teacher_topk_token_ids"] = topk["topk_token_ids"]
             batch["teacher_topk_logprobs"] = topk["topk_logprobs"]
         if "teacher_logprobs" in loss_fn.required_keys:
-            batch["teacher_logprobs"] = teacher.get_logprobs(batch)["logprobs"]
+            batch["teacher_logprobs"] = scored(teacher.get_logprobs, batch)["logprobs"]
         teacher.offload_after_refit()
         if "prev_logprobs" in loss_fn.required_keys:
-            batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+            batch["prev_logprobs"] = scored(policy.get_logprobs, batch)["logprobs"]
 
     # The teacher is offloaded to CPU memory when idle, like a reference policy.
     teacher.offload_after_refit()

@@ -17,6 +17,7 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.dpo_config import DPOConfig
 from rl_train.algorithms.validation import validate
+from rl_train.component_outputs import scored
 from rl_train.run import Run
 
 
@@ -26,7 +27,7 @@ def train(config: DPOConfig, run: Run) -> None:
 
     def score(batch: BatchedDataDict[Any]) -> None:
         if "reference_policy_logprobs" in run.loss_fn.required_keys:
-            scores = run.policy.get_reference_policy_logprobs(batch)
+            scores = scored(run.policy.get_reference_policy_logprobs, batch)
             batch["reference_policy_logprobs"] = scores["reference_logprobs"]
 
     validate(run, step=0, score=score)

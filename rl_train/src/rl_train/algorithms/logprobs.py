@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.kl_penalty import kl_in_reward
+from rl_train.component_outputs import scored
 from rl_train.run import Run
 
 
@@ -29,7 +30,8 @@ class ScoreRollouts:
         """Add the needed keys to the batch; returns metrics of the penalty, if there is one."""
         needed = self._loss_fn.required_keys | (self._penalize.required_keys if self._penalize else frozenset())
         if "prev_logprobs" in needed:
-            batch["prev_logprobs"] = self._policy.get_logprobs(batch)["logprobs"]
+            batch["prev_logprobs"] = scored(self._policy.get_logprobs, batch)["logprobs"]
         if "reference_policy_logprobs" in needed:
-            batch["reference_policy_logprobs"] = self._policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+            scores = scored(self._policy.get_reference_policy_logprobs, batch)
+            batch["reference_policy_logprobs"] = scores["reference_logprobs"]
         return self._penalize(batch) if self._penalize is not None else {}

@@ -26,6 +26,7 @@ from rl_train.algorithms.ppo_config import PPOConfig
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
 from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
+from rl_train.component_outputs import scored
 from rl_train.rollouts.records import rollout_records
 from rl_train.run import Run
 
@@ -51,7 +52,7 @@ def train(config: PPOConfig, run: Run) -> None:
 
         with run.timed("score"):
             run.metrics.add(score(batch))
-            batch["prev_values"] = critic.get_values(batch)["values"]
+            batch["prev_values"] = scored(critic.get_values, batch)["values"]
             targets = compute_gae_targets(batch, config.gae)
             batch["returns"] = targets.returns
             batch["advantages"], clipped = clip_advantages(targets.advantages, batch["token_mask"], config)

@@ -16,6 +16,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
+from rl_train.component_outputs import generated
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.validation import compare_log_probabilities
 
@@ -42,11 +43,11 @@ def check_decode_against_prefill(
     """
     generation.prepare_for_generation()
     try:
-        decoded = generation.generate(prompts, greedy=True)
+        decoded = generated(generation, prompts, greedy=True)
         places = _places(decoded)
         if not places:
             return _too_short(decoded)
-        prefilled = generation.generate(_prefixes(decoded, places), greedy=True)
+        prefilled = generated(generation, _prefixes(decoded, places), greedy=True)
     finally:
         generation.finish_generation()
     rows, columns = torch.tensor(places).unbind(dim=1)

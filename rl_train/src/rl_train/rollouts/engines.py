@@ -14,6 +14,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.messages import Message
+from rl_train.component_outputs import checked_generation, generated
 from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
 
@@ -96,6 +97,7 @@ class RowSampler(TurnSampler):
                     assert request.on_tokens is not None
                     request.on_tokens(_turn(output, 0, len(request.token_ids)))
                     continue
+                output = checked_generation(output, data=batch, generation=self._generation)
                 turn = _outcome(output, 0, len(request.token_ids))
                 if isinstance(turn, StepFailedError):
                     raise turn
@@ -150,7 +152,7 @@ class BatchSampler(TurnSampler):
         requests = [request for request, _ in waiting]
         try:
             batch = _prompts(requests, self._pad_token_id, with_messages=self._generation.reads_messages)
-            output = self._generation.generate(batch, greedy=self._greedy)
+            output = generated(self._generation, batch, greedy=self._greedy)
             turns = [_outcome(output, row, len(request.token_ids)) for row, request in enumerate(requests)]
         except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
             for _, future in waiting:

@@ -34,6 +34,7 @@ from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_train.component_outputs import generated, scored
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Retempering:
         chunks = []
         for start in range(0, rows.size, _RESCORED_ROWS):
             chunk = rows.select_indices(torch.arange(start, min(start + _RESCORED_ROWS, rows.size)))
-            topk = policy.get_topk_logprobs(chunk, self.vocab_size)
+            topk = scored(policy.get_topk_logprobs, chunk, self.vocab_size)
             sampled_index = (topk["topk_token_ids"] == chunk["input_ids"].unsqueeze(-1)).int().argmax(dim=-1, keepdim=True)
             chunks.append(torch.log_softmax(topk["topk_logprobs"] * self.factor, dim=-1).gather(-1, sampled_index).squeeze(-1))
         return torch.cat(chunks)
@@ -193,18 +194,18 @@ class Canary:
     def _compare(
         self, policy: ColocatablePolicyInterface, generation: GenerationInterface, rows: BatchedDataDict[Any]
     ) -> _Compared:
-        output = generation.generate(rows, greedy=self.greedy)
+        output = generated(generation, rows, greedy=self.greedy)
         lengths, sampled = output["unpadded_sequence_lengths"], output["generation_lengths"]
         position = torch.arange(output["output_ids"].shape[1])
         mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))
         data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
         if self.retempering is None:
             among = _with_other_rows(data, self.scored_rows if rows is self.more_rows else 0)
-            scored = policy.get_logprobs(among)["logprobs"][: data.size]
+            scores = scored(policy.get_logprobs, among)["logprobs"][: data.size]
         else:
-            scored = self.retempering.logprobs(policy, data)
-        differences = torch.where(mask, (scored - output["logprobs"]).double().abs(), 0.0)
-        return _Compared(output=output, scored=scored, differences=differences, tokens=int(mask.sum()))
+            scores = self.retempering.logprobs(policy, data)
+        differences = torch.where(mask, (scores - output["logprobs"]).double().abs(), 0.0)
+        return _Compared(output=output, scored=scores, differences=differences, tokens=int(mask.sum()))
 
     def _check_difference(self, compared: _Compared, allowed: float, rule: str) -> _Compared:
         if compared.mean <= allowed:

@@ -1,0 +1,193 @@
+"""Checks what engines and models return, once per call. Every error names the class, its distribution and the row.
+
+A component's own word proves nothing: a row in the wrong place, a probability in place of its logarithm or a missing column
+would otherwise be trained on, or fail much later with an error about another component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rl_core.config.policy_sections import GenerationConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.columns import SCORE_COLUMNS, broken_promise, check_columns
+from rl_core.data.padding import with_input_lengths
+from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
+
+_GENERATED = tuple(GenerationOutputSpec.__annotations__.keys() - {"failures", "unfinished"})
+_LARGEST_LOGPROB = 0.1
+"""Nats; log-probabilities are at most 0, up to the rounding of an engine that computes in bfloat16."""
+
+
+def generated(generation: GenerationInterface, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
+    """The output of `generation.generate`, checked by `checked_generation`."""
+    return checked_generation(generation.generate(data, greedy=greedy), data=data, generation=generation)
+
+
+def checked_generation(output: Any, *, data: Mapping[str, Any], generation: GenerationInterface) -> BatchedDataDict[Any]:
+    """Check the output of `generate`, or of one row of `generate_async`, against `GenerationOutputSpec`.
+
+    Args:
+        output: what the engine returned.
+        data: the rows of the call.
+        generation: the engine; errors name it.
+
+    Returns:
+        `output`, unchanged.
+
+    Raises:
+        RLCoreError: the engine did not keep a promise of `GenerationOutputSpec`; names the first wrong row.
+    """
+    rows = data if "input_lengths" in data else with_input_lengths(BatchedDataDict(data))
+    check_columns(output, _GENERATED, rows=len(rows["input_lengths"]), component=generation, method="generate")
+    if (problem := _first_problem(output, rows, generation)) is not None:
+        raise broken_promise(generation, "generate", problem)
+    checked: BatchedDataDict[Any] = output
+    return checked
+
+
+def scored(method: Callable[..., Any], data: BatchedDataDict[Any], *arguments: Any) -> BatchedDataDict[Any]:
+    """Call a scoring method of a model, such as `policy.get_logprobs`, and check its output.
+
+    Args:
+        method: a bound method; errors name its object.
+        data: the rows of the call, with `input_ids` [B, T] and `input_lengths` [B].
+        *arguments: further arguments of the method.
+
+    Returns:
+        The output of the method, unchanged.
+
+    Raises:
+        RLCoreError: a column is missing or misshapen, has NaN, or log-probabilities are infinite, positive, or not 0.0 at
+            position 0 and on padding; names the first wrong row.
+    """
+    scores = method(data, *arguments)
+    model, name, shape = getattr(method, "__self__", method), method.__name__, data["input_ids"].shape
+    check_columns(scores, SCORE_COLUMNS[name], rows=len(data["input_ids"]), component=model, method=name)
+    for key in SCORE_COLUMNS[name]:
+        column = scores[key]
+        if column.shape[:2] != shape:
+            problem: str | None = f"returned `{key}` {list(column.shape)} for `input_ids` {list(shape)}: B and T must be equal."
+        else:
+            problem = _score_problem(column, key, data)
+        if problem is not None:
+            raise broken_promise(model, name, problem)
+    checked: BatchedDataDict[Any] = scores
+    return checked
+
+
+def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], generation: GenerationInterface) -> str | None:
+    """What is wrong with the first wrong row that has not failed, or None."""
+    ids, logprobs = output["output_ids"], output["logprobs"]
+    if logprobs.shape != ids.shape:
+        return f"returned `logprobs` {list(logprobs.shape)} with `output_ids` {list(ids.shape)}. Their shapes must be equal."
+    failures = output.get("failures") or [None] * len(ids)
+    limits = _limits(data, generation)
+    for row in _suspects(output, data, limits) if len(ids) > 1 else range(len(ids)):
+        if failures[row] is None and (problem := _row_problem(output, data, row, limits, generation)) is not None:
+            return problem
+    return None
+
+
+def _suspects(output: BatchedDataDict[Any], data: Mapping[str, Any], limits: torch.Tensor | int) -> list[int]:
+    """The rows in which `_row_problem` finds something, by a few operations on the whole batch."""
+    ids, logprobs, ends, sampled = (
+        output[key] for key in ("output_ids", "logprobs", "unpadded_sequence_lengths", "generation_lengths")
+    )
+    prompts, starts = data["input_ids"], data["input_lengths"]
+    width = min(ids.shape[1], prompts.shape[1])
+    position, start = torch.arange(ids.shape[1]), starts.unsqueeze(1)
+    in_completion = (position >= start) & (position < ends.unsqueeze(1))
+    is_logprob = (logprobs <= _LARGEST_LOGPROB) & (logprobs > -torch.inf)
+    wrong_values = torch.where(in_completion, ~is_logprob | (ids < 0), logprobs != 0)
+    wrong_prompts = (ids[:, :width] != prompts[:, :width]) & (position[:width] < start)
+    wrong = (starts + sampled != ends) | (sampled < 1) | (sampled > limits) | (ends > ids.shape[1])
+    wrong = wrong | wrong_values.any(dim=1) | wrong_prompts.any(dim=1)
+    rows: list[int] = wrong.nonzero().flatten().tolist()
+    return rows
+
+
+def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> torch.Tensor | int:
+    """Maximum number of new tokens, per row or of all rows."""
+    if "max_new_tokens" in data:
+        limits: torch.Tensor = data["max_new_tokens"]
+        return limits
+    section = getattr(generation, "config", None)
+    return section.max_new_tokens if isinstance(section, GenerationConfig) else torch.iinfo(torch.int64).max
+
+
+def _row_problem(
+    output: BatchedDataDict[Any], data: Mapping[str, Any], row: int, limits: torch.Tensor | int, generation: GenerationInterface
+) -> str | None:
+    """The first broken promise about a row, or None. A server may return an empty text."""
+    start, end = int(data["input_lengths"][row]), int(output["unpadded_sequence_lengths"][row])
+    sampled, width = int(output["generation_lengths"][row]), output["output_ids"].shape[1]
+    tokens = output["output_ids"][row]
+    limit = int(limits[row]) if isinstance(limits, torch.Tensor) else limits
+    if not torch.equal(tokens[:start], data["input_ids"][row, :start]):
+        return f"returned row {row} without its own prompt at the beginning{_other_prompt(tokens, data, row)}."
+    if start + sampled != end or sampled < 0 or end > width:
+        return (
+            f"returned row {row} with `generation_lengths` {sampled} and `unpadded_sequence_lengths` {end} in `output_ids` of "
+            f"width {width}. Its prompt has {start} tokens, so the second must be {start} more than the first and at most "
+            "the width."
+        )
+    if sampled > limit:
+        return f"sampled {sampled} tokens in row {row}, more than its limit (`max_new_tokens`) of {limit}."
+    if not sampled and not generation.has_own_weights:
+        return (
+            f"returned no token in row {row}. A completion has at least its end-of-sequence token; a row that could not be "
+            "sampled has its reason in `failures`."
+        )
+    return _value_problem(output["logprobs"][row], tokens[start:end], row, start)
+
+
+def _other_prompt(tokens: torch.Tensor, data: Mapping[str, Any], row: int) -> str:
+    """The row whose prompt was returned instead, if there is one."""
+    for other, length in enumerate(data["input_lengths"].tolist()):
+        if other != row and torch.equal(tokens[:length], data["input_ids"][other, :length]):
+            return f": it begins with the prompt of row {other}. Rows must have the order of the call"
+    return ". `output_ids` must contain prompt and completion, in the order of the call"
+
+
+def _value_problem(logprobs: torch.Tensor, sampled: torch.Tensor, row: int, start: int) -> str | None:
+    """What is wrong with the tokens or log-probabilities of a row whose lengths are right."""
+    end = start + len(sampled)
+    for outside in (logprobs[:start], logprobs[end:]):
+        if outside.any():
+            value = float(outside[outside != 0][0])
+            return f"returned a log-probability of {value:g} outside of the completion of row {row}. It must be 0.0 there."
+    if (sampled < 0).any():
+        return f"returned the token id {int(sampled.min())} in row {row}."
+    bad = ~((logprobs[start:end] <= _LARGEST_LOGPROB) & (logprobs[start:end] > -torch.inf))
+    if not bad.any():
+        return None
+    at = int(bad.int().argmax())
+    return (
+        f"returned a log-probability of {float(logprobs[start + at]):g} for token {at} of the completion of row {row}. It must "
+        "be finite and at most 0: the natural logarithm of the token's probability."
+    )
+
+
+def _score_problem(column: torch.Tensor, key: str, data: Mapping[str, Any]) -> str | None:
+    if key == "topk_token_ids":
+        return None
+    # Tokens outside the vocabulary may be among the top K of a padded embedding, with a probability of 0.
+    wrong = column.isnan().flatten(1) if key == "topk_logprobs" else ~column.isfinite()
+    if key in ("logprobs", "reference_logprobs"):
+        position = torch.arange(column.shape[1])
+        outside = (position == 0) | (position >= data["input_lengths"].unsqueeze(1))
+        wrong = wrong | (outside & (column != 0)) | (column > _LARGEST_LOGPROB)
+    if not wrong.any():
+        return None
+    row, at = divmod(int(wrong.int().argmax()), wrong.shape[1])
+    values = "NaN" if key == "topk_logprobs" else f"{float(column[row, at]):g} at position {at}"
+    promise = (
+        "Values must be finite"
+        if key == "values"
+        else ("Log-probabilities must be finite, at most 0, and 0.0 at position 0 and on padding")
+    )
+    return f"returned {values} in `{key}` of row {row}, which has {int(data['input_lengths'][row])} tokens. {promise}."
