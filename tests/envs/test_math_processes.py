@@ -74,6 +74,29 @@ def test_a_comparison_that_never_ends_is_counted_as_a_timeout(lenient_grader):
     assert graded.metadata[0]["grading"] == "timeout"
 
 
+def test_a_request_larger_than_the_pipe_to_a_stopped_process_does_not_wait_for_ever():
+    process = GradingProcess("rl_envs.math.worker")
+    request = {"expected": "1", "completion": "1", "question": "", "require_box": False, "allow_unevaluated": False}
+    try:
+        process.ask(request, timeout_s=60.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert process.ask({**request, "completion": "1" * 2_000_000}, timeout_s=0.05) is Ending.STUCK
+        assert process.pid is None
+    finally:
+        process.end()
+
+
+def test_a_process_that_closes_its_pipes_and_does_not_exit_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_envs.grading_process._EXIT_S", 0.1)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "closes_its_pipes.py").write_text(
+        "import os, time\nprint('{}', flush=True)\ninput()\nos.close(1)\ntime.sleep(600)\n"
+    )
+    process = GradingProcess("closes_its_pipes")
+    assert process.ask({}, timeout_s=60.0) is Ending.KILLED
+    assert process.pid is None
+
+
 def test_a_killed_process_is_replaced_without_losing_results(grader):
     grader.grade(("1", "1"), ("2", "2"))
     before = grader.environment.process_ids()

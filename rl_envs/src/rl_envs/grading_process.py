@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from enum import Enum
-from typing import Any
+from typing import IO, Any
 
 from rl_core.errors import WorkerDiedError
 
@@ -23,6 +23,8 @@ _START_S = 120.0
 """Start-up timeout of a process in seconds; it imports large packages, possibly on a busy machine."""
 _WALL_PER_CPU = 20.0
 """An answer may take this many times its CPU time limit in wall-clock time; then its process counts as stuck."""
+_EXIT_S = 10.0
+"""Time in which a child that has closed its pipes exits, in seconds."""
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 """Signals that grading never causes itself."""
 
@@ -81,14 +83,15 @@ class GradingProcess:
 
     def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any] | Ending:
         child = self._running()
+        wall_s = timeout_s * _WALL_PER_CPU
         try:
-            _write(child, line)
-            reply = _read(child, wall_s=timeout_s * _WALL_PER_CPU)
+            _write(child, line, wall_s=wall_s)
+            reply = _read(child, wall_s=wall_s)
         except TimeoutError:
             self.end()
             return Ending.STUCK
         except (BrokenPipeError, EOFError):
-            status = child.wait()
+            status = _ended(child)
             self.end()
             if status == -signal.SIGPROF:
                 return Ending.CPU_LIMIT
@@ -119,6 +122,8 @@ def _start(module: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", module]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     child = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert child.stdin is not None
+    os.set_blocking(child.stdin.fileno(), False)
     try:
         _read(child, wall_s=_START_S)
     except (EOFError, TimeoutError) as error:
@@ -130,11 +135,34 @@ def _start(module: str) -> subprocess.Popen[bytes]:
     return child
 
 
-def _write(child: subprocess.Popen[bytes], line: bytes) -> None:
+def _ended(child: subprocess.Popen[bytes]) -> int:
+    """The exit status of a child that has closed its pipes."""
+    try:
+        return child.wait(timeout=_EXIT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _write(child: subprocess.Popen[bytes], line: bytes, *, wall_s: float) -> None:
+    """Write a line; the pipe is not blocking.
+
+    Raises:
+        BrokenPipeError: The child has ended.
+        TimeoutError: The child did not read the line within `wall_s` seconds.
+    """
     assert child.stdin is not None
-    left = memoryview(line)
+    deadline, left = time.monotonic() + wall_s, memoryview(line)
     while left:
-        left = left[child.stdin.write(left) :]
+        _await(child.stdin, select.POLLOUT, deadline)
+        left = left[child.stdin.write(left) or 0 :]
+
+
+def _await(pipe: IO[bytes], event: int, deadline: float) -> None:
+    poller = select.poll()  # select() refuses descriptors above 1023
+    poller.register(pipe, event)
+    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError
 
 
 def _read(child: subprocess.Popen[bytes], *, wall_s: float) -> dict[str, Any]:
@@ -145,13 +173,10 @@ def _read(child: subprocess.Popen[bytes], *, wall_s: float) -> dict[str, Any]:
         TimeoutError: The child did not answer within `wall_s` seconds.
     """
     assert child.stdout is not None
-    poller = select.poll()  # select() refuses descriptors above 1023
-    poller.register(child.stdout, select.POLLIN)
     deadline = time.monotonic() + wall_s
     line = b""
     while not line.endswith(b"\n"):
-        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
+        _await(child.stdout, select.POLLIN, deadline)
         piece = child.stdout.read(1 << 16)
         if not piece:
             raise EOFError

@@ -88,7 +88,7 @@ class _Runtime:
             ray.shutdown()
         if self._temp_dir is not None:
             orphan_reaper.sweep(MARKER, str(self._temp_dir))
-            self._guard.terminate()
+            self._guard.kill()  # also ends it if it is stopped
             self._guard.wait()
             shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write a last line
 
