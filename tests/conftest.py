@@ -92,8 +92,27 @@ def pytest_unconfigure(config):
     gc.unfreeze()
     if folder := config.stash.get(IMPORTS, None):
         shutil.rmtree(folder, ignore_errors=True)
-    if config.getoption("--closing-line") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if line := skipped_sandbox_line(config):
+        print(line)
+    if config.getoption("--closing-line"):
         print(closing_line(config))
+
+
+def skipped_sandbox_line(config) -> str | None:
+    """How many tests were skipped because programs cannot be isolated here, and what to do; None if none was."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reasons = [str(report.longrepr) for report in reporter.stats.get("skipped", ())] if reporter else []
+    count = sum("No sandbox of the required strength" in reason for reason in reasons)
+    if not count:
+        return None
+    cause = (
+        "bubblewrap is not installed: apt-get install bubblewrap"
+        if shutil.which("bwrap") is None
+        else "no isolation works here; docs/sandbox.md lists what it needs"
+    )
+    return f"{count} tests of the sandbox were skipped, because {cause}"
 
 
 def closing_line(config) -> str:

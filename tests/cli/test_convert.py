@@ -2,11 +2,13 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import rlcore
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_backends_hf.config import HFPolicyConfig
@@ -164,6 +166,65 @@ def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):
         convert(MODEL, tmp_path / "out", to="nobody")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
     assert files(taken) == {"mine.txt": b"mine"}
+
+
+def with_tensors(change, folder):
+    """A copy of the model with changed tensors."""
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(MODEL / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+NAME = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda tensors: tensors.pop(NAME), f"{NAME}: missing"),
+        (
+            lambda tensors: tensors.update({NAME: tensors[NAME][:-1].clone()}),
+            rf"{NAME}: has shape \(767, 192\), but the model of config.json needs \(768, 192\)",
+        ),
+    ],
+)
+def test_a_model_with_missing_or_misshapen_tensors_is_refused(tmp_path, change, problem, capfd):
+    with_tensors(change, tmp_path / "model")
+    with pytest.raises(CheckpointError, match=problem):
+        convert(tmp_path / "model", tmp_path / "out", to="hf")
+    assert capfd.readouterr().err == "", "no report of Transformers"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_corrupt_or_absent_weights_file_is_refused(tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is incomplete or corrupt"):
+        convert(tmp_path / "model", tmp_path / "out", to="hf")
+    weights.rename(weights.with_name("pytorch_model.bin"))  # pickles are not copied, and not opened
+    with pytest.raises(CheckpointError, match="has no weights in safetensors files"):
+        convert(tmp_path / "model", tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_pickles_and_documents_are_left_out_and_needed_code_is_named(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "additional_chat_templates").mkdir()
+    for name in ("modeling_sums.py", "layers.py", "training_args.bin", "README.md", "additional_chat_templates/tools.jinja"):
+        (model / name).write_text("")
+    done = convert(model, tmp_path / "out", to="hf")
+    assert done.left_out == ("README.md", "layers.py", "modeling_sums.py", "training_args.bin")
+    assert done.needed_code == ()
+    assert set(done.files) == {*files(MODEL), "additional_chat_templates/tools.jinja"}
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "modeling_sums.Config"}}))
+    said = rlcore("convert", model, tmp_path / "again").stdout
+    assert "Left out, because only weights, config, tokenizer and templates are written: README.md, layers.py" in said
+    assert "The model needs layers.py, modeling_sums.py, which a config names in `auto_map`." in said
+    assert not list((tmp_path / "again").glob("*.py"))
 
 
 class Sideways:

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -63,6 +65,20 @@ def test_make_test_is_what_ci_runs_and_leaves_out_only_tests_marked_full():
     assert run.endswith(' --no-loadscope-reorder -m "not full"')
     [everything] = [command for command in makefile_commands("test-full") if "pytest" in command]
     assert everything.endswith(" --no-loadscope-reorder --closing-line tests")
+
+
+@pytest.mark.parametrize("path", ["/nonexistent", os.environ["PATH"]])
+def test_a_suite_that_skips_tests_of_the_sandbox_ends_with_their_number_and_how_to_install_bubblewrap(path):
+    environment = {key: value for key, value in os.environ.items() if key != "RLCORE_REQUIRE_SANDBOX"} | {"PATH": path}
+    command = [sys.executable, "-m", "pytest", "-q", "tests/sandbox/test_sessions.py", "-k", "an_exception"]
+    done = subprocess.run([*command, "-m", "not full"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    line = re.fullmatch(
+        r"(\d+) tests of the sandbox were skipped, because bubblewrap is not installed: apt-get install bubblewrap",
+        done.stdout.splitlines()[-1],
+    )
+    assert (line is not None) == (shutil.which("bwrap", path=path) is None), done.stdout
+    if line is not None:
+        assert f"{line[1]} skipped" in done.stdout
 
 
 def test_every_mark_full_says_what_covers_the_behavior_in_make_test():

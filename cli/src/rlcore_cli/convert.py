@@ -48,3 +48,10 @@ def convert(
     print(f"Wrote {done.output}: {len(done.files)} files, {done.num_bytes / 2**20:.1f} MiB, {how}")
     for name in done.files:
         print(f"  {name}")
+    if done.left_out:
+        print(f"Left out, because only weights, config, tokenizer and templates are written: {', '.join(done.left_out)}")
+    if done.needed_code:
+        print(
+            f"The model needs {', '.join(done.needed_code)}, which a config names in `auto_map`. Read the code; if you trust "
+            "it, copy it too."
+        )

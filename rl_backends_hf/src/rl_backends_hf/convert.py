@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapters
 from rl_backends_hf.model import DTYPES, load_model
 from rl_backends_hf.weights_folder import save_weights
+from rl_core.config.model_paths import model_files
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.conversion import Conversion
 
@@ -24,7 +27,7 @@ def to_folder(conversion: Conversion) -> None:
     """
     source, output = conversion.source, conversion.output
     if not conversion.merge or not (source / ADAPTER_CONFIG).is_file():
-        shutil.copytree(source, output, dirs_exist_ok=True)
+        _copy(source, output, model_files(source))
         return
     policy = _policy_config(conversion)
     lora = policy.hf_cfg.lora
@@ -35,9 +38,13 @@ def to_folder(conversion: Conversion) -> None:
     adapters.load(source)
     adapters.merge_and_unload()
     save_weights(model, output, dtype=DTYPES[policy.precision], rank=0)
-    for file in source.iterdir():
-        if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            shutil.copy(file, output / file.name)
+    _copy(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
+
+
+def _copy(source: Path, output: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (output / name).parent.mkdir(exist_ok=True)
+        shutil.copy(source / name, output / name)
 
 
 def _policy_config(conversion: Conversion) -> HFPolicyConfig:

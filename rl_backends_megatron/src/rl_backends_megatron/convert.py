@@ -18,6 +18,7 @@ from rl_backends_megatron.hf_folder import SafetensorsFolder, write_folder
 from rl_backends_megatron.loading import LoadedModel, load_model
 from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.parallel import join, leave
+from rl_core.config.model_paths import model_files
 from rl_core.errors import NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.interfaces.worker_context import WorkerContext
@@ -25,7 +26,6 @@ from rl_core.interfaces.worker_context import WorkerContext
 _SINGLE_RANK = WorkerContext(
     rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True
 )
-_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _EXACT_IN_FLOAT32 = ("F32", "BF16", "F16")
 # A tied matrix, which some tools store twice.
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -59,10 +59,10 @@ def to_megatron(conversion: Conversion) -> None:
         write_folder(conversion.output, model.bridge.export(), hf)
     finally:
         leave()
-    for file in conversion.source.iterdir():
-        own = file.name == "config.json" or file.name.endswith(".index.json")
-        if file.is_file() and file.suffix in _COPIED_SUFFIXES and not own:
-            shutil.copy(file, conversion.output / file.name)
+    for name in model_files(conversion.source):
+        if name != "config.json" and not name.endswith((".safetensors", ".index.json")):
+            (conversion.output / name).parent.mkdir(exist_ok=True)
+            shutil.copy(conversion.source / name, conversion.output / name)
 
 
 def _reject_adapter_options(conversion: Conversion) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 _LONGEST_HEADER = 100 * 2**20
 """Bytes; safetensors itself rejects longer ones."""
+_DATA_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".spm", ".tiktoken"}
+_VOCABULARIES = {"merges.txt", "vocab.txt"}
 
 
 def model_path_problem(name_or_path: str) -> str | None:
@@ -53,6 +55,14 @@ def model_config(name_or_path: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return config if isinstance(config, dict) else None
+
+
+def model_files(folder: Path) -> list[str]:
+    """Paths in a model folder of its weights, configs, tokenizer and templates: data only, no Python and no pickles."""
+    files = [path for path in folder.iterdir() if path.is_file()]
+    files = [path for path in files if path.suffix in _DATA_SUFFIXES or path.name in _VOCABULARIES]
+    files += folder.glob("additional_chat_templates/*.jinja")
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def weight_names(name_or_path: str) -> set[str] | None:

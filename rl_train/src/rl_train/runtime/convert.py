@@ -21,6 +21,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.state import read_state
+from rl_train.runtime.model_folder import check_model, copy_model, left_out, needed_code
 
 HF = "hf"
 """The format that all other formats are made from: config.json and safetensors, as Transformers loads them."""
@@ -35,12 +36,16 @@ class ConversionResult:
         files: their names in it.
         num_bytes: of all files.
         backend: the backend that wrote them; None if they were copied.
+        left_out: files and folders next to the weights that were not copied.
+        needed_code: those of them without which the model or its tokenizer cannot be loaded.
     """
 
     output: Path
     files: tuple[str, ...]
     num_bytes: int
     backend: str | None
+    left_out: tuple[str, ...] = ()
+    needed_code: tuple[str, ...] = ()
 
 
 def convert(
@@ -81,9 +86,11 @@ def convert(
     try:
         function = conversions.get(to)
         if function is not None:
+            if to == HF:
+                check_model(source)
             _load(function)(Conversion(source=source, output=partial, policy=policy, merge=merge, model=model))
         elif to == HF and (source / "config.json").is_file():
-            shutil.copytree(source, partial, dirs_exist_ok=True)
+            copy_model(source, partial)
         else:
             raise _unsupported_format(backend, to, {*conversions, *_copied(source)})
         if output.exists():
@@ -97,6 +104,8 @@ def convert(
         files=tuple(str(path.relative_to(output)) for path in files),
         num_bytes=sum(path.stat().st_size for path in files),
         backend=None if function is None else backend,
+        left_out=left_out(source),
+        needed_code=needed_code(source),
     )
 
 

@@ -1,0 +1,113 @@
+"""Checks and copies a Transformers model folder as data, without running code or loading tensors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl_core.config.model_paths import model_config, model_files
+from rl_core.errors import CheckpointError
+
+_CODE_KEY = "auto_map"
+_CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+
+
+def copy_model(source: Path, output: Path) -> None:
+    """Copy weights, config, tokenizer and templates.
+
+    Raises:
+        CheckpointError: tensors are missing, have other shapes than the model of the config, or cannot be read.
+    """
+    check_model(source)
+    for name in model_files(source):
+        (output / name).parent.mkdir(exist_ok=True)
+        shutil.copy(source / name, output / name)
+
+
+def check_model(folder: Path) -> None:
+    """Compare names and shapes of the tensors with the model of the config; reads only headers.
+
+    The tensors of a model with its own code, or with quantized weights, are not compared: that would run the code, or needs
+    the library that quantized them.
+
+    Raises:
+        CheckpointError: tensors are missing, have another shape, or cannot be read.
+    """
+    import transformers
+    from safetensors import SafetensorError, safe_open
+
+    weights = [folder / name for name in model_files(folder) if name.endswith(".safetensors")]
+    if not weights:
+        raise CheckpointError(
+            f"{folder} has no weights in safetensors files. Other formats, such as pickles, are not converted."
+        )
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is incomplete or corrupt: {error}. Restore it from a copy.") from error
+    config = model_config(str(folder)) or {}
+    architecture = getattr(transformers, str((config.get("architectures") or [None])[0]), None)
+    if architecture is None or _CODE_KEY in config or "quantization_config" in config:
+        return
+    try:
+        with _quiet():
+            _, report = architecture.from_pretrained(
+                folder, device_map="meta", use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+    except Exception as error:  # a damaged config or index raises anything
+        raise CheckpointError(f"{folder} is not a complete model: {type(error).__name__}: {error}") from error
+    problems = [f"{name}: missing" for name in sorted(report["missing_keys"])]
+    problems += [
+        f"{name}: has shape {tuple(stored)}, but the model of config.json needs {tuple(expected)}"
+        for name, stored, expected in sorted(report["mismatched_keys"])
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 6} more" if len(problems) > 6 else ""
+        raise CheckpointError(
+            f"{folder} was not converted, because its tensors are not those of its config.json:\n  "
+            + "\n  ".join(problems[:6])
+            + more
+            + "\nRestore the files from a copy."
+        )
+
+
+def left_out(source: Path) -> tuple[str, ...]:
+    """Names of files and folders in a model folder that are not copied: documentation, pickles, code."""
+    copied = {Path(name).parts[0] for name in model_files(source)}
+    return tuple(sorted(entry.name for entry in source.iterdir() if entry.name not in copied))
+
+
+def needed_code(source: Path) -> tuple[str, ...]:
+    """Python files in a model folder to which its configs refer: model or tokenizer cannot be loaded without them."""
+    modules = {reference.partition(".")[0] for name in _CONFIGS for reference in _references(source / name)}
+    return tuple(sorted(path.name for path in source.glob("*.py") if modules & {entry.stem for entry in source.glob("*.py")}))
+
+
+def _references(config: Path) -> list[str]:
+    """The classes of a config's own code, as `module.Class`; those of other repositories are left out."""
+    try:
+        content: Any = json.loads(config.read_text(encoding="utf-8"))
+        values = content.get(_CODE_KEY, {}).values()
+    except (OSError, ValueError, AttributeError):
+        return []
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return [item for item in flat if isinstance(item, str) and "--" not in item]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Transformers' own report of tensors, which is raised as an error instead."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
