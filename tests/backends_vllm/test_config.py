@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from readable_model import LENGTH, batch_of
 
+from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration, VllmGenerationWorker
 from rl_backends_vllm.config import VllmEngineConfig
@@ -21,6 +22,7 @@ from rl_core.config.schema import TokenizerConfig
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, WeightSyncError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
+from rl_train.algorithms import NLLLossFn
 
 pytestmark = pytest.mark.vllm
 
@@ -256,6 +258,8 @@ def test_token_ids_become_a_batch_of_prompts():
     assert as_batch(ids, {"attention_mask": mask})["attention_mask"] is mask
     with pytest.raises(DataError, match=r"input_ids has shape \[3\]: expected \[B, T\]"):
         as_batch(ids[0], {})
+    with pytest.raises(DataError, match="takes a batch or input_ids"):
+        as_batch(None, {"attention_mask": mask})
     with pytest.raises(DataError, match="attention_mask must be columns of the batch"):
         as_batch(BatchedDataDict({"input_ids": ids}), {"attention_mask": mask})
 
@@ -264,11 +268,26 @@ def test_token_ids_become_a_batch_of_prompts():
 def test_a_worker_with_a_model_starts_at_the_first_call_and_stops(engines, readable):
     engines.shutdown()
     worker = VllmGenerationWorker(str(readable), max_new_tokens=4, precision="float32", max_model_len=LENGTH)
+    policy = HuggingFacePolicy(str(readable), optimizer={"kwargs": {"lr": 0.1}})
+    input_ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     try:
-        output = worker.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), greedy=True)
+        output = worker.generate(input_ids, greedy=True)
         assert output["output_ids"].shape[0] == 2
         assert output["generation_lengths"].max() <= 4
+        length = output["output_ids"].shape[1]
+        rows = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
+        policy.train(BatchedDataDict({**rows, "token_mask": torch.ones(2, length), "sample_mask": torch.ones(2)}), NLLLossFn())
+        for buckets in (policy.prepare_weights_for_ipc(), policy.prepare_weights_for_ipc(20_000)):
+            for keys in buckets:
+                worker.update_weights(policy.get_weights_ipc_handles(keys))
+            output = worker.generate(input_ids=input_ids, greedy=False)
+            assert output["weight_version"].tolist() == [1, 1]
+            scored = policy.get_logprobs(output)["logprobs"]
+            sampled = output["logprobs"] != 0
+            assert torch.allclose(scored[sampled], output["logprobs"][sampled], atol=1e-4)
+        assert len(buckets) > 1
     finally:
+        policy.shutdown()
         worker.shutdown()
     with pytest.raises(WeightSyncError, match="The engine is not running"):
         worker.generate(torch.tensor([[5, 6, 7]]))

@@ -1,5 +1,6 @@
 """The documented Python calls, in the form of the reference examples."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -10,11 +11,24 @@ import torch
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup
+from rl_core.cluster.ports import free_port
+from rl_core.config.schema import GenerationConfig
 from rl_core.data import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, NotSupportedError, ResourceInsufficientError
-from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, PolicyInterface
-from rl_envs import MathEnvironment
-from rl_train.algorithms import GRPOLossFn, NLLLossFn
+from rl_core.interfaces import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+    LogprobOutputSpec,
+    PolicyInterface,
+    ReferenceLogprobOutputSpec,
+)
+from rl_envs import ArithmeticEnvironment, MathEnvironment
+from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train import diagnostics
+from rl_train.algorithms import DPOLossFn, DPOTrainer, GRPOLossFn, GRPOTrainer, NLLLossFn
 from rl_train.data import BatchedDataLoader
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
@@ -120,9 +134,118 @@ def test_a_policy_and_an_engine_take_text_and_return_text():
         engine.shutdown()
 
 
-def test_an_environment_called_with_generations_explains_the_arguments_of_step(policy):
-    with pytest.raises(DataError, match=r"MathEnvironment\.step takes B conversations .* found BatchedDataDict"):
+def test_the_pipeline_of_the_overview_samples_and_scores():
+    generator = HuggingFaceGeneration(str(MODEL), max_new_tokens=5)
+    environment = ArithmeticEnvironment()
+    dataloader = BatchedDataLoader(ArithmeticDataset({"num_samples": 3, "min_digits": 2}), batch_size=2, shuffle=False)
+    try:
+        for batch in dataloader:
+            generations = generator.generate(batch, greedy=True)
+            rewards = environment.step(generations)
+            prompts = [[message["content"] for message in messages] for messages in batch["messages"]]
+            texts = generator.generate_text([prompt for (prompt,) in prompts], greedy=True)
+            assert [[m["content"] for m in log] for log in generations["messages"]] == [
+                [*prompt, text] for prompt, text in zip(prompts, texts, strict=True)
+            ]
+            conversations = [[{"role": "assistant", "content": text}] for text in texts]
+            assert rewards.rewards.tolist() == environment.step(conversations, batch["extra_env_info"]).rewards.tolist()
+    finally:
+        generator.shutdown()
+        environment.shutdown()
+
+
+def test_an_environment_called_with_generations_of_token_ids_explains_the_arguments_of_step(policy):
+    with pytest.raises(
+        DataError, match=r"MathEnvironment\.step takes B conversations .* found BatchedDataDict.* `messages` and"
+    ):
         MathEnvironment().step(policy.generate(batch_of_prompts()))
+
+
+class CustomPolicy(PolicyInterface):
+    def generate(self, batch):
+        # Custom generation logic
+        pass
+
+    def train(self, batch, loss_fn):
+        # Custom training logic
+        pass
+
+
+def test_collectives_return_pending_calls(policy):
+    calls = policy.init_collective("127.0.0.1", free_port(), 1)
+    assert [call.result(60) for call in calls] == [[None]]
+    assert all(isinstance(call.result(60), list) for call in policy.broadcast_weights_for_collective())
+    policy.finish_refit()
+
+
+def test_the_generation_configuration_of_the_reference_samples():
+    shared = {"max_new_tokens": 5, "temperature": 0.7, "do_sample": True, "pad_token_id": 0, "eos_token_id": 1}
+    gen_config = {**shared, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}
+    engine = HuggingFaceGeneration(str(MODEL), **gen_config)
+    policy = HuggingFacePolicy(str(MODEL), generation=shared)
+    try:
+        assert engine.generate(batch_of_prompts(), greedy=False)["generation_lengths"].max() <= 5
+        with pytest.raises(ConfigError, match=r"hf_cfg\.repetition_penalty"):
+            GRPOTrainer(policy, generation=engine, environments=ArithmeticEnvironment())
+    finally:
+        policy.shutdown()
+        engine.shutdown()
+
+
+def test_a_loss_lists_the_columns_that_the_batch_lacks(policy):
+    with pytest.raises(DataError, match="The batch has no `token_mask`, `sample_mask`, `reference_policy_logprobs`"):
+        policy.train(batch_of_prompts(), DPOLossFn())
+
+
+def test_the_diagnostics_of_the_reference_take_the_name_of_a_model():
+    assert diagnostics.test_max_model_len_respected(str(MODEL)).status == "ok"
+    assert {diagnosis.status for diagnosis in diagnostics.test_generation_consistency(str(MODEL))} == {"ok"}
+
+
+def test_a_custom_policy_with_generate_and_train_only_says_which_method_is_missing():
+    assert PolicyInterface.__abstractmethods__ == {"train"}
+    assert inspect.signature(PolicyInterface.generate).parameters["greedy"].default is False
+    policy = CustomPolicy()
+    assert policy.generate({}) is policy.train({}, None) is None
+    with pytest.raises(NotSupportedError, match=r"CustomPolicy does not implement `get_logprobs`\. Algorithms that train on"):
+        policy.get_logprobs({})
+    with pytest.raises(NotSupportedError, match=r"CustomPolicy does not implement `get_reference_policy_logprobs`"):
+        policy.get_reference_logprobs({})
+
+
+def test_a_generation_config_reads_as_a_dictionary():
+    config = GenerationConfig(backend="hf", max_new_tokens=512, temperature=0.7, top_p=0.9, top_k=50, model_name="some/model")
+    expected = {
+        "backend": "hf",
+        "max_new_tokens": 512,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 50,
+        "model_name": "some/model",
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert "backend" in config
+    assert "num_beams" not in config
+    with pytest.raises(KeyError, match=r"GenerationConfig has no key 'temprature'\. Did you mean 'temperature'"):
+        config["temprature"]
+
+
+def test_the_specifications_have_the_documented_keys():
+    assert {"input_ids", "attention_mask"} <= GenerationDatumSpec.__annotations__.keys()
+    assert "__extra__" not in GenerationDatumSpec.__annotations__
+    documented = {"output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs"}
+    assert documented <= GenerationOutputSpec.__annotations__.keys()
+    assert LogprobOutputSpec.__annotations__.keys() == {"logprobs"}
+    assert ReferenceLogprobOutputSpec.__annotations__.keys() == {"reference_logprobs"}
+
+
+def test_a_dpo_trainer_trains_on_fewer_records_than_the_default_batch(policy, own_messages):
+    pairs = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n)} for n in range(10, 13)]
+    trainer = DPOTrainer(policy, config={"max_num_steps": 2})
+    assert [step["step"] for step in trainer.train(pairs)] == [1, 2]
+    assert "each step uses all 3 records of dataset: the default global_batch_size is 32" in "\n".join(own_messages())
+    with pytest.raises(DataError, match=r"has 3 records, but a step uses 4"):
+        DPOTrainer(policy, config={"max_num_steps": 2, "global_batch_size": 4}).train(pairs)
 
 
 @pytest.mark.full("backends_hf/test_generation_engine.py makes these calls in one process; test_runs.py samples on a cluster")

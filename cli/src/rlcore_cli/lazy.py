@@ -57,8 +57,8 @@ class LazyCommand(TyperCommand):
 class LazyGroup(TyperGroup):
     """A group of lazy commands.
 
-    Subclasses set `builtin` and `aliases`: import path and help line by command name. Aliases are not listed, and may have further
-    arguments, which come before those of the user.
+    Subclasses set `builtin` and `aliases`: import path and help line by command name. Aliases are not listed, and may have
+    further arguments, which come before those of the user.
     """
 
     builtin: ClassVar[Mapping[str, tuple[str, str]]] = {}

@@ -35,6 +35,7 @@ class SamplerSettings:
         max_model_len: maximum number of tokens of prompt and completion; at most, and by default, the model's own limit.
         stop_strings: strings that end a completion, in addition to a row's own.
         stop_token_ids: tokens that end one, in addition to the end-of-sequence tokens of model and tokenizer.
+        eos_token_id: must be one of the latter, if it is not None.
         max_batch_rows: maximum number of rows decoded together.
         prefill_tokens: maximum number of padded tokens of one prefill.
     """
@@ -44,6 +45,7 @@ class SamplerSettings:
     max_model_len: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    eos_token_id: int | None = None
     max_batch_rows: int = 256
     prefill_tokens: int = 8192
 
@@ -67,6 +69,7 @@ class SamplerSettings:
             max_model_len=min(bounds, default=None),
             stop_strings=tuple(config.stop_strings or ()),
             stop_token_ids=tuple(config.stop_token_ids or ()),
+            eos_token_id=config.eos_token_id,
             max_batch_rows=config.hf_cfg.max_batch_rows,
         )
 
@@ -102,7 +105,8 @@ class Sampler:
                 f"{type(model).__name__} is not supported by this sampler: its forward has no `logits_to_keep`, so it would "
                 "compute the logits of every position of a prompt. Use another generation backend for this model."
             )
-        self._end_ids = end_token_ids(model.generation_config, model.config, tokenizer, further=self.settings.stop_token_ids)
+        sources, own = (model.generation_config, model.config, tokenizer), self.settings
+        self._end_ids = end_token_ids(*sources, further=own.stop_token_ids, repeated=own.eos_token_id)
         own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         bounds = [bound for bound in (self.settings.max_model_len, own_limit) if bound is not None]
         self.max_model_len = min(bounds, default=2**31)

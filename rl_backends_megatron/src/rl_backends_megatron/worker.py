@@ -248,7 +248,9 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
             section,
             self._ranks,
             vocab_size=self._model.vocab_size,
-            end_ids=end_token_ids(read_generation_config(self._model.folder), self._model.hf, tokenizer),
+            end_ids=end_token_ids(
+                read_generation_config(self._model.folder), self._model.hf, tokenizer, repeated=section.eos_token_id
+            ),
             max_model_len=min(self.config.max_total_sequence_length, self._model.hf.max_position_embeddings),
             seed=self.config.megatron_cfg.seed,
             multiple=self._ranks.tensor.size(),

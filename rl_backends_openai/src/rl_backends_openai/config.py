@@ -100,9 +100,10 @@ class OpenAIConfig(GenerationConfig):
 
     @model_validator(mode="after")
     def _has_no_worker_keys(self) -> Self:
-        for name in ("num_workers", "python", "max_restarts"):
+        starts_no_workers = dict.fromkeys(("num_workers", "python", "max_restarts"), "which starts no workers")
+        for name, reason in {**starts_no_workers, "eos_token_id": "whose server ends completions"}.items():
             if getattr(self, name) != GenerationConfig.model_fields[name].default:
-                raise ValueError(f"{name} has no effect with backend: openai, which starts no workers. Remove the key")
+                raise ValueError(f"{name} has no effect with backend: openai, {reason}. Remove the key")
         return self
 
     @model_validator(mode="after")

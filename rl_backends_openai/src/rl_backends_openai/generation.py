@@ -107,6 +107,8 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
             HttpError: the server rejected a row, or no row could be sampled.
             WeightSyncError: the server's weights are not those of the last sync.
         """
+        if (output := self._generate_messages(data, greedy)) is not None:
+            return output
         rows, loop = self._rows(data), self._started()
         outcomes = loop.run(self._sample_all(rows, greedy))
         failed = [outcome for outcome in outcomes if isinstance(outcome, HttpError)]

@@ -17,7 +17,7 @@ from rl_backends_vllm.shm_cleanup import unlink_shared_memory
 METHODS = frozenset(
     {
         "prepare_refit_info", "update_weights", "init_collective", "update_weights_from_collective", "weight_digests",
-        "weight_fingerprint", "get_weight_version", "require_complete_weights", "leave_refit",
+        "weight_fingerprint", "get_weight_version", "require_complete_weights", "leave_refit", "expected_weights",
     }
 )  # fmt: skip
 """Receiver methods that may be called remotely."""

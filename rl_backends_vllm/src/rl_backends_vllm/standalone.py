@@ -11,6 +11,7 @@ from rl_backends_vllm.config import VllmConfig
 from rl_core.config.keywords import section_from_keywords
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker_context import WorkerContext
 
 
@@ -55,16 +56,33 @@ def only_config(config: VllmConfig, models: Sequence[str], fields: Mapping[str, 
     return config
 
 
-def as_batch(data: BatchedDataDict[Any] | torch.Tensor, columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
+def as_sent(expected: RefitManifest, weights_handle: Mapping[str, Any]) -> RefitManifest:
+    """The manifest of a refit, of which the first bucket is known.
+
+    Args:
+        expected: Name to (shape, dtype) of the engine's weights.
+        weights_handle: The bucket; other weights are converted from the engine's data types in the same way.
+    """
+    placements = weights_handle.get("placements", {})
+    sent = {expected[name][1]: placement.dtype for name, placement in placements.items() if name in expected}
+    return {name: (shape, sent.get(dtype, dtype)) for name, (shape, dtype) in expected.items()}
+
+
+def as_batch(data: BatchedDataDict[Any] | torch.Tensor | None, columns: Mapping[str, Any]) -> BatchedDataDict[Any]:
     """A batch of prompts; token ids [B, T] become one, without padding unless an `attention_mask` is given.
 
     Args:
-        data: The batch, or its `input_ids`.
+        data: The batch, or its `input_ids`, which may also be a column.
         columns: Further columns of token ids, such as `attention_mask` or `max_new_tokens`.
 
     Raises:
         DataError: A batch and further columns were given, or the token ids are not [B, T].
     """
+    if data is None:
+        if "input_ids" not in columns:
+            raise DataError("generate takes a batch or input_ids [B, T], and has neither.")
+        columns = dict(columns)
+        data = columns.pop("input_ids")
     if not isinstance(data, torch.Tensor):
         if columns:
             raise DataError(f"{', '.join(sorted(columns))} must be columns of the batch, not arguments of generate.")

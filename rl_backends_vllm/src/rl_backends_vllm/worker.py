@@ -21,7 +21,7 @@ from rl_backends_vllm.inflight import InFlightRequests
 from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_folders, replica_folder, unlink_openmp_page
-from rl_backends_vllm.standalone import as_batch, only_config, standalone_config, standalone_context
+from rl_backends_vllm.standalone import as_batch, as_sent, only_config, standalone_config, standalone_context
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, end_token_ids, to_output
 from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
@@ -40,7 +40,7 @@ class VllmGenerationWorker(GenerationWorker):
     """One replica; vLLM itself starts tensor and pipeline parallel processes.
 
     `VllmGenerationWorker("path/to/model", max_new_tokens=64)` is a replica in this process, which starts its engine at the
-    first call of `generate`.
+    first call of `generate` or `update_weights`.
 
     Args:
         context: index of the replica, device, and number of threads; or the name or folder of a model.
@@ -113,7 +113,7 @@ class VllmGenerationWorker(GenerationWorker):
         }
 
     def generate(
-        self, data: BatchedDataDict[Any] | torch.Tensor, *, greedy: bool = False, **columns: Any
+        self, data: BatchedDataDict[Any] | torch.Tensor | None = None, *, greedy: bool = False, **columns: Any
     ) -> BatchedDataDict[Any]:
         """Sample a batch of rows; also takes `input_ids` [B, T] and further columns as arguments."""
         data = as_batch(data, columns)
@@ -192,11 +192,18 @@ class VllmGenerationWorker(GenerationWorker):
             raise
         return dtypes
 
-    def update_weights(self, ipc_handles: Mapping[str, Any]) -> None:
-        """Load one bucket of weights in every process of this replica."""
+    def update_weights(self, weights_handle: Mapping[str, Any]) -> None:
+        """Load one bucket of weights in every process of this replica.
+
+        Without a group, the first bucket begins a refit of all weights, and the replica samples again once it has them all.
+        """
+        if self._starts_itself:
+            self._begin_own_refit(weights_handle)
         self._weight_version = NO_VERSION
-        self._running.refit("update_weights", ipc_handles)
+        self._running.refit("update_weights", weights_handle)
         self._update_version()
+        if self._starts_itself and self._weight_version != NO_VERSION:
+            self.invalidate_kv_cache()
 
     def init_collective(self, ip: str, port: int, world_size: int, left_out: int = 0, *, timeout_s: float = 600.0) -> None:
         """Join the weight collective with every process of this replica."""
@@ -278,8 +285,20 @@ class VllmGenerationWorker(GenerationWorker):
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
-            end_ids=end_token_ids(files.generation_config, files.hf_config, files.tokenizer, further=config.stop_token_ids),
+            end_ids=end_token_ids(
+                files.generation_config,
+                files.hf_config,
+                files.tokenizer,
+                further=config.stop_token_ids,
+                repeated=config.eos_token_id,
+            ),
         )
+
+    def _begin_own_refit(self, weights_handle: Mapping[str, Any]) -> None:
+        if self._engine is None:
+            self.setup()
+        if not self._running.is_paused:
+            self.prepare_refit_info(as_sent(self._running.refit("expected_weights")[0], weights_handle))
 
     def _start_request(self, arrival: GenerationRequest) -> None:
         if not self._running.is_paused:

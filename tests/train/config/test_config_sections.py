@@ -112,7 +112,8 @@ WRONG_IN_GOOD = {
     ("step: 8", "step: null"): ["config.yaml:2:25: grpo.num_prompts_per_step: must be a whole number, 1 or more; found null."],
     ("grpo:\n  num_prompts_per_step: 8", "grpo: 3"): ["config.yaml:1:7: grpo: must be a section with keys below it; found 3."],
     ("grpo:\n  num_prompts_per_step: 8\n", ""): [
-        "config.yaml:1:1: The config has no algorithm section: add one of ... (it may be empty), or layer it over a packaged config: `--config grpo.yaml` or `--config sft.yaml`."
+        "config.yaml:1:1: The config has no algorithm section: add one of ... (it may be empty), "
+        "or layer it over a packaged config: `--config grpo.yaml` or `--config sft.yaml`."
     ],
     ("grpo:", "sft:\ngrpo:"): [
         "config.yaml:2:1: grpo: A config must have exactly one algorithm section, but this one has sft and grpo: remove all "
@@ -282,7 +283,8 @@ def test_all_errors_of_all_sections_are_reported_at_once_in_file_order(files, go
 
 def test_an_empty_file_says_what_a_config_needs(files):
     assert [line.split(": ", 1)[1].split(";")[0] for line in files.errors("")] == [
-        "The config has no algorithm section: add one of ... (it may be empty), or layer it over a packaged config: `--config grpo.yaml` or `--config sft.yaml`.",
+        "The config has no algorithm section: add one of ... (it may be empty), "
+        "or layer it over a packaged config: `--config grpo.yaml` or `--config sft.yaml`.",
         "policy.backend: is required: choose a policy backend. Installed: ....",
         "policy.model_name: is required: text. Name or folder of the model, or a GGUF file.",
     ]

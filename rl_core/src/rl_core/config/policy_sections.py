@@ -105,7 +105,7 @@ class SequencePackingConfig(Section):
 class GenerationConfig(ComponentSection):
     """Base section of every generation backend (`policy.generation`)."""
 
-    transformers_keys: ClassVar[tuple[str, ...]] = ("do_sample", "pad_token_id", "eos_token_id")
+    transformers_keys: ClassVar[tuple[str, ...]] = ("do_sample", "pad_token_id")
     """Keys of a Transformers generation config that are accepted if they agree with what every engine does."""
 
     backend: str
@@ -124,6 +124,8 @@ class GenerationConfig(ComponentSection):
     """Strings that end a completion. They are kept in the completion."""
     stop_token_ids: list[int] | None = None
     """Tokens that end a completion, in addition to the end-of-sequence token. They are kept in the completion."""
+    eos_token_id: int | None = None
+    """End-of-sequence token, for a config that repeats it: it must be one of the model's, which always end a completion."""
     val_temperature: float = Field(default=0.0, ge=0.0)
     """Sampling temperature in validation; 0 means greedy decoding."""
     python: Annotated[str | None, NAME_OR_PATH] = None
@@ -152,7 +154,7 @@ class GenerationConfig(ComponentSection):
     def _accept_keys_that_agree(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not {*cls.transformers_keys} & given.keys():
             return given
-        do_sample, pad, end = (given.get(key) for key in cls.transformers_keys)
+        do_sample, pad = (given.get(key) for key in cls.transformers_keys)
         if do_sample not in (None, True):
             raise ValueError(
                 f"do_sample is {do_sample!r}, but an engine samples unless it is called with greedy=True. Remove the key; "
@@ -162,11 +164,6 @@ class GenerationConfig(ComponentSection):
             raise ValueError(
                 f"pad_token_id is {pad!r}, but completions are padded with 0, and their lengths say where the padding starts. "
                 "Remove the key"
-            )
-        if end is not None:
-            raise ValueError(
-                f"eos_token_id is {end!r}, but the end-of-sequence tokens of the model always end a completion. Remove the "
-                "key, or did you mean 'stop_token_ids', which adds further tokens?"
             )
         return {key: value for key, value in given.items() if key not in cls.transformers_keys}
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from rl_core.config.source_tree import KeyPath
+from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
     from rl_core.config.schema import ClusterConfig, EnvironmentConfig, PolicyConfig
 
 
 class Section(BaseModel):
-    """A section of the config: keyword-only, frozen, and closed to unknown keys."""
+    """A section of the config: keyword-only, frozen, and closed to unknown keys. `section["key"]` is `section.key`."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -24,6 +25,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
+
+    def __contains__(self, key: object) -> bool:
+        return key in type(self).model_fields
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self:
+            raise KeyError(f"{type(self).__name__} has no key {key!r}.{did_you_mean(key, [*type(self).model_fields])}")
+        return getattr(self, key)
 
 
 class RunSections(Protocol):

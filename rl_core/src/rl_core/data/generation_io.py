@@ -12,7 +12,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import with_input_lengths
 from rl_core.data.schema import pad_value
 from rl_core.data.stateless_rng import derived_seeds
-from rl_core.errors import DataError, NotSupportedError
+from rl_core.errors import ConfigError, DataError, NotSupportedError
 
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling")
 
@@ -218,13 +218,22 @@ def to_output(completions: Sequence[Completion]) -> BatchedDataDict[Any]:
     )
 
 
-def end_token_ids(*sources: Any, further: Iterable[int] | None = None) -> frozenset[int]:
-    """Ids that end a completion: the `eos_token_id` (an int, a list or None) of each source that is not None, and `further`."""
-    ids = set(further or ())
+def end_token_ids(*sources: Any, further: Iterable[int] | None = None, repeated: int | None = None) -> frozenset[int]:
+    """Ids that end a completion: the `eos_token_id` (an int, a list or None) of each source that is not None, and `further`.
+
+    Raises:
+        ConfigError: `repeated`, the `eos_token_id` of the config, is of no source.
+    """
+    ids: set[int] = set()
     for source in sources:
         configured = getattr(source, "eos_token_id", None)
         ids.update([configured] if isinstance(configured, int) else configured or ())
-    return frozenset(ids)
+    if repeated is not None and repeated not in ids:
+        raise ConfigError(
+            f"policy.generation.eos_token_id is {repeated}, but the end-of-sequence tokens of the model are {sorted(ids)}, and "
+            "they always end a completion. Remove the key, or use stop_token_ids, which adds further tokens."
+        )
+    return frozenset(ids.union(further or ()))
 
 
 def _check_prompt(number: int, prompt: list[int], length: int, limits: LengthLimits) -> None:

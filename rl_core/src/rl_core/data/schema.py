@@ -127,7 +127,7 @@ _TABLE = (
     _rows("session_ids", "list", "", "rollouts", "str or None: conversation that the row continues."),
     _rows("stop_strings", "list", "", "data, environments", "list[str] or None: strings that end a completion."),
     _rows("failures", "list", "", "generation", "str or None: why the engine could not sample the row."),
-    _rows("messages", "list", "", "rollouts", "list of {role, content}: the conversation, for engines that read messages."),
+    _rows("messages", "list", "", "rollouts, generation", "list of {role, content}: the conversation, with the completion."),
     _rows("message_log", "list", "", "data, rollouts", "list of {role, content, token_ids, ...}."),
     _rows("task_name", "list", "", "data", "str: name of the environment that responds and scores."),
     _rows("extra_env_info", "list", "", "data, environments", "dict: the environment's data for the row."),

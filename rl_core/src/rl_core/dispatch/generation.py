@@ -80,6 +80,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
             WorkerDiedError: a replica died and its restarts are used up.
             WeightSyncError: a restarted replica could not be refitted, or the engine has no `weight_owner`.
         """
+        if (output := self._generate_messages(data, greedy)) is not None:
+            return output
         self._check_rows(data)
         rows = prompt_columns(data)
         answers: list[Answer] = []

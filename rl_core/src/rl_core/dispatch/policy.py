@@ -231,6 +231,8 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         from rl_core.dispatch.replica_rows import generate_on
 
         self.wait_ready()
+        if (output := self._generate_messages(data, greedy)) is not None:
+            return output
         return generate_on(self.group, data, greedy=greedy, deadline_s=self._deadlines.generate_s)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:

@@ -50,6 +50,31 @@ class TextGeneration:
             DataError: the model has no tokenizer, or its chat template cannot render the messages.
             RLCoreError: the engine could not sample a prompt, such as after timeouts of a server.
         """
+        rows = [prompts] if isinstance(prompts, str) else prompts
+        if not rows:
+            return []
+        output = self.generate(self._tokenized(rows), greedy=greedy)
+        if failed := [(row, reason) for row, reason in enumerate(output.get("failures") or ()) if reason is not None]:
+            raise RLCoreError(
+                f"{len(failed)} of {len(rows)} prompts could not be sampled. prompts[{failed[0][0]}]: {failed[0][1]}. Call "
+                "generate to keep the other rows; it returns the reasons in `failures`."
+            )
+        return self._completions(output)
+
+    def _generate_messages(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
+    ) -> BatchedDataDict[GenerationOutputSpec] | None:
+        """The output for rows of `messages` without token ids, see `GenerationOutputSpec.messages`; None for other rows."""
+        if not isinstance(data, Mapping) or "input_ids" in data or "messages" not in data:
+            return None
+        rows: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in data if key != "messages"})
+        output = self.generate(BatchedDataDict({**rows, **self._tokenized(data["messages"])}), greedy=greedy)
+        texts = self._completions(output)
+        messages = [[*log, {"role": "assistant", "content": text}] for log, text in zip(data["messages"], texts, strict=True)]
+        metadata = {key: data[key] for key in ("extra_env_info",) if key in data}
+        return BatchedDataDict({**output, "messages": messages, **metadata})
+
+    def _tokenized(self, prompts: Sequence[str | Conversation]) -> BatchedDataDict[Any]:
         if self._tokenizer is None:
             section = self.tokenizer_section
             self._tokenizer = load_tokenizer(
@@ -57,21 +82,15 @@ class TextGeneration:
                 chat_template=section.chat_template,
                 chat_template_kwargs=section.chat_template_kwargs,
             )
-        rows = [_token_ids(prompt, self._tokenizer) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        if not rows:
-            return []
-        batch: BatchedDataDict[Any] = BatchedDataDict(
+        rows = [_token_ids(prompt, self._tokenizer) for prompt in prompts]
+        return BatchedDataDict(
             {
                 "input_ids": cat_right_padded([row.unsqueeze(0) for row in rows], pad_value=pad_value("input_ids")),
                 "input_lengths": torch.tensor([len(row) for row in rows]),
             }
         )
-        output = self.generate(batch, greedy=greedy)
-        if failed := [(row, reason) for row, reason in enumerate(output.get("failures") or ()) if reason is not None]:
-            raise RLCoreError(
-                f"{len(failed)} of {len(rows)} prompts could not be sampled. prompts[{failed[0][0]}]: {failed[0][1]}. Call "
-                "generate to keep the other rows; it returns the reasons in `failures`."
-            )
+
+    def _completions(self, output: BatchedDataDict[GenerationOutputSpec]) -> list[str]:
         ends, sampled = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
         return [
             self._tokenizer.decode(row[end - length : end].tolist(), skip_special_tokens=True)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Conversation = list[Any]
 """Messages, see `rl_core.interfaces.messages.Message`. Untyped, so that an environment may annotate `list[dict[str, str]]`."""
 
-_STEP_ARGUMENTS = 2
+_STEP_COLUMNS = ("messages", "extra_env_info")
+"""Columns of a generation that are the arguments of `EnvironmentInterface.step`."""
 
 
 class EnvironmentReturn(NamedTuple):
@@ -92,8 +93,10 @@ class EnvironmentInterface(ABC):
                 text, and optionally `tool_calls`, `tool_call_id` and `name`.
             metadata: B states; at the first turn the record's `extra_env_info`.
 
-        The runtime checks the return value: a wrong type, a number of entries other than B,
-        a reward that is not finite, or invalid Unicode ends the run with an error that names task and class.
+        Also takes the output of an engine for rows of `messages` and `extra_env_info`, instead of the two lists.
+
+        The runtime checks the return value: a wrong type, a number of entries other than B, a reward that is not finite, or
+        invalid Unicode ends the run with an error that names task and class.
         """
 
     def reset(self, metadata: dict[str, Any]) -> Observation | None:
@@ -147,13 +150,15 @@ def keeps_sessions(environment_class: type) -> bool:
 def _with_arguments_checked(step: Callable[..., EnvironmentReturn]) -> Callable[..., EnvironmentReturn]:
     @functools.wraps(step)
     def checked(self: EnvironmentInterface, *args: Any, **kwargs: Any) -> EnvironmentReturn:
-        given = len(args) + len(kwargs)
-        if given < _STEP_ARGUMENTS:
-            received = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
+        given = [*args, *kwargs.values()]
+        if len(given) == 1 and isinstance(given[0], Mapping) and given[0].keys() >= set(_STEP_COLUMNS):
+            return step(self, *(list(given[0][column]) for column in _STEP_COLUMNS))
+        if len(given) < len(_STEP_COLUMNS):
+            received = ", ".join(type(value).__name__ for value in given) or "nothing"
             raise DataError(
                 f"{type(self).__name__}.step takes B conversations (lists of messages with `role` and `content`) and B "
-                f"metadata objects, found {received}. For the text of a generation, call policy.generate_text(prompts) and "
-                "append each answer to its conversation as an assistant message."
+                f"metadata objects, found {received}. A generation has both if its prompts were rows of `messages` and "
+                "`extra_env_info` without `input_ids`."
             )
         return step(self, *args, **kwargs)
 

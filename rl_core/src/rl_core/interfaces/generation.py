@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 
 class GenerationDatumSpec(TypedDict):
-    """Input of a generation backend.
-
-    `attention_mask` [B, T] is accepted instead of `input_lengths` and converted on entry.
-    """
+    """Input of a generation backend: `input_ids` with `input_lengths` or `attention_mask`, or `messages` alone."""
 
     input_ids: torch.Tensor
     """[B, T] int64, right-padded."""
-    input_lengths: torch.Tensor
+    input_lengths: NotRequired[torch.Tensor]
     """[B] int64, tokens of each prompt."""
+    attention_mask: NotRequired[torch.Tensor]
+    """[B, T], 1 on the tokens of each prompt; accepted instead of `input_lengths` and converted on entry."""
     stop_strings: NotRequired[list[list[str] | None]]
     """Strings that end each row, one list per row; they are included in the output."""
     sample_seeds: NotRequired[torch.Tensor]
@@ -42,7 +41,8 @@ class GenerationDatumSpec(TypedDict):
     prompt_id: NotRequired[torch.Tensor]
     """[B] int64; rows with equal ids are samples of one prompt and run on one replica. If absent, rows with equal tokens do."""
     messages: NotRequired[list[list[Message]]]
-    """The conversation of each row. Only for engines with `reads_messages`; all others read `input_ids`."""
+    """The conversation of each row. Engines with `reads_messages` read it; all others read `input_ids`. Without `input_ids`,
+    the backends of `rl_core.dispatch` render it with their tokenizer, and return it with the completion as a new message."""
 
 
 class GenerationOutputSpec(TypedDict):
@@ -64,6 +64,9 @@ class GenerationOutputSpec(TypedDict):
     failures: NotRequired[list[str | None]]
     """Why a row could not be sampled, such as a server that did not respond; None for the others. A failed row has no
     completion. Absent if no row failed."""
+    messages: NotRequired[list[list[Message]]]
+    """The conversation of each row with its completion, if the input had `messages` instead of `input_ids`. The output then
+    also has the input's `extra_env_info`, so that it can be passed to `EnvironmentInterface.step`."""
     unfinished: NotRequired[torch.Tensor]
     """[B] bool, true for a row that is still sampled (`stream_tokens`): it has its tokens so far, and `truncated` has no
     meaning. Absent in all other outputs."""

@@ -46,18 +46,24 @@ class TopkLogprobOutputSpec(TypedDict):
 
 
 class PolicyInterface(TrainableInterface):
-    """A trainable language model. Only `get_logprobs` and `train` are required; other methods have defaults."""
+    """A trainable language model. Only `train` is required; a missing method that is called raises an error that names it."""
 
     checkpoint_conversions: ClassVar[Mapping[str, str]] = {}
     """Target format of a checkpoint conversion to its "module:function"; see `rl_core.interfaces.conversion`."""
 
-    @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
         """Score every token of `data` under the current weights, at the sampling temperature.
 
         Args:
             data: `input_ids` [B, T] and `input_lengths` [B]; other keys are ignored.
+
+        Raises:
+            NotSupportedError: the policy cannot score tokens.
         """
+        raise NotSupportedError(
+            f"{type(self).__name__} does not implement `get_logprobs`. Algorithms that train on samples need it, and so does "
+            "the comparison of log-probabilities after a weight sync."
+        )
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]

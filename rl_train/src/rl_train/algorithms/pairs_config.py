@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -14,6 +15,8 @@ from rl_train.config.schema import AlgorithmConfig, RunConfig
 
 class PairsConfig(AlgorithmConfig):
     """Base of the sections of algorithms that train on pairs: two rows each, the chosen answer first."""
+
+    records_key: ClassVar[str | None] = "global_batch_size"
 
     global_batch_size: int = Field(default=32, ge=1)
     """Number of pairs per step. `policy.train_global_batch_size` (in rows, two per pair) splits them into optimizer steps."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from rl_train.config.optimizer_steps import TrainingPlan
@@ -10,6 +12,8 @@ from rl_train.config.schema import AlgorithmConfig, RunConfig
 
 class RolloutAlgorithmConfig(AlgorithmConfig):
     """Base of the sections of algorithms that train on P x G rollouts per step."""
+
+    records_key: ClassVar[str | None] = "num_prompts_per_step"
 
     num_prompts_per_step: int = Field(default=32, ge=1)
     """P, number of prompts per step."""

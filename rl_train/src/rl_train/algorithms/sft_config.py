@@ -16,6 +16,8 @@ class SFTConfig(AlgorithmConfig):
 
     default_loss: ClassVar[str] = "nll"
 
+    records_key: ClassVar[str | None] = "global_batch_size"
+
     global_batch_size: int = Field(default=128, ge=1)
     """Number of rows per step. `policy.train_global_batch_size` splits them into optimizer steps."""
     only_unmask_final: bool = False

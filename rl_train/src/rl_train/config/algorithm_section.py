@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,8 @@ class AlgorithmConfig(Section):
     allows_filtered_sampling: ClassVar[bool] = False
     """Whether the algorithm may train on samples drawn with top-p or top-k, with log-probabilities of the filtered
     distribution."""
+    records_key: ClassVar[str | None] = None
+    """Key of the number of records per step, which a Python trainer lowers to the size of the dataset unless it is set."""
 
     max_num_steps: int = Field(default=100, ge=1)
     """Total number of steps, including the steps before a resume."""
@@ -43,6 +45,13 @@ class AlgorithmConfig(Section):
     """Number of rows per validation batch."""
     max_val_samples: int | None = Field(default=None, ge=1)
     """Number of validation records to use, from the start of the data; all by default."""
+
+    def for_records(self, count: int) -> Self:
+        """This section with at most `count` records per step, unless `records_key` is set."""
+        key = self.records_key
+        if key is None or key in self.model_fields_set or getattr(self, key) <= count:
+            return self
+        return self.model_copy(update={key: count})
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:

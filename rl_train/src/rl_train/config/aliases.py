@@ -18,8 +18,8 @@ _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
     """Expands `train_data_path` and `val_data_path` of a section `data` in place; returns each short key and its split.
 
-    Other keys of the split are kept. If the split has a path or another dataset, the short key is unchanged: the model of `data`
-    rejects both forms.
+    Other keys of the split are kept. If the split has a path or another dataset, the short key is unchanged: the model of
+    `data` rejects both forms.
     """
     expanded = [
         (short, split) for short, split in _DATA_PATHS.items() if data.get(short) is not None and _has_no_path(data, split)
@@ -49,8 +49,8 @@ def expand_aliases(
         section = written.at(("data",))
         if section is not None and isinstance(section.value, dict):
             path = section.value[short]
-            others = section.at((split,))
-            others = others.value if others is not None and isinstance(others.value, dict) else {}
+            given = section.value.get(split)
+            others = given.value if given is not None and isinstance(given.value, dict) else {}
             dataset = Node({**others, "path": path}, location=path.key_location, key_location=path.key_location)
             keys = {key: item for key, item in section.value.items() if key != short}
             data_section = Node({**keys, split: dataset}, location=section.location, key_location=section.key_location)

@@ -6,6 +6,7 @@ engine, environments and cluster.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -45,6 +46,7 @@ from rl_train.tools.task_tools import tools_of_instances
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
+_log = logging.getLogger("rlcore")
 TASK = "default"
 
 
@@ -164,7 +166,7 @@ class Trainer:
                 "The config enables validation (val_period, val_at_start or val_at_end): pass data as `validation=`."
             )
         self._try_reward_functions(train)
-        config = self.config.model_copy(update={"data": data})
+        config = self.config.model_copy(update={"data": data, "algorithm": _for_dataset(algorithm, train)})
         tools = tools_of_instances(self._environments, self._tokenizer)
         sets = {"": held_out} if validates and held_out is not None else {}
         loaders = DataLoaders(config, self._tokenizer, train=train, validation=sets, tools=tools)
@@ -304,6 +306,16 @@ class Trainer:
                     f"{why}, but the {name} scores tokens at {section.scoring_temperature:g}: every log-probability would be "
                     f"from another distribution. Create the {name} with `generation={{'temperature': {needed:g}}}`."
                 )
+
+
+def _for_dataset(algorithm: AlgorithmConfig, train: Source) -> AlgorithmConfig:
+    """The section with a default number of records per step that the dataset has."""
+    fitting = algorithm.for_records(max(1, len(train.records)))
+    if fitting is not algorithm:
+        key = str(algorithm.records_key)
+        count, default = getattr(fitting, key), getattr(algorithm, key)
+        _log.warning("each step uses all %d records of %s: the default %s is %d", count, train.name, key, default)
+    return fitting
 
 
 def _companion_section(model: DistributedPolicy | None) -> PolicyConfig | None:
