@@ -137,7 +137,7 @@ def test_uneven_rows_shard_under_a_budget_or_say_that_they_are_too_few(lengths, 
 def test_a_row_over_the_budget_is_refused_with_its_number():
     with pytest.raises(DataError, match="row 1 needs 30 tokens, but a microbatch holds at most 24"):
         batch_of([3, 30]).shard_by_batch_size(1, dynamic_batching_args=dynamic())
-    with pytest.raises(DataError, match="row 1 has 30 tokens, but a bin holds at most 24"):
+    with pytest.raises(DataError, match="row 1 needs 30 tokens, but a microbatch holds at most 24"):
         batch_of([3, 30]).shard_by_batch_size(1, sequence_packing_args=packing())
 
 

@@ -12,15 +12,12 @@ import torch.distributed as dist
 
 from rl_core.data.microbatches import (
     DynamicBatchingArgs,
+    RowPlanner,
     SequencePackingArgs,
     ShardPlan,
     runs_of,
-    shard_by_count,
-    shard_by_packing,
-    shard_by_token_budget,
 )
 from rl_core.data.padding import cat_right_padded
-from rl_core.data.prompt_microbatches import PromptRows, shard_by_prompt
 from rl_core.data.schema import pad_value
 from rl_core.data.transfer import BorrowedColumn, pack_columns, unpack_columns
 from rl_core.errors import DataError
@@ -230,31 +227,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         if dynamic_batching_args is not None and sequence_packing_args is not None:
             raise DataError("dynamic batching and sequence packing are mutually exclusive: use one of them")
-        if keep_together is not None:
-            plans = shard_by_prompt(
-                self,
-                PromptRows(prompt_ids=self[keep_together], rows_per_unit=rows_per_unit),
-                shards,
-                batch_size=batch_size,
-                args=dynamic_batching_args or sequence_packing_args,
-            )
-        elif dynamic_batching_args is not None:
-            plans = shard_by_token_budget(
-                self[dynamic_batching_args["input_lengths_key"]].tolist(),
-                shards,
-                batch_size=batch_size,
-                width=self[dynamic_batching_args["input_key"]].shape[1],
-                args=dynamic_batching_args,
-                rows_per_unit=rows_per_unit,
-            )
-        elif sequence_packing_args is not None:
-            lengths = self[sequence_packing_args["input_lengths_key"]].tolist()
-            plans = shard_by_packing(
-                lengths, shards, batch_size=batch_size, args=sequence_packing_args, rows_per_unit=rows_per_unit
-            )
-        else:
-            return [self._shard(plan) for plan in shard_by_count(self.size, shards, batch_size=batch_size)]
-        return [self._shard(plan) for plan in plans], [row for plan in plans for row in plan.rows]
+        planner = RowPlanner(
+            rows=self.size,
+            shards=shards,
+            batch_size=batch_size,
+            rows_per_unit=rows_per_unit,
+            prompts=self[keep_together].tolist() if keep_together is not None else None,
+        )
+        args = dynamic_batching_args or sequence_packing_args
+        plans = planner.by_count() if args is None else planner.by_tokens(self, args, packed=sequence_packing_args is not None)
+        parts = [self._shard(plan) for plan in plans]
+        if args is None and keep_together is None:
+            return parts
+        return parts, [row for plan in plans for row in plan.rows]
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict[DictT]]:
         """Microbatches of `microbatch_size` rows, as views; the last may have fewer."""

@@ -40,19 +40,33 @@ class SequencePacker(ABC):
         Raises:
             DataError: A row is longer than a bin, or there are fewer rows than required bins.
         """
+        return self.split_to_count(self.fill(lengths), lengths) if lengths else []
+
+    def fill(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Row numbers by bin, in as few bins as the algorithm needs.
+
+        Raises:
+            DataError: A row is longer than a bin.
+        """
         for row, length in enumerate(lengths):
             if not 0 <= length <= self.bin_capacity:
                 raise DataError(
                     f"row {row} has {length} tokens, but a bin holds at most {self.bin_capacity}: "
                     "raise max_tokens_per_microbatch or shorten the row"
                 )
-        if not lengths:
-            return []
-        return self._with_bin_count(self._pack(lengths), lengths)
+        return self._pack(lengths)
 
-    def _with_bin_count(self, bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        wanted = max(len(bins), self.min_bin_count)
-        wanted = -(-wanted // self.bin_count_multiple) * self.bin_count_multiple
+    def bin_count(self, bins: Sequence[list[int]]) -> int:
+        """The number of bins that `split_to_count` makes of `bins`."""
+        return -(-max(len(bins), self.min_bin_count) // self.bin_count_multiple) * self.bin_count_multiple
+
+    def split_to_count(self, bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        """Split the fullest bins until their number is allowed.
+
+        Raises:
+            DataError: There are fewer rows than required bins.
+        """
+        wanted = self.bin_count(bins)
         if wanted > len(lengths):
             raise DataError(
                 f"{len(lengths)} rows cannot fill {wanted} bins (at least {self.min_bin_count}, a multiple of "

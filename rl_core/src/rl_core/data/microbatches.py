@@ -1,20 +1,26 @@
-"""Assigns rows to shards and microbatches, by their lengths.
+"""Assigns rows to shards and microbatches, by their lengths and prompts.
 
 With a token budget or packing, every shard of a global batch gets the *same number* of microbatches: ranks synchronize in a
 collective once per microbatch, so a rank with fewer would make the others wait forever.
 
-Rows that a loss reads together (`rows_per_unit`, such as the two of a pair) are planned as one unit, so they stay adjacent.
+Rows that a loss reads together, such as the two of a pair, are planned as one unit, so they stay adjacent. Units of one prompt
+form a group, whose rows compute their common prefix once. A group is split if it does not fit into a microbatch, or if there
+are fewer groups than microbatches; then each part computes the prefix. Without prompts, each unit is a group.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from rl_core.data.bin_packing import get_packer
+from rl_core.data.shared_prefix import PrefixGroup, common_prefix, computed_tokens
 from rl_core.errors import DataError
+
+Unit = Sequence[int]
+"""Rows that are read together."""
 
 
 class DynamicBatchingArgs(TypedDict):
@@ -87,107 +93,131 @@ class ShardPlan:
         self.micro_batch_lengths = [*(self.micro_batch_lengths or []), [each.length for each in microbatches]]
 
 
-def shard_by_count(rows: int, shards: int, *, batch_size: int | None) -> list[ShardPlan]:
-    """Split each global batch into equal runs of rows: [A A B B C C D D], 2 by 2 → [A B C D] twice.
+@dataclass(frozen=True, kw_only=True)
+class RowPlanner:
+    """Plans the shards of one batch.
 
-    `rows` is the number of rows in the batch, `batch_size` that of a global batch, None for all.
-
-    Raises:
-        DataError: The rows do not split evenly.
-    """
-    plans = [ShardPlan() for _ in range(shards)]
-    for start, end in global_batches(rows, batch_size):
-        count, more = divmod(end - start, shards)
-        if more:
-            raise DataError(
-                f"a global batch of {end - start} rows does not split evenly over {shards} shards: use a multiple of the shards"
-            )
-        for shard, plan in enumerate(plans):
-            first = start + shard * count
-            plan.rows.extend(range(first, first + count))
-            plan.elem_counts_per_gb.append(count)
-    return plans
-
-
-def shard_by_token_budget(
-    lengths: Sequence[int],
-    shards: int,
-    *,
-    batch_size: int | None,
-    width: int,
-    args: DynamicBatchingArgs,
-    rows_per_unit: int = 1,
-) -> list[ShardPlan]:
-    """Plan microbatches of length-sorted rows under a token budget, the most expensive first.
-
-    Other arguments as `shard_by_packing`; `width` is T of the batch, the maximum width of a microbatch.
-
-    Raises:
-        DataError: A unit exceeds the budget, or a global batch has too few rows for an equal number of microbatches per shard.
-    """
-    budget = args["max_tokens_per_microbatch"]
-    units = _units(len(lengths), batch_size, rows_per_unit)
-    longest = [max(lengths[row] for row in unit) for unit in units]
-
-    def padded(unit: int) -> int:
-        return min(_round_up(max(longest[unit], 1), args["sequence_length_round"]), width)
-
-    def plan_one(start: int, end: int) -> list[Microbatch]:
-        order = sorted(range(start // rows_per_unit, end // rows_per_unit), key=lambda unit: -longest[unit])
-        microbatches: list[list[int]] = []
-        for unit in order:
-            if rows_per_unit * padded(unit) > budget:
-                raise DataError(
-                    f"row {unit * rows_per_unit} needs {padded(unit)} tokens{_together(rows_per_unit)}, but a microbatch holds "
-                    f"at most {budget}: raise max_tokens_per_microbatch or shorten the row"
-                )
-            if microbatches and (len(microbatches[-1]) + 1) * rows_per_unit * padded(microbatches[-1][0]) <= budget:
-                microbatches[-1].append(unit)
-            else:
-                microbatches.append([unit])
-        _split_to_multiple(microbatches, shards)
-        return [
-            Microbatch(rows=[row for unit in group for row in units[unit]], length=padded(group[0])) for group in microbatches
-        ]
-
-    plans = [ShardPlan() for _ in range(shards)]
-    for start, end in global_batches(len(lengths), batch_size):
-        # Sorted by width: adjacent microbatches cost the same, so shard s takes every shards-th one.
-        deal(plan_one(start, end), plans)
-    return plans
-
-
-def shard_by_packing(
-    lengths: Sequence[int], shards: int, *, batch_size: int | None, args: SequencePackingArgs, rows_per_unit: int = 1
-) -> list[ShardPlan]:
-    """Plan packed microbatches, the fullest first; a microbatch's length is the sum of its padded rows.
-
-    Args:
-        lengths: Tokens of each row.
+    Attributes:
+        rows: Number of rows.
         shards: Number of shards.
         batch_size: Rows of a global batch; None for all.
-        args: Algorithm and budget.
-        rows_per_unit: Number of rows that are read together.
-
-    Raises:
-        DataError: A unit exceeds the budget, or a global batch has fewer units than required microbatches.
+        rows_per_unit: Number of consecutive rows that are read together.
+        prompts: The prompt of each row, of which that of a unit's first row counts; None to plan each unit on its own.
     """
-    packer = get_packer(args["algorithm"], args["max_tokens_per_microbatch"], min_bin_count=shards, bin_count_multiple=shards)
-    units = _units(len(lengths), batch_size, rows_per_unit)
-    padded = [_round_up(length, args.get("sequence_length_pad_multiple", 1)) for length in lengths]
-    whole = [sum(padded[row] for row in unit) for unit in units]
-    plans = [ShardPlan() for _ in range(shards)]
-    for start, end in global_batches(len(lengths), batch_size):
-        first = start // rows_per_unit
-        bins = [
-            Microbatch(
-                rows=[row for unit in sorted(group) for row in units[first + unit]],
-                length=sum(whole[first + unit] for unit in group),
+
+    rows: int
+    shards: int
+    batch_size: int | None
+    rows_per_unit: int = 1
+    prompts: Sequence[int] | None = None
+
+    def by_count(self) -> list[ShardPlan]:
+        """Split each global batch into equal runs of rows: [A A B B C C D D], 2 by 2 → [A B C D] twice.
+
+        Raises:
+            DataError: The rows do not split evenly.
+        """
+        plans = [ShardPlan() for _ in range(self.shards)]
+        for start, end in global_batches(self.rows, self.batch_size):
+            count, more = divmod(end - start, self.shards)
+            if more:
+                raise DataError(
+                    f"a global batch of {end - start} rows does not split evenly over {self.shards} shards: use a multiple of "
+                    "the shards"
+                )
+            order = range(start, end) if self.prompts is None else _rows_of(itertools.chain(*self._groups(start, end)))
+            for shard, plan in enumerate(plans):
+                plan.rows.extend(order[shard * count : (shard + 1) * count])
+                plan.elem_counts_per_gb.append(count)
+        return plans
+
+    def by_tokens(
+        self, columns: Mapping[str, Any], args: DynamicBatchingArgs | SequencePackingArgs, *, packed: bool
+    ) -> list[ShardPlan]:
+        """Plan microbatches of a limited number of tokens; `columns` has the columns that `args` names.
+
+        Rows of one prompt count their common prefix once, and no padding.
+
+        Raises:
+            DataError: A unit exceeds the limit, or a global batch has too few units for an equal number of microbatches per
+                shard.
+        """
+        ids, lengths = columns[args["input_key"]], columns[args["input_lengths_key"]]
+        sizes: list[int] = lengths.tolist()
+        if self.prompts is None and not packed:
+            return self._by_padded_width(sizes, ids.shape[1], cast(DynamicBatchingArgs, args))
+
+        def with_prefix_once(units: Sequence[Unit]) -> int:
+            rows = _rows_of(units)
+            return computed_tokens([PrefixGroup(rows=rows, prefix=common_prefix(ids[rows], lengths[rows]))], sizes)
+
+        def padded(units: Sequence[Unit]) -> int:
+            return sum(_round_up(sizes[row], multiple) for row in _rows_of(units))
+
+        options = cast(dict[str, Any], args)
+        multiple = options.get("sequence_length_pad_multiple", 1)
+        return self._by_packing(
+            padded if self.prompts is None else with_prefix_once,
+            max_tokens=args["max_tokens_per_microbatch"],
+            algorithm=options.get("algorithm", "modified_first_fit_decreasing"),
+        )
+
+    def _by_packing(self, cost: Callable[[Sequence[Unit]], int], *, max_tokens: int, algorithm: str) -> list[ShardPlan]:
+        """Plan packed microbatches, the fullest first; a microbatch's length is the sum of the costs of its parts."""
+        packer = get_packer(algorithm, max_tokens, min_bin_count=self.shards, bin_count_multiple=self.shards)
+        plans = [ShardPlan() for _ in range(self.shards)]
+        for start, end in global_batches(self.rows, self.batch_size):
+            parts = [part for units in self._groups(start, end) for part in _fitting(units, max_tokens, cost)]
+            costs = [cost(part) for part in parts]
+            while (wanted := packer.bin_count(bins := packer.fill(costs))) > len(parts):
+                parts = _split_largest(parts, costs, wanted=wanted, shards=self.shards)
+                costs = [cost(part) for part in parts]
+            microbatches = [
+                Microbatch(
+                    rows=_rows_of(unit for number in sorted(group) for unit in parts[number]),
+                    length=sum(costs[number] for number in group),
+                )
+                for group in packer.split_to_count(bins, costs)
+            ]
+            _deal(sorted(microbatches, key=lambda microbatch: -microbatch.length), plans)
+        return plans
+
+    def _by_padded_width(self, lengths: Sequence[int], width: int, args: DynamicBatchingArgs) -> list[ShardPlan]:
+        """Plan microbatches of length-sorted rows, the most expensive first; `width` is the maximum width of a microbatch."""
+        budget = args["max_tokens_per_microbatch"]
+
+        def padded(unit: Unit) -> int:
+            return min(_round_up(max(1, *(lengths[row] for row in unit)), args["sequence_length_round"]), width)
+
+        plans = [ShardPlan() for _ in range(self.shards)]
+        for start, end in global_batches(self.rows, self.batch_size):
+            microbatches: list[list[Unit]] = []
+            for [unit] in sorted(self._groups(start, end), key=lambda group: -max(lengths[row] for row in group[0])):
+                if len(unit) * padded(unit) > budget:
+                    raise _too_long(unit, padded(unit), budget)
+                if microbatches and (len(microbatches[-1]) + 1) * len(unit) * padded(microbatches[-1][0]) <= budget:
+                    microbatches[-1].append(unit)
+                else:
+                    microbatches.append([unit])
+            while (wanted := _round_up(len(microbatches), self.shards)) > len(microbatches):
+                sizes = [len(each) for each in microbatches]
+                microbatches = _split_largest(microbatches, sizes, wanted=wanted, shards=self.shards)
+            # Sorted by width: adjacent microbatches cost the same, so shard s takes every shards-th one.
+            _deal([Microbatch(rows=_rows_of(units), length=padded(units[0])) for units in microbatches], plans)
+        return plans
+
+    def _groups(self, start: int, end: int) -> list[list[Unit]]:
+        """The units of each group of a global batch, in the order of their first rows; no unit spans two global batches."""
+        size = self.rows_per_unit
+        if start % size or end % size:
+            raise DataError(
+                f"{self.rows} rows in global batches of {self.batch_size or self.rows} cannot be read {size} at a time: make "
+                f"both multiples of {size}"
             )
-            for group in packer.pack(whole[first : end // rows_per_unit])
-        ]
-        deal(sorted(bins, key=lambda microbatch: -microbatch.length), plans)
-    return plans
+        groups: dict[int, list[Unit]] = {}
+        for first in range(start, end, size):
+            groups.setdefault(first if self.prompts is None else self.prompts[first], []).append(range(first, first + size))
+        return list(groups.values())
 
 
 def runs_of(size: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -212,41 +242,49 @@ def global_batches(rows: int, batch_size: int | None) -> Iterator[tuple[int, int
     return runs_of(rows, batch_size)
 
 
-def deal(microbatches: Sequence[Microbatch], plans: Sequence[ShardPlan]) -> None:
-    """Deal the microbatches of one global batch to the shards in turn; their number must be a multiple of the shards."""
+def _deal(microbatches: Sequence[Microbatch], plans: Sequence[ShardPlan]) -> None:
+    """Assign the microbatches of one global batch to the shards in turn; their number must be a multiple of the shards."""
     for shard, plan in enumerate(plans):
         plan.add_global_batch(microbatches[shard :: len(plans)])
 
 
-def _units(rows: int, batch_size: int | None, rows_per_unit: int) -> list[range]:
-    """The rows of each unit; no unit may span two global batches."""
-    if rows % rows_per_unit or (batch_size or 0) % rows_per_unit:
-        raise DataError(
-            f"{rows} rows in global batches of {batch_size or rows} cannot be read {rows_per_unit} at a time: make both "
-            f"multiples of {rows_per_unit}"
-        )
-    return [range(row, row + rows_per_unit) for row in range(0, rows, rows_per_unit)]
-
-
-def _together(rows_per_unit: int) -> str:
-    return "" if rows_per_unit == 1 else f" (as does each of the {rows_per_unit} rows that are read together)"
+def _rows_of(units: Iterable[Unit]) -> list[int]:
+    return [row for unit in units for row in unit]
 
 
 def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _split_to_multiple(microbatches: list[list[int]], shards: int) -> None:
-    """Halve the microbatches with the most rows, in place and in order, until their number is a multiple of the shards."""
-    rows = sum(len(each) for each in microbatches)
-    wanted = _round_up(len(microbatches), shards)
-    if wanted > rows:
+def _fitting(units: Sequence[Unit], max_tokens: int, cost: Callable[[Sequence[Unit]], int]) -> list[list[Unit]]:
+    """The units of a group in as few parts as fit the limit."""
+    parts: list[list[Unit]] = []
+    for unit in units:
+        if parts and cost([*parts[-1], unit]) <= max_tokens:
+            parts[-1].append(unit)
+        elif (tokens := cost([unit])) <= max_tokens:
+            parts.append([unit])
+        else:
+            raise _too_long(unit, tokens, max_tokens)
+    return parts
+
+
+def _too_long(unit: Unit, tokens: int, max_tokens: int) -> DataError:
+    together = "" if len(unit) == 1 else f" (as does each of the {len(unit)} rows that are read together)"
+    return DataError(
+        f"row {unit[0]} needs {tokens} tokens{together}, but a microbatch holds at most {max_tokens}: raise "
+        "max_tokens_per_microbatch or shorten the row"
+    )
+
+
+def _split_largest(parts: list[list[Unit]], sizes: Sequence[int], *, wanted: int, shards: int) -> list[list[Unit]]:
+    """`parts`, with the largest one of several units halved."""
+    divisible = [number for number, part in enumerate(parts) if len(part) > 1]
+    if not divisible:
         raise DataError(
-            f"{rows} rows cannot fill {wanted} microbatches, a multiple of {shards} shards: use more rows, a larger "
-            "max_tokens_per_microbatch, or fewer shards"
+            f"{len(_rows_of(itertools.chain(*parts)))} rows cannot fill {wanted} microbatches, a multiple of {shards} shards: "
+            "use more rows, a larger max_tokens_per_microbatch, or fewer shards"
         )
-    while len(microbatches) < wanted:
-        longest = max(range(len(microbatches)), key=lambda number: len(microbatches[number]))
-        split = microbatches[longest]
-        half = (len(split) + 1) // 2
-        microbatches[longest : longest + 1] = [split[:half], split[half:]]
+    number = max(divisible, key=lambda each: sizes[each])
+    half = (len(parts[number]) + 1) // 2
+    return [*parts[:number], parts[number][:half], parts[number][half:], *parts[number + 1 :]]
