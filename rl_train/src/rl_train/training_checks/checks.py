@@ -161,6 +161,7 @@ class _Watched:
                 self.checks.count(None)
             return result
         limits, first = self.checks.limits(), rows.slice(0, min(rows_per_step, rows.size))
+        version = self.model.weight_version
         try:
             result = self.train(rows, CheckedLoss(loss_fn, limits), **kwargs)
         except BrokenPromiseError as error:
@@ -170,14 +171,14 @@ class _Watched:
             if not any(each.refused or each.doubtful for each in numbers.values()):
                 raise
             if any(each.refused for each in numbers.values()):
-                raise self._disagreement(first, numbers, limits, taken=False) from None
+                raise self._disagreement(first, numbers, limits, version) from None
             self.checks.confirm(numbers["engine"], self.label)
             self.model.prepare_for_training()
             limits = self.checks.limits()
             result = self.train(rows, CheckedLoss(loss_fn, limits), **kwargs)
         numbers = _numbers(result)
         if any(each.refused for each in numbers.values()):
-            raise self._disagreement(first, numbers, limits, taken=True)
+            raise self._disagreement(first, numbers, limits, version)
         self.checks.count(numbers.get("engine"))
         return result
 
@@ -199,7 +200,7 @@ class _Watched:
         return _numbers(result)
 
     def _disagreement(
-        self, rows: BatchedDataDict[Any], numbers: Mapping[str, Numbers], limits: Limits, *, taken: bool
+        self, rows: BatchedDataDict[Any], numbers: Mapping[str, Numbers], limits: Limits, version: int
     ) -> BrokenPromiseError:
         return disagreement(
             policy=self.model,
@@ -208,9 +209,9 @@ class _Watched:
             scores=numbers.get("scores"),
             limits=limits,
             step=self.checks.step(),
-            version=self.model.weight_version,
+            version=version,
             labels=(self.label, self.checks.engine_label),
-            taken=taken,
+            taken=self.model.weight_version != version,
         )
 
     def _rows_per_step(self, data: BatchedDataDict[Any], loss_fn: LossFunction, gbs: int | None) -> int:
