@@ -12,6 +12,7 @@ WRONG = {
     "returns_no_metrics": ("Step 1: ", "returned no metrics of the loss", {}),
     "takes_one_step_for_all_rows": ("Step 1: ", "must take one step for each", {"policy": {"train_global_batch_size": 16}}),
     "shifts_log_probabilities_in_training": ("Step 1: ", "so the training pass of", {}),
+    "steps_with_a_nan_loss": ("Step 1: ", "it must refuse such a step", {}),
     "swaps_rows_in_training": ("Step 1: ", "at position t of a row, the log-probability of token t of that row", {}),
     "trains_at_another_temperature": ("Step 1: ", "The step was not taken, so the weights are unchanged", {}),
     "scores_microbatches_in_reversed_order": (

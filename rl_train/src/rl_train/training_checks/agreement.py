@@ -33,6 +33,8 @@ MARGIN = 3.0
 LEAST = 0.02
 FIRST_STEPS = 5
 PAUSE = 10
+LARGEST = Limits(mean=LARGEST_MEAN, mean_tokens=MEAN_TOKENS, row=LARGEST_ROW, row_tokens=ROW_TOKENS)
+"""The limits of any arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +58,6 @@ class Numbers:
     invalid: int
     refused: bool
     doubtful: bool
-
-    def with_row(self, row: int) -> Numbers:
-        """The same with the number of the worst row."""
-        return replace(self, row=row)
 
     @classmethod
     def of(cls, metrics: Mapping[str, float], name: str, steps: int) -> Numbers:
@@ -100,13 +98,7 @@ class Agreement:
         """The limits of a step."""
         if self.exact and self.tolerance is None:
             return Limits(mean=EXACT_MEAN, mean_tokens=1, row=EXACT_ROW, row_tokens=1)
-        return Limits(
-            mean=max(LARGEST_MEAN, self.tolerance or 0.0),
-            mean_tokens=MEAN_TOKENS,
-            row=LARGEST_ROW,
-            row_tokens=ROW_TOKENS,
-            doubtful=self._doubtful(step),
-        )
+        return replace(LARGEST, mean=max(LARGEST_MEAN, self.tolerance or 0.0), doubtful=self._doubtful(step))
 
     def _doubtful(self, step: int) -> float | None:
         paused = self._canary_step is not None and step - self._canary_step < PAUSE

@@ -7,7 +7,7 @@ every policy refuses such a step on all ranks, with the weights unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,11 @@ class CheckedLoss(LossFunction):
 
     Args:
         loss_fn: the loss of the run.
-        limits: limits of the comparison; a step beyond them is refused.
+        limits: limits of the comparison; a step beyond them is refused. None compares nothing.
         only_checks: compute no loss and refuse nothing, to find out why a step was refused.
     """
 
-    def __init__(self, loss_fn: LossFunction, limits: Limits, *, only_checks: bool = False) -> None:
+    def __init__(self, loss_fn: LossFunction, limits: Limits | None, *, only_checks: bool = False) -> None:
         self.loss_fn, self._limits, self._only_checks = loss_fn, limits, only_checks
         self.loss_type, self.rows_per_unit = loss_fn.loss_type, loss_fn.rows_per_unit
         self.candidates_key, self.on_policy = loss_fn.candidates_key, loss_fn.on_policy
@@ -90,8 +90,9 @@ class CheckedLoss(LossFunction):
 
     @property
     def required_keys(self) -> frozenset[str]:
-        """Those of the loss, and the columns that `TrainingChecks` adds."""
-        return self.loss_fn.required_keys | {ROW_NUMBERS, COMPARISON, "generation_logprobs"}
+        """Those of the loss, and the columns that the checks read."""
+        compared = {COMPARISON, "generation_logprobs"} if self._limits is not None else set()
+        return self.loss_fn.required_keys | {ROW_NUMBERS} | compared
 
     def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
         """Those of the loss."""
@@ -107,12 +108,10 @@ class CheckedLoss(LossFunction):
         """The loss and its metrics, and the numbers of the checks; NaN if the step must not be taken."""
         with torch.no_grad():
             numbers = _counts(data, global_valid_seqs, global_valid_toks)
-            logprobs, comparison = next_token_logprobs.detach().float(), data[COMPARISON]
-            numbers |= self._compare("engine", logprobs, data["generation_logprobs"], comparison >= WITH_ENGINE, data)
-            scores = data.get("prev_logprobs", logprobs)
-            numbers |= self._compare("scores", logprobs, scores, comparison >= WITH_SCORES, data)
-            refused = torch.maximum(numbers["engine/refused"], numbers["scores/refused"])
-            refused = torch.maximum(refused, numbers["engine/doubtful"])
+            refused = torch.zeros_like(numbers["rows"])
+            for name, logprobs, chosen in self._compared(data):
+                numbers |= self._compare(name, next_token_logprobs.detach().float() - logprobs, chosen, data)
+                refused += numbers[f"{name}/refused"] + numbers[f"{name}/doubtful"]
             factor = torch.where(refused > 0, torch.nan, 1.0)
         checks = {PREFIX + name: number for name, number in numbers.items()}
         if self._only_checks:
@@ -120,12 +119,21 @@ class CheckedLoss(LossFunction):
         loss, metrics = self.loss_fn(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         return loss * factor, {**metrics, **checks}
 
+    def _compared(self, data: BatchedDataDict[Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """What the training pass is compared with: name, log-probabilities and tokens."""
+        if self._limits is None:
+            return
+        yield "engine", data["generation_logprobs"], data[COMPARISON] >= WITH_ENGINE
+        if "prev_logprobs" in data:
+            yield "scores", data["prev_logprobs"], data[COMPARISON] >= WITH_SCORES
+
     def _compare(
-        self, name: str, one: torch.Tensor, other: torch.Tensor, chosen: torch.Tensor, data: BatchedDataDict[Any]
+        self, name: str, difference: torch.Tensor, chosen: torch.Tensor, data: BatchedDataDict[Any]
     ) -> dict[str, torch.Tensor]:
         """Numbers of one comparison over the chosen tokens that are trained."""
+        assert self._limits is not None
         limits, mask = self._limits, chosen & _trained(data)
-        difference = (one - other).abs()
+        difference = difference.abs()
         finite = torch.isfinite(difference)
         invalid = (mask & ~finite).sum().float()
         difference = torch.where(mask & finite, difference, 0.0)
@@ -137,7 +145,7 @@ class CheckedLoss(LossFunction):
         mean, enough = so_far[0] / so_far[1].clamp(min=1), so_far[1] >= limits.mean_tokens
         beyond = judged & (of_rows > limits.row)
         refused = (invalid > 0) | (enough & (mean > limits.mean)) | beyond.any()
-        allowed = torch.inf if limits.doubtful is None else limits.doubtful * sampling_error(so_far[1])
+        allowed = torch.inf if limits.doubtful is None or name != "engine" else limits.doubtful * sampling_error(so_far[1])
         return {
             f"{name}/sum": share[0],
             f"{name}/tokens": share[1],

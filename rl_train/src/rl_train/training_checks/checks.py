@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import TrainableInterface
-from rl_train.training_checks.agreement import Agreement, Numbers
+from rl_train.training_checks.agreement import LARGEST, Agreement, Numbers
 from rl_train.training_checks.checked_loss import (
     COMPARISON,
     PREFIX,
@@ -36,7 +36,6 @@ _log = logging.getLogger("rlcore")
 
 CANARY_PERIOD = 10
 """Steps without a comparison of engine and policy between two canaries."""
-_NO_LIMITS = Limits(mean=torch.inf, mean_tokens=1, row=torch.inf, row_tokens=1)
 
 
 @dataclass(kw_only=True)
@@ -77,16 +76,16 @@ class TrainingChecks:
 
     def limits(self) -> Limits:
         """The limits of the current step."""
-        return self.agreement.limits(self.step()) if self.agreement is not None else _NO_LIMITS
+        return self.agreement.limits(self.step()) if self.agreement is not None else LARGEST
 
     def is_first_call(self) -> bool:
         """Whether this is the first time that the policy is trained in the current step."""
         first, self._trained_step = self._trained_step != self.step(), self.step()
         return first
 
-    def count(self, numbers: Numbers) -> None:
+    def count(self, numbers: Numbers | None) -> None:
         """Record a comparison, or request the canary if there was none in this step."""
-        if self.agreement is not None and numbers.tokens:
+        if self.agreement is not None and numbers is not None and numbers.tokens:
             self._compared_step = self.step()
             self.agreement.record(numbers)
             self.record({"agreement/mean": numbers.mean, "agreement/worst_row": numbers.worst_row})
@@ -123,7 +122,7 @@ class _Watched:
     """One model whose training is checked."""
 
     checks: TrainingChecks
-    model: TrainableInterface
+    model: Any
     train: Callable[..., dict[str, Any]]
     label: str
     is_policy: bool
@@ -138,7 +137,8 @@ class _Watched:
         if not isinstance(loss_fn, LossFunction) or "token_mask" not in data:
             return self.train(data, loss_fn, **kwargs)  # refused by the model
         rows_per_step = self._rows_per_step(data, loss_fn, kwargs.get("gbs"))
-        rows = self._with_columns(data, loss_fn, rows_per_step)
+        comparison = self._comparison(data, loss_fn, rows_per_step)
+        rows = _with_columns(data, loss_fn, comparison)
         expected = ExpectedCounts.of(rows, rows_per_step)
         self.changes.before_training()
         result = self._train(rows, loss_fn, rows_per_step, kwargs)
@@ -155,70 +155,63 @@ class _Watched:
     def _train(
         self, rows: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int, kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        limits = self.checks.limits()
+        if COMPARISON not in rows:
+            result = self.train(rows, CheckedLoss(loss_fn, None), **kwargs)
+            if self.is_policy:
+                self.checks.count(None)
+            return result
+        limits, first = self.checks.limits(), rows.slice(0, min(rows_per_step, rows.size))
+        version = self.model.weight_version
         try:
             result = self.train(rows, CheckedLoss(loss_fn, limits), **kwargs)
         except BrokenPromiseError as error:
             raise BrokenPromiseError(f"Step {self.checks.step()}: {self.label}: {error}") from error
         except NonFiniteError:
-            first = rows.slice(0, min(rows_per_step, rows.size))
             numbers = self._compare(first, loss_fn, limits, rows_per_step)
-            if numbers is None or not any(each.refused or each.doubtful for each in numbers):
+            if not any(each.refused or each.doubtful for each in numbers.values()):
                 raise
-            if any(each.refused for each in numbers):
-                raise self._disagreement(first, numbers, limits, taken=False) from None
-            self.checks.confirm(numbers[0], self.label)
+            if any(each.refused for each in numbers.values()):
+                raise self._disagreement(first, numbers, limits, version) from None
+            self.checks.confirm(numbers["engine"], self.label)
             self.model.prepare_for_training()
             limits = self.checks.limits()
             result = self.train(rows, CheckedLoss(loss_fn, limits), **kwargs)
-        numbers = self._numbers(result)
-        if numbers is None:
-            return result
-        if any(each.refused for each in numbers):
-            raise self._disagreement(rows.slice(0, min(rows_per_step, rows.size)), numbers, limits, taken=True)
-        if self.is_policy:
-            self.checks.count(numbers[0])
+        numbers = _numbers(result)
+        if any(each.refused for each in numbers.values()):
+            raise self._disagreement(first, numbers, limits, version)
+        self.checks.count(numbers.get("engine"))
         return result
 
     def _compare(
         self, rows: BatchedDataDict[Any], loss_fn: LossFunction, limits: Limits, rows_per_step: int
-    ) -> tuple[Numbers, Numbers] | None:
-        """Compare again, without a loss and a step; names the worst row even if no row is beyond its limit."""
+    ) -> dict[str, Numbers]:
+        """Compare again, without a loss and a step; finds the worst row even if no row is beyond its limit."""
         numbers = self._compare_once(rows, loss_fn, limits, rows_per_step)
-        if numbers is None or numbers[0].row or not numbers[0].worst_row:
-            return numbers
-        narrow = Limits(
-            mean=limits.mean, mean_tokens=limits.mean_tokens, row=0.999 * numbers[0].worst_row, row_tokens=limits.row_tokens
-        )
-        again = self._compare_once(rows, loss_fn, narrow, rows_per_step)
-        return numbers if again is None else (numbers[0].with_row(again[0].row), numbers[1])
+        for name, each in numbers.items():
+            if each.refused or each.doubtful:
+                again = self._compare_once(rows, loss_fn, replace(limits, row=0.999 * each.worst_row), rows_per_step)
+                numbers[name] = replace(each, row=again[name].row)
+        return numbers
 
     def _compare_once(
         self, rows: BatchedDataDict[Any], loss_fn: LossFunction, limits: Limits, rows_per_step: int
-    ) -> tuple[Numbers, Numbers] | None:
+    ) -> dict[str, Numbers]:
         result = self.train(rows, CheckedLoss(loss_fn, limits, only_checks=True), eval_mode=True, gbs=rows_per_step)
-        return self._numbers(result)
-
-    @staticmethod
-    def _numbers(result: Mapping[str, Any]) -> tuple[Numbers, Numbers] | None:
-        metrics, steps = result.get("metrics") or {}, result.get("num_optimizer_steps") or 1
-        if f"{PREFIX}engine/sum" not in metrics:
-            return None
-        return Numbers.of(metrics, "engine", steps), Numbers.of(metrics, "scores", steps)
+        return _numbers(result)
 
     def _disagreement(
-        self, rows: BatchedDataDict[Any], numbers: tuple[Numbers, Numbers], limits: Limits, *, taken: bool
+        self, rows: BatchedDataDict[Any], numbers: Mapping[str, Numbers], limits: Limits, version: int
     ) -> BrokenPromiseError:
         return disagreement(
-            policy=self.model,  # type: ignore[arg-type]
+            policy=self.model,
             rows=rows,
-            engine=numbers[0],
-            scores=numbers[1],
+            engine=numbers["engine"],
+            scores=numbers.get("scores"),
             limits=limits,
             step=self.checks.step(),
-            version=self.model.weight_version,
+            version=version,
             labels=(self.label, self.checks.engine_label),
-            taken=taken,
+            taken=self.model.weight_version != version,
         )
 
     def _rows_per_step(self, data: BatchedDataDict[Any], loss_fn: LossFunction, gbs: int | None) -> int:
@@ -228,22 +221,30 @@ class _Watched:
         ranks = self.model.data_ranks * loss_fn.rows_per_unit
         return rows_per_optimizer_step(data.size, batch_size=batch_size, multiple_of=ranks)
 
-    def _with_columns(self, data: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int) -> BatchedDataDict[Any]:
-        """The rows with the columns that `CheckedLoss` reads."""
-        columns: dict[str, Any] = {"generation_logprobs": torch.zeros_like(data["token_mask"]), **data}
-        numbers = torch.arange(1, data.size + 1)
-        needed = loss_fn.rows_with_gradient(data)
-        columns[ROW_NUMBERS] = numbers if needed is None else torch.where(needed, numbers, -numbers)
-        columns[COMPARISON] = self._comparison(data, loss_fn, rows_per_step)
-        return BatchedDataDict(columns)
-
-    def _comparison(self, data: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int) -> torch.Tensor:
-        """[B, T] what each token may be compared with: only before the weights change, and without dropout."""
-        comparison = torch.zeros_like(data["token_mask"])
+    def _comparison(self, data: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int) -> torch.Tensor | None:
+        """[B, T] what each token may be compared with: only before the weights change, and without dropout; None for none."""
         if not self.is_policy or loss_fn.allows_dropout or not self.checks.is_first_call():
-            return comparison
-        comparison[:rows_per_step] = WITH_SCORES
+            return None
+        first, comparison = slice(0, rows_per_step), torch.zeros_like(data["token_mask"])
+        if "prev_logprobs" in loss_fn.required_keys:
+            comparison[first] = WITH_SCORES
         if self.checks.agreement is not None and {"generation_logprobs", "token_versions"} <= data.keys():
-            version = self.model.weight_version
-            comparison[:rows_per_step][data["token_versions"][:rows_per_step] == version] = WITH_ENGINE
-        return comparison
+            comparison[first][data["token_versions"][first] == self.model.weight_version] = WITH_ENGINE
+        return comparison if bool((comparison > 0).any()) else None
+
+
+def _with_columns(data: BatchedDataDict[Any], loss_fn: LossFunction, comparison: torch.Tensor | None) -> BatchedDataDict[Any]:
+    """The rows with the columns that `CheckedLoss` reads."""
+    numbers, needed = torch.arange(1, data.size + 1), loss_fn.rows_with_gradient(data)
+    columns: dict[str, Any] = {**data, ROW_NUMBERS: numbers if needed is None else torch.where(needed, numbers, -numbers)}
+    if comparison is not None:
+        columns[COMPARISON] = comparison
+        columns.setdefault("generation_logprobs", torch.zeros_like(comparison))
+    return BatchedDataDict(columns)
+
+
+def _numbers(result: Mapping[str, Any]) -> dict[str, Numbers]:
+    """The comparisons in the result of `train`; empty if it has none, which `ExpectedCounts.check` reports."""
+    metrics, steps = result.get("metrics") or {}, result.get("num_optimizer_steps") or 1
+    names = [name for name in ("engine", "scores") if f"{PREFIX}{name}/sum" in metrics]
+    return {name: Numbers.of(metrics, name, steps) for name in names}

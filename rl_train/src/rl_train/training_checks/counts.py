@@ -11,6 +11,7 @@ from rl_core.dispatch.rows import global_counts
 from rl_core.errors import BrokenPromiseError
 from rl_train.training_checks.checked_loss import PREFIX, counted
 
+_RESULT_KEYS = ("loss", "grad_norm", "lr", "num_optimizer_steps", "global_valid_toks", "metrics")
 _NORMALIZERS = {"seqs": "global_valid_seqs", "toks": "global_valid_toks"}
 
 
@@ -47,7 +48,12 @@ class ExpectedCounts:
         Raises:
             BrokenPromiseError: they differ; says what `train` must do.
         """
-        metrics, steps = result.get("metrics") or {}, result.get("num_optimizer_steps")
+        if missing := [key for key in _RESULT_KEYS if key not in result]:
+            raise BrokenPromiseError(
+                f"Step {step}: the result of `train` of {label} has no {', '.join(f'`{key}`' for key in missing)}. See "
+                "`rl_core.interfaces.trainable.TrainableInterface.train` for its keys."
+            )
+        metrics, steps = result["metrics"], result["num_optimizer_steps"]
         if f"{PREFIX}rows" not in metrics:
             raise BrokenPromiseError(
                 f"Step {step}: `train` of {label} returned no metrics of the loss. `metrics` must have the metrics that the "

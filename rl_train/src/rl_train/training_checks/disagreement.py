@@ -18,7 +18,7 @@ def disagreement(
     policy: PolicyInterface,
     rows: BatchedDataDict[Any],
     engine: Numbers,
-    scores: Numbers,
+    scores: Numbers | None,
     limits: Limits,
     step: int,
     version: int,
@@ -48,6 +48,7 @@ def disagreement(
         numbers, what = engine, f"{engine_label} and {policy_label}"
         sides = "the log-probability that the engine returned for a sampled token, and that of the policy's training pass"
     else:
+        assert scores is not None
         numbers, what = scores, f"scoring and training pass of {policy_label}"
         sides = "the log-probability of `get_logprobs`, and that of the training pass for the same token and weights"
     values = f"{numbers.invalid} values are not finite" if numbers.invalid else f"{numbers.mean:.3g} nats on average"

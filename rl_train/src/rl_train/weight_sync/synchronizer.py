@@ -165,6 +165,8 @@ class WeightSynchronizer(WeightOwner):
         """
         assert self._make_canary is not None
         with self._turn:
+            if self.is_stale:  # an engine that discards its weights when it sleeps
+                self.sync()
             self._policy.offload_before_refit()
             with _attributed(self.transport_name):
                 self._canary = self._canary or self._make_canary()
