@@ -37,6 +37,11 @@ def test_targets_are_imported_only_when_asked_deep(site):
     assert deep.returncode == 1
     assert "ModuleNotFoundError: No module named 'acme_kernels'" in deep.stdout
     (package / "policy.py").write_text("class Policy: pass\n")
+    deep = site.rlcore("doctor", "acme", "--deep")
+    assert deep.returncode == 1
+    assert "acme_rl.policy.Policy (acme-rl 1.0)" in deep.stdout
+    assert "is not a subclass of rl_core.interfaces.policy.PolicyInterface" in deep.stdout
+    (package / "policy.py").write_text("from rl_backends_hf.policy import HuggingFacePolicy as Policy\n")
     assert site.rlcore("doctor", "acme", "--deep").returncode == 0
 
 

@@ -127,8 +127,10 @@ def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:
 
 
 def _examine_target(component: Component, kind: str | None = None) -> bool:
-    """Imports config and target, in this order, and prints the import time or the traceback of each."""
+    """Imports config and target, in this order, prints the import time or the traceback of each, and checks the contract."""
     from rl_core.errors import PluginError
+    from rl_core.plugins.component import Kind
+    from rl_train.runtime.contracts import kind_problem
 
     healthy = True
     loads: list[tuple[str | None, Callable[[], object]]] = [
@@ -147,7 +149,10 @@ def _examine_target(component: Component, kind: str | None = None) -> bool:
             _print_traceback(error.__cause__ or error)
         else:
             print(f"    ok      {reference}  {(time.perf_counter() - started) * 1000:.0f} ms")
-    return healthy
+    problem = kind_problem(component.load(), None if kind is None else Kind(kind)) if healthy else None
+    if problem is not None:
+        print(f"    FAILED  {problem}")
+    return healthy and problem is None
 
 
 def _load_config(component: Component, kind: str | None) -> object:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.process_seed import seed_process
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
@@ -113,6 +114,7 @@ class Run:
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
             self.step, started = step, time.perf_counter()
+            seed_process(self.config.algorithm.seed, step)  # of each step, so that a resumed run draws the same numbers
             with profiled(step, self.config.profiling, self.folder):
                 yield step
                 self.metrics.add({"time/step_s": time.perf_counter() - started})

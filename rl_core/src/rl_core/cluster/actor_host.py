@@ -19,6 +19,7 @@ from ray import cloudpickle
 
 from rl_core.cluster import orphan_reaper, stacks
 from rl_core.cluster.ports import free_port
+from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.worker_context import WorkerContext, construct
 
@@ -101,6 +102,7 @@ class ActorHost:
             worker_class, kwargs = cloudpickle.loads(pickled)
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(context.num_threads)
+            seed_process(context.seed, context.coords.get("data", context.rank))
             self._worker = construct(worker_class, context, kwargs)
         except Exception as error:
             return _record(error)

@@ -243,6 +243,7 @@ class RayWorkerGroup(WorkerGroup):
             coords=self._sharding.get_worker_coords(rank),
             device="cuda" if self._cluster.use_gpus else "cpu",
             num_threads=self._threads(rank),
+            seed=self._cluster.seed,
         )
 
     def _threads(self, rank: int) -> int:

@@ -51,6 +51,7 @@ class RayVirtualCluster:
         cpus_per_bundle: CPUs reserved for a bundle, and its number of threads; None reserves one, with an equal
             share of the node as threads.
         name: Name of the cluster in errors.
+        seed: Random seed of the worker processes.
 
     Raises:
         ResourceInsufficientError: Immediately if the nodes are too few or too small, and after a few seconds if the
@@ -64,10 +65,12 @@ class RayVirtualCluster:
         max_colocated_worker_groups: int = 1,
         cpus_per_bundle: float | None = None,
         name: str = "",
+        seed: int = 0,
     ) -> None:
         if max_colocated_worker_groups < 1:
             raise UserError(f"max_colocated_worker_groups={max_colocated_worker_groups} must be at least 1")
         self.name = name or "cluster"
+        self.seed = seed
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self._cpus = cpus_per_bundle
         self._tenants: list[_Tenant] = []

@@ -24,6 +24,8 @@ class WorkerContext:
         coords: Axis name to coordinate in the group's grid, such as {"data": 1, "tensor": 0}.
         device: Device that the worker computes on.
         num_threads: Threads for its computations.
+        seed: Seeds the process's generators before the worker is created. Ranks with the same data coordinate, which hold
+            parts of one copy of the model, have the same seed.
         run_in_process: The worker shares the driver's process and must not change global state (default process group,
             thread counts, signal handlers).
     """
@@ -37,6 +39,7 @@ class WorkerContext:
     coords: Mapping[str, int] = field(default_factory=dict)
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = 1
+    seed: int = 0
     run_in_process: bool = False
 
     def __post_init__(self) -> None:

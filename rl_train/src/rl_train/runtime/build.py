@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.source_tree import dotted
+from rl_core.data.process_seed import seed_process
 from rl_core.errors import ConfigError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
@@ -38,6 +39,7 @@ from rl_train.rollouts.source import OnDemandSource, RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 from rl_train.runtime.collector import make_collector
+from rl_train.runtime.contracts import check_contracts
 from rl_train.runtime.data import (
     BadRows,
     Source,
@@ -89,6 +91,8 @@ def build_run(
     check_turns(config, registry)
     check_own_weights(config, registry)
     loss_fn = loss_of(config, registry)
+    check_contracts(config, registry, loss_fn)
+    seed_process(config.algorithm.seed)
     before_models(config)
     with with_key("cluster"):
         cluster = _cluster(config, exits)
@@ -349,7 +353,7 @@ def loss_of(config: RunConfig, registry: Registry) -> LossFunction:
 
 def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
     companions = sum(getattr(config, name) is not None for name in COMPANIONS)
-    return make_cluster(config.cluster, exits, models=1 + companions)
+    return make_cluster(config.cluster, exits, models=1 + companions, seed=config.algorithm.seed)
 
 
 def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:

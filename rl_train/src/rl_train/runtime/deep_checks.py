@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from rl_core.errors import UserError
+from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.config.component_checks import Finding, sections_of
 from rl_train.config.loader import LoadedConfig
@@ -13,6 +13,7 @@ from rl_train.config.own_weights_checks import own_weights_conflicts
 from rl_train.config.turn_checks import imported_turn_conflicts
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.runtime.build import DataLoaders, loss_of, read_sources
+from rl_train.runtime.contracts import contract_conflicts
 from rl_train.runtime.late_errors import problem_in_section, with_key
 from rl_train.runtime.model_checks import (
     length_conflicts,
@@ -22,7 +23,6 @@ from rl_train.runtime.model_checks import (
     tokenizer_key,
 )
 from rl_train.runtime.reward_checks import resolve_completion_formats
-from rl_train.runtime.worker_code_errors import check_environment_class
 from rl_train.tools.task_tools import tools_of_run
 
 
@@ -33,10 +33,12 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
     if not problems:
         yield from imported_turn_conflicts(loaded.run, registry)
         yield from own_weights_conflicts(loaded.run, registry)
-        yield from _environment_classes(loaded, registry)
-        loss_problem = _problem_of(lambda: loss_of(loaded.run, registry))
-        if loss_problem is not None:
-            yield loss_problem
+        loss_fn: LossFunction | None = None
+        try:
+            loss_fn = loss_of(loaded.run, registry)
+        except UserError as error:
+            yield tuple((error.key or "loss_fn").split(".")), str(error)
+        yield from contract_conflicts(loaded.run, registry, loss_fn)
     missing: set[str] = set()
     for names, finding in missing_models(loaded.run):
         yield finding
@@ -67,15 +69,6 @@ def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
     for at, component in loaded.components.items():
         problem = _problem_of(component.load, key=at)
         if problem is not None:
-            yield problem
-
-
-def _environment_classes(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
-    for task, section in loaded.run.env.items():
-        name = section.env_cls or section.name or task
-        key = f"env.{task}.{'env_cls' if section.env_cls is not None else 'name'}"
-        check = partial(check_environment_class, registry.find("environment", name).load(), name)
-        if (problem := _problem_of(check, key=key)) is not None:
             yield problem
 
 

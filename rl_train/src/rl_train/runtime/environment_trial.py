@@ -25,8 +25,8 @@ from rl_train.config.section_resolver import FUNCTIONS, section_of
 from rl_train.data.conversations import read_messages, without_answer
 from rl_train.data.json_lines import JsonLines
 from rl_train.runtime.build import read_sources
+from rl_train.runtime.contracts import first_argument
 from rl_train.runtime.reward_checks import resolve_completion_formats, sources_of
-from rl_train.runtime.workers import first_argument
 
 UNDECLARED_TURNS = 100
 """Maximum number of turns for a class named by its path, which declares no number and may need several."""

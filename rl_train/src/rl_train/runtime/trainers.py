@@ -33,6 +33,7 @@ from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.runtime.build import DataLoaders, connect
+from rl_train.runtime.contracts import model_contracts
 from rl_train.runtime.data import Source
 from rl_train.runtime.losses import make_loss
 from rl_train.runtime.model_checks import check_models
@@ -264,6 +265,7 @@ class Trainer:
         if self.generation is not None and self.generation.has_own_weights:
             raise ConfigError(f"`generation`: {own_weights_refused(self.algorithm, type(self.generation).__name__)}")
         self._check_teacher()
+        self._check_contracts()
         if "value" in algorithm.runtime_needs.companions and self.value is None:
             raise ConfigError(
                 f"{self.algorithm} has a critic: pass `value`, a model with head='scalar', to {type(self).__name__}."
@@ -284,6 +286,12 @@ class Trainer:
                     f"Rollouts have at most {allowed} turn(s), but {type(environment).__name__} needs {needed} to give a "
                     f"reward. Set `max_rollout_turns` of the algorithm to {needed} or more."
                 )
+
+    def _check_contracts(self) -> None:
+        given = {"policy": self.policy, "value": self.value, "teacher": self.teacher, "policy.generation": self.generation}
+        for name, contract in model_contracts(self.config, self._loss_fn).items():
+            if given[name] is not None and (problem := contract.problem(type(given[name]))) is not None:
+                raise ConfigError(f"`{name.removeprefix('policy.')}`: {problem}")
 
     def _check_teacher(self) -> None:
         needs_teacher = "teacher" in self.config.algorithm.runtime_needs.companions

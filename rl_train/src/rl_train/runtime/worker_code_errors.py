@@ -77,27 +77,6 @@ def _raised_in(error: Exception, found: Any, name: str) -> str | None:
     return f"{name} raised {kind} at {file}:{lines[-1]}:{text}"
 
 
-def check_environment_class(worker_class: Any, name: str) -> None:
-    """Check that a class has a method `step`.
-
-    Raises:
-        ConfigError: it has none, so no turn of a rollout could be answered.
-    """
-    found = plain_class(worker_class)
-    abstract = sorted(getattr(found, "__abstractmethods__", ()))
-    missing = abstract or ([] if callable(getattr(found, "step", None)) else ["step"])
-    if not missing:
-        return
-    try:
-        location = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
-    except (TypeError, OSError):
-        location = ""
-    raise ConfigError(
-        f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define "
-        "`step(self, message_log_batch, metadata)`, which returns an EnvironmentReturn."
-    )
-
-
 def _uses(group: str, at: KeyPath) -> bool:
     """Whether workers of a group run the code of a section: models that of the loss, environments their own."""
     if at == ("loss_fn",):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
-from rl_core.plugins.component import Component
+from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
 from rl_train.config.lr_schedule_checks import with_schedule_lengths
@@ -32,8 +31,9 @@ from rl_train.metrics.logger import Logger
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.runtime.contracts import check_class, check_environment_class, first_argument
 from rl_train.runtime.late_errors import with_key
-from rl_train.runtime.worker_code_errors import check_environment_class
+from rl_train.user_code import reporting_errors
 from rl_train.weight_sync.canary import PROMPT_TOKENS, Canary, CanaryCalibration, Retempering, make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.waiting import wait_together
@@ -123,9 +123,7 @@ class Builder:
         """The policy; it loads in the background."""
         component = self.registry.find("policy", self.run.policy.backend)
         section = self._scoring(with_schedule_lengths(self.run).policy)
-        policy: ColocatablePolicyInterface = component.load()(
-            config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines
-        )
+        policy: ColocatablePolicyInterface = self._create(component, Kind.POLICY, "policy.backend", config=section)
         self.exits.callback(policy.shutdown)
         return policy
 
@@ -139,8 +137,8 @@ class Builder:
             section = getattr(with_schedule_lengths(self.run), name)
             if section is not None:
                 section = self._scoring(section)
-                make = self.registry.find("policy", section.backend).load()
-                companions[name] = make(config=section, cluster=self.cluster, deadlines=self.run.cluster.deadlines, name=name)
+                component = self.registry.find("policy", section.backend)
+                companions[name] = self._create(component, Kind.POLICY, f"{name}.backend", config=section, name=name)
                 self.exits.callback(companions[name].shutdown)
         return companions
 
@@ -160,11 +158,23 @@ class Builder:
         section = self.run.policy.generation
         assert section is not None
         component = self.registry.find("generation", section.backend)
-        generation: GenerationInterface = component.load()(
-            config=section.for_policy(self.run.policy), cluster=self.cluster, deadlines=self.run.cluster.deadlines
+        generation: GenerationInterface = self._create(
+            component, Kind.GENERATION, "policy.generation.backend", config=section.for_policy(self.run.policy)
         )
         self.exits.callback(generation.shutdown)
         return generation
+
+    def _create(self, component: Component, kind: Kind, key: str, **arguments: Any) -> Any:
+        """A model or an engine; it loads in the background."""
+        arguments = {"cluster": self.cluster, "deadlines": self.run.cluster.deadlines, **arguments}
+        target = component.load()
+        with with_key(key):
+            check_class(target, kind, arguments)
+            user_code = reporting_errors(f"{component.name}(...)", target) if is_path(component.name) else nullcontext()
+            with user_code:
+                created = target(**arguments)
+            check_class(type(created), kind)
+        return created
 
     def environments(self) -> dict[str, EnvironmentInterface]:
         """Every task's environment, as a pool of processes."""
@@ -330,13 +340,14 @@ def capabilities_of(component: Component) -> tuple[str, ...]:
     return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
 
 
-def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) -> RayVirtualCluster | None:
+def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1, seed: int = 0) -> RayVirtualCluster | None:
     """The cluster of a run; None if it runs in one process.
 
     Args:
         config: the section `cluster`.
         exits: closes it.
         models: the policy and its companions, which share each bundle with the engine.
+        seed: random seed of the workers' processes; this process is seeded by `Run.steps`.
 
     Raises:
         ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
@@ -350,6 +361,7 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1) ->
         max_colocated_worker_groups=1 + models,
         cpus_per_bundle=config.cpus_per_worker,
         name="run",
+        seed=seed,
     )
     exits.callback(cluster.shutdown)
     return cluster
@@ -364,9 +376,3 @@ def _check_device(use_gpus: bool | None) -> None:
     else:
         what = "torch finds no GPU in this process. Remove use_gpus, or use a machine with a GPU and torch for CUDA."
     raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")
-
-
-def first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
-    """The config as a keyword argument for the first parameter of the class; empty if it has no parameters."""
-    parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    return {parameters[0].name: config} if parameters else {}

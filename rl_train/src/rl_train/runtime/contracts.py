@@ -1,0 +1,246 @@
+"""Checks the classes of a run against their contracts before a model is loaded: base class, methods, constructor.
+
+Only the methods that the configured run calls are required. `rlcore train`, `validate --deep`, `doctor --deep` and the Python
+trainers use the same checks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_core.cluster.remote_actor import plain_class
+from rl_core.config.source_tree import dotted
+from rl_core.errors import ConfigError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
+from rl_core.interfaces.trainable import TrainableInterface
+from rl_core.interfaces.value import ValueInterface
+from rl_core.plugins.component import Kind
+from rl_core.plugins.discovery import class_label
+from rl_core.plugins.registry import Registry
+from rl_train.algorithms.kl_penalty import kl_in_reward
+from rl_train.config.component_checks import Finding, models_of
+from rl_train.config.own_weights_checks import declares_own_weights
+from rl_train.config.schema import RunConfig
+from rl_train.metrics.logger import Logger
+
+_REFERENCE = "get_reference_policy_logprobs"
+_REFIT = ("prepare_refit_info", "weight_fingerprint", "invalidate_kv_cache", "weight_version")
+"""What weight synchronization calls on every engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What a run expects of a class."""
+
+    bases: tuple[type, ...]
+    """It must be a subclass of one of them."""
+    methods: tuple[str, ...] = ()
+    """Methods and properties that it must define, in addition to the abstract ones."""
+    arguments: tuple[str, ...] = ()
+    """Keyword arguments of its constructor; empty if it is not called."""
+    caller: str = "a run"
+    """Who calls the methods, in errors."""
+
+    def problem(self, component: Any) -> str | None:
+        """What a class lacks, or None. Of a function that creates the component, only the arguments are checked."""
+        target: Any = plain_class(component)
+        if not callable(target):
+            return f"{component!r} is not a class. Name a class, or a function that returns the component."
+        problems = list(self._class_problems(target)) if isinstance(target, type) else []
+        if self.arguments and (problem := _argument_problem(target, self.arguments)) is not None:
+            problems.append(problem)
+        if not problems:
+            return None
+        return f"{_label(target)} cannot be used: {'; '.join(problems)}. docs/write_a_plugin.md shows each interface."
+
+    def _class_problems(self, target: type) -> Iterator[str]:
+        if not issubclass(target, self.bases):
+            yield f"it is not a subclass of {' or '.join(f'{base.__module__}.{base.__name__}' for base in self.bases)}"
+        missing = {method for method in self.methods if _lacks(target, method)}
+        if missing := missing.union(getattr(target, "__abstractmethods__", ())):
+            yield f"it does not define {', '.join(sorted(missing))}, which {self.caller} calls"
+
+
+MODEL_ARGUMENTS = ("config", "cluster", "deadlines")
+CONTRACTS: Mapping[Kind, Contract] = {
+    Kind.POLICY: Contract(bases=(PolicyInterface, ValueInterface), arguments=MODEL_ARGUMENTS),
+    Kind.GENERATION: Contract(bases=(GenerationInterface,), arguments=MODEL_ARGUMENTS),
+    Kind.LOSS: Contract(bases=(LossFunction,)),
+    Kind.LOGGER: Contract(bases=(Logger,)),
+}
+"""The contract of each kind, for any run."""
+
+
+def kind_problem(component: Any, kind: Kind | None) -> str | None:
+    """What a class lacks for every run, or None.
+
+    Args:
+        component: the class.
+        kind: its kind; None for that of its base class, if it has one.
+    """
+    if kind is None and isinstance(component, type):
+        kind = next((each for each, contract in CONTRACTS.items() if issubclass(component, contract.bases)), None)
+    contract = CONTRACTS.get(kind) if kind is not None else None
+    return contract.problem(component) if contract is not None else None
+
+
+def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights: bool = False) -> dict[str, Contract]:
+    """The contracts of the models and the engine of a run, by section: `policy`, `value`, `teacher`, `policy.generation`.
+
+    Args:
+        run: the config.
+        loss_fn: its loss; None if it could not be created.
+        own_weights: whether the engine has its own weights, so that it is not refitted.
+    """
+    samples, saves = run.algorithm.runtime_needs.samples, run.checkpointing.enabled
+    needed = loss_fn.required_keys if loss_fn is not None else frozenset()
+    penalty = kl_in_reward(run.loss_fn)
+    if penalty is not None:
+        needed |= penalty.required_keys
+    saved = ("save_checkpoint",) if saves else ()
+    policy = ["train", *saved]
+    if samples:
+        policy += ["get_logprobs", "weight_version", "weight_fingerprint"]
+    if "reference_policy_logprobs" in needed:
+        policy.append(_REFERENCE)
+    teacher = ["get_logprobs"] if "teacher_logprobs" in needed else []
+    if loss_fn is not None and loss_fn.candidates_key is not None:
+        teacher.append("get_topk_logprobs")
+    base = ColocatablePolicyInterface if samples else PolicyInterface
+    scalar = run.policy.head == "scalar"
+    contracts = {
+        "policy": Contract(bases=(TrainableInterface,) if scalar else (base,), methods=tuple(policy)),
+        "value": Contract(bases=(ValueInterface,), methods=("train", *saved)),
+        "teacher": Contract(bases=(ColocatablePolicyInterface,), methods=tuple(teacher)),
+        "policy.generation": Contract(bases=(GenerationInterface,), methods=() if own_weights else _REFIT),
+    }
+    return {name: replace(contract, caller=run.algorithm_name) for name, contract in contracts.items()}
+
+
+def contract_conflicts(run: RunConfig, registry: Registry, loss_fn: LossFunction | None) -> Iterator[Finding]:
+    """Classes of a run that do not keep the contract of their kind. Imports them.
+
+    Args:
+        run: the config.
+        registry: used to look up components.
+        loss_fn: its loss; None if it could not be created.
+    """
+    engine = run.policy.generation
+    own_weights = engine is not None and declares_own_weights(engine, registry)
+    contracts = model_contracts(run, loss_fn, own_weights=own_weights)
+    sections: dict[str, Any] = {**models_of(run)}
+    if engine is not None and run.algorithm.runtime_needs.samples:
+        sections["policy.generation"] = engine
+    for name, section in sections.items():
+        kind = "generation" if section is engine else "policy"
+        named = () if name in ("policy", "policy.generation") else ("name",)
+        contract = replace(contracts[name], arguments=(*MODEL_ARGUMENTS, *named))
+        if (problem := contract.problem(registry.find(kind, section.backend).load())) is not None:
+            yield (*name.split("."), "backend"), problem
+    for task, environment in run.env.items():
+        env_name = environment.env_cls or environment.name or task
+        try:
+            check_environment_class(registry.find("environment", env_name).load(), env_name)
+        except ConfigError as error:
+            yield ("env", task, "env_cls" if environment.env_cls is not None else "name"), str(error)
+    for name, logger in run.logger.loggers.items():
+        contract = replace(CONTRACTS[Kind.LOGGER], arguments=("config", "folder"))
+        if logger.enabled and (problem := contract.problem(registry.find("logger", name).load())) is not None:
+            yield ("logger", "loggers", name), problem
+
+
+def check_contracts(run: RunConfig, registry: Registry, loss_fn: LossFunction) -> None:
+    """Refuse a run whose classes do not keep their contracts, before its workers start.
+
+    Raises:
+        ConfigError: lists what each class lacks.
+    """
+    if conflicts := list(contract_conflicts(run, registry, loss_fn)):
+        error = ConfigError("\n".join(message for _, message in conflicts))
+        error.key = dotted(conflicts[0][0])
+        raise error
+
+
+def check_class(component: Any, kind: Kind, arguments: Collection[str] = ()) -> None:
+    """Refuse a class that a run cannot use, whatever its algorithm is.
+
+    Args:
+        component: the class, or a function that creates the component.
+        kind: its kind.
+        arguments: keyword arguments of the call that creates it; empty if there is none.
+
+    Raises:
+        ConfigError: its base class, an abstract method or the arguments of its constructor are wrong.
+    """
+    contract = replace(CONTRACTS[kind], arguments=tuple(arguments))
+    if (problem := contract.problem(component)) is not None:
+        raise ConfigError(problem)
+
+
+def check_environment_class(worker_class: Any, name: str) -> None:
+    """Check that a class has a method `step`, and a constructor that takes at most its section.
+
+    Raises:
+        ConfigError: no turn of a rollout could be answered, or the class could not be created.
+    """
+    found = plain_class(worker_class)
+    abstract = sorted(getattr(found, "__abstractmethods__", ()))
+    missing = abstract or ([] if callable(getattr(found, "step", None)) else ["step"])
+    if not missing:
+        if (problem := _argument_problem(found, tuple(first_argument(found, None)))) is not None:
+            raise ConfigError(f"The environment {name} cannot be used: {problem}.")
+        return
+    try:
+        location = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
+    except (TypeError, OSError):
+        location = ""
+    raise ConfigError(
+        f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define "
+        "`step(self, message_log_batch, metadata)`, which returns an EnvironmentReturn."
+    )
+
+
+def first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
+    """The config as a keyword argument for the first parameter of the class; empty if it has no parameters."""
+    parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return {parameters[0].name: config} if parameters else {}
+
+
+def _lacks(component: type, method: str) -> bool:
+    """Whether a class has no such method or only the default of an interface, which raises an error."""
+    if method == _REFERENCE and not _lacks(component, "get_reference_logprobs"):
+        return False
+    own = getattr(component, method, None)
+    interfaces = (ColocatablePolicyInterface, ValueInterface, GenerationInterface)
+    return own is None or any(own is getattr(base, method, None) for base in interfaces)
+
+
+def _argument_problem(target: Any, names: tuple[str, ...]) -> str | None:
+    """Why a call with these keyword arguments would fail, or None; None as well if the signature is not known."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        call = ", ".join(f"{name}=..." for name in names)
+        return (
+            f"a run creates it with ({call}), but the constructor takes {signature}: {error}. Write `def __init__(self, *, "
+            f"{', '.join(names)})`"
+        )
+    return None
+
+
+def _label(target: Any) -> str:
+    if not isinstance(target, type):
+        return f"{target.__module__}.{target.__qualname__}"
+    try:
+        return f"{class_label(target)}, defined in {inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]},"
+    except (TypeError, OSError):
+        return class_label(target)
