@@ -7,11 +7,13 @@ disabled. A comparison may therefore run forever: run it in a process that `rl_e
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_envs.math.boxes import last_box
 from rl_envs.math.comparison import Comparison, compare
-from rl_envs.math.notation import is_words, without_delimiters
+from rl_envs.math.notation import without_delimiters
+from rl_envs.math.words import is_words
 
 _LIST_MARKER = re.compile(
     r"^[ \t]*(?:[-*#>]+[ \t]+)*(?:\(?\d{1,3}[.):](?=\s)(?!\s*\Z)[ \t]*|step[ \t]+\d+[.:)]?)", re.MULTILINE | re.IGNORECASE
@@ -106,7 +108,13 @@ def _last_answer(text: str) -> str | None:
 
 
 def grade_answer(
-    expected: str, completion: str, *, require_box: bool, allow_unevaluated: bool = False, lowest_terms: bool = False
+    expected: str,
+    completion: str,
+    *,
+    require_box: bool,
+    allow_unevaluated: bool = False,
+    lowest_terms: bool = False,
+    units: Sequence[str] | None = None,
 ) -> AnswerGrade:
     """Grade the completion's final answer.
 
@@ -116,6 +124,7 @@ def grade_answer(
         require_box: Whether a completion without a box has no answer; otherwise see `unboxed_answer`.
         allow_unevaluated: Whether to accept unevaluated arithmetic, such as `3 + 2` for 5.
         lowest_terms: Whether `2/4` for 1/2 is unevaluated too.
+        units: Units that an answer may have although the expected one has none; None for any known unit.
     """
     gold = last_box(expected)
     gold = without_delimiters(expected if gold is None else gold)
@@ -124,5 +133,5 @@ def grade_answer(
         answer = unboxed_answer(completion, words=is_words(gold))
     if not answer:
         return AnswerGrade(comparison=None, answer=None, boxed=boxed is not None)
-    comparison = compare(gold, answer, allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms)
+    comparison = compare(gold, answer, allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms, units=units)
     return AnswerGrade(comparison=comparison, answer=answer, boxed=boxed is not None)

@@ -12,20 +12,20 @@ from typing import Any
 
 import sympy
 
-from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified
-from rl_envs.math.notation import brackets, choice, compact, is_words, normalize, plain, split_top
-from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, read_number, read_numeral
+from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of
+from rl_envs.math.inequalities import as_interval, without_variable
+from rl_envs.math.lists import EQUALS, elements, in_order_of_names, is_named, kinds_agree, left_side, without_name
+from rl_envs.math.notation import compact, has_text, normalize, plain, split_top, without_layout
+from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, is_rounding_of, read_clock, read_number, read_numeral
 from rl_envs.math.unevaluated import more_undone, undone_arithmetic
-from rl_envs.math.units import are_different, quantity
+from rl_envs.math.units import are_different, is_mentioned, quantity
+from rl_envs.math.words import has_same_letters, has_same_words, is_same_choice, is_same_date, is_words, symbol_of
 
 LONGEST_ANSWER = 4000
 """Maximum length of an answer, in characters; a longer one is correct only if it equals the expected text."""
-_SEPARATORS = r"[,;]"
 _UNION = r"\\cup(?![A-Za-z])"
-_EQUALS = r"(?<![<>!:])=(?!=)|\\approx(?![A-Za-z])"
+_APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _ORDER = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
-_MEMBER = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?\s*\\in(?![A-Za-z])")
-_LEFT_SIDE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s*[A-Za-z])*\))?|\\text\{[^{}]*\}(?:\s*\w+)?")
 
 
 class Comparison(IntEnum):
@@ -39,7 +39,14 @@ class Comparison(IntEnum):
     DIFFERENT = 3
 
 
-def compare(expected: str, answer: str, *, allow_unevaluated: bool = False, lowest_terms: bool = False) -> Comparison:
+def compare(
+    expected: str,
+    answer: str,
+    *,
+    allow_unevaluated: bool = False,
+    lowest_terms: bool = False,
+    units: Sequence[str] | None = None,
+) -> Comparison:
     """Compare an answer with the expected one.
 
     Args:
@@ -47,25 +54,26 @@ def compare(expected: str, answer: str, *, allow_unevaluated: bool = False, lowe
         answer: the model's answer, without the box.
         allow_unevaluated: accept `3 + 2` for 5.
         lowest_terms: whether `2/4` for 1/2 is unevaluated too.
+        units: units that an answer may have although the expected one has none; None for any known unit.
     """
-    has_same_letters = plain(expected).casefold() == plain(answer).casefold()
+    expected, answer = (symbol_of(without_layout(text)) for text in (expected, answer))
     if is_words(expected):
-        return _equal_if(has_same_letters)
-    if has_same_letters and "\\text" in expected:
+        return _equal_if(has_same_words(expected, answer))
+    if plain(expected) == plain(answer) or (has_text(expected) and plain(expected).casefold() == plain(answer).casefold()):
         return Comparison.EQUAL
-    if choice(expected) is not None and choice(expected) == choice(answer):
-        return Comparison.EQUAL
-    if plain(expected) == plain(answer):
+    if is_same_choice(expected, answer) or is_same_date(expected, answer):
         return Comparison.EQUAL
     if len(answer) > LONGEST_ANSWER:
         return Comparison.UNREADABLE
-    return _Comparer(allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms).of(normalize(expected), normalize(answer))
+    comparer = _Comparer(allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms, units=units)
+    return comparer.of(normalize(expected), normalize(answer))
 
 
 class _Comparer:
     """Compares normalized texts."""
 
-    def __init__(self, *, allow_unevaluated: bool, lowest_terms: bool = False) -> None:
+    def __init__(self, *, allow_unevaluated: bool, lowest_terms: bool = False, units: Sequence[str] | None = None) -> None:
+        self._units = units
         self._allow_unevaluated = allow_unevaluated
         self._allowed = frozenset() if lowest_terms else frozenset({REDUCTION})
 
@@ -75,14 +83,38 @@ class _Comparer:
             return Comparison.UNREADABLE
         if compact(expected) == compact(answer):
             return Comparison.EQUAL
-        expected, answer = _without_membership(expected), _without_membership(answer)
-        if "\\begin" in expected or "\\begin" in answer or _ORDER.search(expected) or _ORDER.search(answer):
+        if is_words(expected):
+            return _equal_if(has_same_words(expected, answer))
+        if "\\emptyset" in (expected, answer):
+            return Comparison.DIFFERENT
+        expected, answer = _as_intervals(without_variable(expected), without_variable(answer))
+        if any("\\begin" in text or _ORDER.search(text) for text in (expected, answer)):
             return self._whole(expected, answer)
-        for structured in (self._plus_minus, self._collection, self._equation):
+        for structured in (self._approximation, self._plus_minus, self._collection, self._equation, self._ratio):
             found = structured(expected, answer)
             if found is not None:
                 return found
         return self._scalar(expected, answer)
+
+    def _approximation(self, expected: str, answer: str) -> Comparison | None:
+        r"""`\pi \approx 3.14` is an exact value and its correct rounding; it means the rounding only if that is expected."""
+        gold, given = split_top(expected, _APPROXIMATELY), split_top(answer, _APPROXIMATELY)
+        if len(gold) > 1:
+            return min(self.of(side, answer) for side in gold if side)
+        if len(given) == 1:
+            return None
+        exact, rounded = given[0], read_number(quantity(given[-1]).value)
+        tree = formula_of(split_top(exact, EQUALS)[-1])
+        value = None if tree is None else value_of(tree)
+        if len(given) == 2 and value is None and is_named([exact or "x", given[1]]):
+            return self.of(expected, given[1])  # `x \approx 3.14` states one value
+        if len(given) > 2 or rounded is None or value is None:
+            return Comparison.UNREADABLE
+        if not is_rounding_of(value, rounded):
+            return Comparison.DIFFERENT
+        number = read_number(quantity(expected).value)
+        is_decimal = number is not None and number.places is not None
+        return self.of(expected, given[-1] if is_decimal else exact)
 
     def _plus_minus(self, expected: str, answer: str) -> Comparison | None:
         if not any(text.count("\\pm") == 1 for text in (expected, answer)):
@@ -94,17 +126,22 @@ class _Comparer:
         unions = split_top(expected, _UNION), split_top(answer, _UNION)
         if max(map(len, unions)) > 1:
             return self._unordered(*unions)
-        gold, given = _elements(expected), _elements(answer)
+        gold, given = elements(expected), elements(answer)
         if len(gold[1]) == 1 and len(given[1]) == 1 and "\\{" not in (gold[0][:2], given[0][:2]):
             return None
-        if len(gold[1]) != len(given[1]):
+        if len(gold[1]) != len(given[1]) or not kinds_agree(gold[0], given[0]):
             return Comparison.DIFFERENT
-        if not _kinds_agree(gold[0], given[0]):
-            return Comparison.DIFFERENT
+        named = [any("=" in part for part in parts) for parts in (gold[1], given[1])]
+        if named[0] != named[1]:
+            values = in_order_of_names(gold[1] if named[0] else given[1])
+            if values is None:
+                return Comparison.DIFFERENT
+            return self._ordered(values, given[1]) if named[0] else self._ordered(gold[1], values)
         is_ordered = gold[0][:2] not in ("", "\\{") or given[0][:2] not in ("", "\\{")
-        if is_ordered or _only_one_has_equations(gold[1], given[1]):
-            return max(self.of(one, other) for one, other in zip(gold[1], given[1], strict=True))
-        return self._unordered(gold[1], given[1])
+        return (self._ordered if is_ordered else self._unordered)(gold[1], given[1])
+
+    def _ordered(self, expected: Sequence[str], answers: Sequence[str]) -> Comparison:
+        return max(self.of(one, other) for one, other in zip(expected, answers, strict=True))
 
     def _unordered(self, expected: Sequence[str], answers: Sequence[str]) -> Comparison:
         if len(expected) != len(answers):
@@ -118,26 +155,22 @@ class _Comparer:
         return worst
 
     def _equation(self, expected: str, answer: str) -> Comparison | None:
-        gold, given = split_top(expected, _EQUALS), split_top(answer, _EQUALS)
+        gold, given = split_top(expected, EQUALS), split_top(answer, EQUALS)
         if len(gold) == 1 and len(given) == 1:
             return None
         if not all(gold) or not all(given):
             return Comparison.UNREADABLE
-        if _is_named(gold) and _is_named(given) and _left_side(gold) != _left_side(given):
+        if is_named(gold) and is_named(given) and left_side(gold) != left_side(given):
             return Comparison.DIFFERENT
-        if _is_named(gold) and len(given) > 1 and not _is_named(given) and self._same_equation(gold, given) is Comparison.EQUAL:
+        if is_named(gold) and len(given) > 1 and not is_named(given) and self._same_equation(gold, given) is Comparison.EQUAL:
             return Comparison.EQUAL
-        gold, given = list(_without_name(gold)), list(_without_name(given))
+        gold, given = list(without_name(gold)), list(without_name(given))
         if len(gold) == 1:
-            return self._stated_value(gold[0], given, is_rounded="\\approx" in answer)
-        if len(given) == 1:
-            return Comparison.DIFFERENT if "\\approx" not in expected else min(self.of(one, given[0]) for one in gold)
-        return self._same_equation(gold, given)
+            return self._stated_value(gold[0], given)
+        return Comparison.DIFFERENT if len(given) == 1 else self._same_equation(gold, given)
 
-    def _stated_value(self, expected: str, given: Sequence[str], *, is_rounded: bool) -> Comparison:
-        r"""`3 + 2 = 5` means 5, if its sides are equal; `\pi \approx 3.14` means either side."""
-        if is_rounded:
-            return min(self.of(expected, given[0]), self.of(expected, given[-1]))
+    def _stated_value(self, expected: str, given: Sequence[str]) -> Comparison:
+        """`3 + 2 = 5` means 5, if its sides are equal."""
         last = self.of(expected, given[-1])
         if last is Comparison.EQUAL and len(given) > 1:
             lenient = _Comparer(allow_unevaluated=True)
@@ -150,24 +183,42 @@ class _Comparer:
         trees = [[formula_of(side) for side in sides] for sides in (gold, given)]
         if None in trees[1]:
             return Comparison.UNREADABLE
-        if None in trees[0]:
+        if not all(isinstance(tree, sympy.Expr) for sides in trees for tree in sides):
             return Comparison.DIFFERENT
         differences = [left - right for left, right in trees]
-        return _equal_if(are_proportional(*differences))
+        is_equal = are_proportional(*differences) and has_same_letters("=".join(gold), "=".join(given))
+        return _equal_if(is_equal)
+
+    def _ratio(self, expected: str, answer: str) -> Comparison | None:
+        """Ratios of three or more numbers, such as `1:2:3`; None for anything else."""
+        gold, given = split_top(expected, ":"), split_top(answer, ":")
+        if max(len(gold), len(given)) < 3 or read_clock(expected, is_expected=True) is not None:
+            return None
+        numbers = [[number.value for number in map(read_number, parts) if number is not None] for parts in (gold, given)]
+        if not len(gold) == len(given) == len(numbers[0]) == len(numbers[1]):
+            return Comparison.DIFFERENT
+        pairs = list(zip(*numbers, strict=True))
+        return _equal_if(all(one * pairs[0][1] == other * pairs[0][0] for one, other in pairs) and all(numbers[1]))
 
     def _scalar(self, expected: str, answer: str) -> Comparison:
+        clock = read_clock(expected, is_expected=True)
+        if clock is not None:
+            given_clock = read_clock(answer, is_expected=False)
+            return _equal_if(given_clock is not None and clock.is_same_time(given_clock))
         numerals = read_numeral(expected), read_numeral(answer)
         if numerals[0] is not None or (numerals[1] is not None and read_number(expected) is not None):
             return _equal_if(numerals[0] == numerals[1])
-        gold = quantity(expected, read_letters=False)
-        is_number = read_number(gold.value) is not None
-        given = quantity(answer, read_letters=is_number)
-        if are_different(gold.unit, given.unit):
+        gold = quantity(expected)
+        given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold)
+        if are_different(gold.unit, given.unit) or (gold.unit is None and not self._may_have(given.unit)):
             return Comparison.DIFFERENT
         found = self._value(gold.value, given.value)
         if gold.is_percent == given.is_percent:
             return found
         return self._percent(gold.value, given.value, found, expected_is_percent=gold.is_percent)
+
+    def _may_have(self, unit: str | None) -> bool:
+        return unit is None or self._units is None or is_mentioned(unit, self._units)
 
     def _percent(self, expected: str, answer: str, as_unit: Comparison, *, expected_is_percent: bool) -> Comparison:
         """If only one of them has a percent sign, it is an optional unit (50 for 50%) or a factor of 1/100 (0.5)."""
@@ -199,9 +250,13 @@ class _Comparer:
         )
         if undone - self._allowed and not self._allow_unevaluated:
             return Comparison.UNEVALUATED
+        if not has_same_letters(expected, answer):
+            return Comparison.DIFFERENT
         if not isinstance(expected_tree, sympy.Expr) or not isinstance(answer_tree, sympy.Expr):
             return _equal_if(is_verified(expected_tree, answer_tree))
-        return _equal_if(has_same_value(expected_tree, answer_tree, gold, given))
+        found = _equal_if(has_same_value(expected_tree, answer_tree, gold, given))
+        has_more_variables = bool(answer_tree.free_symbols - expected_tree.free_symbols)
+        return self._undone_or(found, frozenset({"variable"})) if found is Comparison.EQUAL and has_more_variables else found
 
     def _whole(self, expected: str, answer: str) -> Comparison:
         """Inequalities, sets and matrices, compared by math-verify."""
@@ -211,7 +266,7 @@ class _Comparer:
         if trees[0] is None:
             return Comparison.DIFFERENT
         undone = more_undone(undone_arithmetic(answer, trees[1]), undone_arithmetic(expected, trees[0]))
-        return self._undone_or(_equal_if(is_verified(*trees)), undone)
+        return self._undone_or(_equal_if(has_same_letters(expected, answer) and is_verified(*trees)), undone)
 
     def _undone_or(self, found: Comparison, undone: frozenset[str]) -> Comparison:
         return Comparison.UNEVALUATED if undone - self._allowed and not self._allow_unevaluated else found
@@ -221,69 +276,21 @@ def _equal_if(condition: bool) -> Comparison:
     return Comparison.EQUAL if condition else Comparison.DIFFERENT
 
 
-def _without_membership(text: str) -> str:
-    r"""`x \in [0, 1)` without `x \in`."""
-    found = _MEMBER.match(text)
-    return text if found is None else text[found.end() :].strip()
+def _as_intervals(expected: str, answer: str) -> tuple[str, str]:
+    """Both texts, with inequalities as intervals if one is an interval or both have the same variable."""
+    read = as_interval(expected), as_interval(answer)
+    if read[0] is not None and read[1] is not None:
+        return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (expected, answer)
+    if _ORDER.search(expected) and _ORDER.search(answer):
+        return expected, answer
+    return (expected if read[0] is None else read[0][1]), (answer if read[1] is None else read[1][1])
 
 
 def _both_signs(text: str) -> list[str]:
     if text.count("\\pm") == 1:
         return [text.replace("\\pm", sign).strip().removeprefix("+").strip() for sign in "+-"]
-    opening, elements = _elements(text)
-    return elements if opening in ("", "\\{\\}") else [text]
-
-
-def _elements(text: str) -> tuple[str, list[str]]:
-    r"""The pair of brackets (`()`, `[)`, `\{\}`, empty for none) and the elements; one element if it is not a list."""
-    if read_number(quantity(text, read_letters=False).value) is not None:
-        return "", [text]
-    enclosed = brackets(text)
-    if enclosed is not None:
-        opening, content, closing = enclosed
-        parts = [part for part in split_top(content, _SEPARATORS) if part]
-        is_set = opening == "\\{" and closing == "\\}"
-        if is_set or len(parts) > 1:
-            return opening + closing, parts
-        return "", [text]
-    parts = [part for part in split_top(text, _SEPARATORS) if part]
-    return "", _with_shared_name(parts) or [text]
-
-
-def _with_shared_name(parts: list[str]) -> list[str]:
-    """`x = 1, 2` and `x = 1, x = 2` become `1, 2`: a name that all elements share is dropped."""
-    if len(parts) < 2:
-        return parts
-    sides = [split_top(part, _EQUALS) for part in parts]
-    names = {_left_side(side) for side in sides if _is_named(side)}
-    if len(names) != 1 or not _is_named(sides[0]):
-        return parts
-    return [
-        _without_name(side)[0] if len(side) == 2 and _is_named(side) else part for side, part in zip(sides, parts, strict=True)
-    ]
-
-
-def _kinds_agree(expected: str, answer: str) -> bool:
-    """Whether the brackets are interchangeable: only a bare list and a tuple or set are, in both directions."""
-    if expected == answer:
-        return True
-    return "" in (expected, answer) and {expected, answer} <= {"", "()", "\\{\\}"}
-
-
-def _only_one_has_equations(expected: Sequence[str], answers: Sequence[str]) -> bool:
-    return any("=" in part for part in expected) != any("=" in part for part in answers)
-
-
-def _is_named(sides: Sequence[str]) -> bool:
-    return len(sides) > 1 and _LEFT_SIDE.fullmatch(sides[0]) is not None
-
-
-def _left_side(sides: Sequence[str]) -> str:
-    return compact(sides[0])
-
-
-def _without_name(sides: Sequence[str]) -> Sequence[str]:
-    return sides[1:] if _is_named(sides) else sides
+    opening, parts = elements(text)
+    return parts if opening in ("", "\\{\\}") else [text]
 
 
 def _as_tree(text: str, number: Number | None) -> Any:

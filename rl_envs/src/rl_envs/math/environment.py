@@ -13,6 +13,7 @@ from rl_envs.completions import final_text
 from rl_envs.config import MathEnvironmentConfig, read_section
 from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
 from rl_envs.math.lowest_terms import needs_lowest_terms
+from rl_envs.math.units import mentioned_units
 from rl_envs.single_turn import correctness_replies, ended
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
@@ -61,6 +62,7 @@ class MathEnvironment(EnvironmentInterface):
                 expected=_expected_answer(row, info),
                 completion=final_text(log[-1]["content"])[-LONGEST_COMPLETION:],
                 lowest_terms=needs_lowest_terms(_question(log)),
+                units=mentioned_units(_question(log)),
             )
             for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
         ]

@@ -17,20 +17,24 @@ from math_verify import verify
 
 from rl_envs.math.number_literals import Number, is_rounded
 
-_ADJACENT_NUMBERS = re.compile(r"\d\s+\.?\d")
+_MISREAD = re.compile(r"[^A-Za-z0-9\s+\-*/^_=<>()\[\]{}|!.,;:&\\]|\d\s+\.?\d|\d\s*_|\.\.|\\[a-z]*dots")
+"""What the parser ignores (unknown characters, a subscript of a number, dots) or reads as a product (two numbers)."""
 _LETTER_RUN = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{4,}|(?<=\{)(?<!\\text\{)(?<!\\begin\{)(?<!\\end\{)[A-Za-z]{4,}")
 _POINTS = (0.731, -1.377, 2.113, -0.419, 3.571)
 _DIGITS = 30
+_IMAGINARY = sympy.Symbol("i")
 
 
 def formula_of(text: str) -> Any:
     """The unevaluated formula of the whole text; None if it cannot be parsed."""
-    if _ADJACENT_NUMBERS.search(text) or _LETTER_RUN.search(text):
+    if _MISREAD.search(text) or _LETTER_RUN.search(text):
         return None
     try:
-        return latex2sympy(text)
+        tree = latex2sympy(text)
     except Exception:  # latex2sympy raises bare exceptions
         return None
+    # Equations are split before; `41 \\equiv 42` is one for the parser, and math-verify compares its last side.
+    return None if tree.atoms(sympy.Equality) else tree
 
 
 def is_verified(expected: Any, answer: Any) -> bool:
@@ -54,10 +58,16 @@ def has_same_value(expected: Any, answer: Any, gold: Number | None, given: Numbe
     if _is_zero(difference):
         return True
     decimal, other = (gold, answer) if gold is not None else (given, expected)
-    if decimal is None or decimal.places is None or other.free_symbols:
+    if decimal is None or decimal.places is None:
         return False
-    value = _number_at(_exact(other), {})
-    return value is not None and value.is_real and is_rounded(_as_fraction(value), decimal)
+    value = value_of(other)
+    return value is not None and is_rounded(value, decimal)
+
+
+def value_of(formula: Any) -> Fraction | None:
+    """The value of a formula to 30 digits; None if it has variables or is not a real number."""
+    value = None if formula.free_symbols - {_IMAGINARY} else _number_at(_exact(formula), {})
+    return _as_fraction(value) if value is not None and value.is_real else None
 
 
 def are_proportional(expected: Any, answer: Any) -> bool:
@@ -105,7 +115,7 @@ def _exact(formula: Any) -> Any:
     """The formula with decimals as exact fractions, and `i` as the imaginary unit."""
     exact = {number: sympy.Rational(str(number)) for number in formula.atoms(sympy.Float)}
     formula = formula.xreplace(exact).doit()
-    return formula.subs(sympy.Symbol("i"), sympy.I)
+    return formula.subs(_IMAGINARY, sympy.I)
 
 
 def _as_fraction(value: Any) -> Fraction:

@@ -49,11 +49,13 @@ class Question:
         expected: The expected answer.
         completion: The model's text.
         lowest_terms: Whether a fraction must be in lowest terms.
+        units: Units that the answer may have although the expected one has none; None for any known unit.
     """
 
     expected: str
     completion: str
     lowest_terms: bool = False
+    units: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

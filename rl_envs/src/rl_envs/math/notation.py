@@ -17,8 +17,9 @@ _CHARACTERS = str.maketrans(
         "\u00a0": " ", "\u202f": " ", "\n": " ", "\t": " ", "“": '"', "”": '"',
     }
 )  # fmt: skip
+_STYLES = "text|textbf|textit|textrm|textnormal|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|underline"
 _FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|det"
-_REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
+_LAYOUT: Sequence[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right|big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
@@ -26,7 +27,14 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"(?<=\d)(?:\\,|\{,\}|\\!,|,\\!)(?=\d{3}(?!\d))", ","),
         (r"(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\!", ""),
-        (r"\\(?:textbf|textit|textrm|textnormal|text|mathrm|mathbf|mathit|mbox|operatorname)\s*\{", r"\\text{"),
+        (r"\s+", " "),
+    )
+]
+_REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rf"\\(?:{_STYLES}|operatorname)\s*\{{", r"\\text{"),
+        (r"\\text\{([\d.,]+)\}", r"\1"),
         (rf"\\text\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
         (r"\\text\{\s*\}", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -49,6 +57,9 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\neq(?![A-Za-z])", r"\\ne "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
+        (r"(?<![\w)}])\+\s*(?=\\infty)", ""),
+        (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|(?<=\s)to)\s*(?=\d)", ":"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
@@ -56,12 +67,10 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\s+", " "),
     )
 ]
-_TEXT_MACRO = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
-_WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
-_SHORTEST_NAME = 4
-"""Fewer letters than this, without `\\text`, are a product of variables: `ab` equals `ba`, but `Rome` is not `More`."""
-_SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "max", "min"})
-_CHOICE = re.compile(r"\(?([A-Z])[).]?")
+_TEXT_MACRO = re.compile(rf"\\(?:{_STYLES})\s*\{{([^{{}}]*)\}}")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(\\text\{{)?\s*({'|'.join(_SCALES)})s?\b(?(2)\s*(\}})?)")
+_FINAL = re.compile(r"(?<!\.)[.,;:]\s*$")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -75,16 +84,37 @@ def without_delimiters(text: str) -> str:
     return text
 
 
-def normalize(text: str) -> str:
-    r"""The text in one notation: no spacing macros, `\frac{a}{b}`, `^{n}` for `**n`, `\pi` for `pi`."""
+def without_layout(text: str) -> str:
+    r"""The text without what only changes how it looks: delimiters, spacing, `\left`, outer braces, a final period."""
     text = without_delimiters(text).translate(_CHARACTERS)
-    text = re.sub(r"^\\(?:text|mathrm)\{([^{}]*)\}$", r"\1", text)
+    for pattern, replacement in _LAYOUT:
+        text = pattern.sub(replacement, text)
+    return _without(r"\{", _FINAL.sub("", text).strip())
+
+
+def normalize(text: str) -> str:
+    r"""The text without layout, in one notation: `\frac{a}{b}`, `^{n}` for `**n`, `\pi` for `pi`, `5000000` for `5 million`."""
+    text = without_layout(text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = text.strip().rstrip(".,;:").strip()
-    while text.startswith("{") and _matching(text, 0) == len(text) - 1:
-        text = text[1:-1].strip()
+    return _without(r"(?:\\text)?\{", _FINAL.sub("", _SCALED.sub(_written_out, text)).strip())
+
+
+def _without(opening: str, text: str) -> str:
+    """The text without braces that enclose it."""
+    while (match := re.match(opening, text)) and _matching(text, match.end() - 1) == len(text) - 1:
+        text = text[match.end() : -1].strip()
     return text
+
+
+def _written_out(scaled: re.Match[str]) -> str:
+    r"""`5000000` for `5 \text{ million}`; what follows in the same `\text` keeps it."""
+    digits, opening, scale, closing = scaled.groups()
+    whole, _, decimals = digits.replace(",", "").partition(".")
+    places = _SCALES[scale]
+    whole, decimals = whole + decimals[:places].ljust(places, "0"), decimals[places:]
+    number = (whole.lstrip("0") or "0") + (f".{decimals}" if decimals else "")
+    return number if opening is None or closing else number + opening
 
 
 def compact(text: str) -> str:
@@ -94,22 +124,12 @@ def compact(text: str) -> str:
 
 def plain(answer: str) -> str:
     r"""The answer as words: without `\text{}` and delimiters, with single spaces."""
-    return " ".join(_TEXT_MACRO.sub(r"\1", without_delimiters(answer)).split()).rstrip(".")
+    return " ".join(_TEXT_MACRO.sub(r"\1", without_delimiters(answer)).split()).removesuffix(".")
 
 
-def is_words(expected: str) -> bool:
-    """Whether the expected answer is a name or other text and not a formula."""
-    text = plain(expected)
-    if not _WORDS.fullmatch(text):
-        return False
-    longest = max(map(len, re.split(r"[ '.-]+", text)))
-    return _TEXT_MACRO.search(expected) is not None or longest >= _SHORTEST_NAME or text.lower() in _SHORT_WORDS
-
-
-def choice(text: str) -> str | None:
-    r"""The letter of a multiple-choice answer, `C` of `(C)`, `C.` or `\textbf{(C)}`; None if it is anything else."""
-    match = _CHOICE.fullmatch(plain(text))
-    return None if match is None else match.group(1)
+def has_text(answer: str) -> bool:
+    r"""Whether a part of the answer is set as text, as in `\text{red}`."""
+    return _TEXT_MACRO.search(answer) is not None
 
 
 def split_top(text: str, separators: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)"
@@ -25,7 +25,11 @@ _SCIENTIFIC = re.compile(
 )
 _REPEATING = re.compile(rf"([+-]?)\s*({_DIGITS})\.([0-9]*)\\overline\s*\{{\s*([0-9]+)\s*\}}")
 _BASED = re.compile(r"(?:\\text\{\s*)?\(?([0-9][0-9A-Za-z ]*)\)?\}?\s*_\s*\{?\s*(?:\\text\{\s*)?([0-9]+|[a-z]+)\s*\}*")
+_CLOCK = re.compile(
+    r"([0-9]{1,2})(?::([0-5][0-9]))?(?::([0-5][0-9]))?\s*(?:\\text\{\s*)?(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE
+)
 _BASE_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_PARENTHESES = re.compile(r"^\(\s*([^()]*?)\s*\)$")
 _MOST_DIGITS = 1000
 REDUCTION = "reduction"
 """The kind of unevaluated arithmetic in a fraction such as `2/4`."""
@@ -45,8 +49,8 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text consists of; None for anything else."""
-    text = text.strip()
+    """The number that the whole text consists of, in parentheses or not; None for anything else."""
+    text = _PARENTHESES.sub(r"\1", text.strip())
     if len(text) > _MOST_DIGITS:
         return None
     for read in (_integer, _decimal, _fraction, _mixed, _scientific, _repeating):
@@ -71,6 +75,36 @@ def read_numeral(text: str) -> tuple[str, int] | None:
     return digits.lstrip("0") or "0", base
 
 
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """A time of day, or a duration in hours and minutes: `2:30`, `3 pm`."""
+
+    hour: int
+    minute: int
+    second: int
+    half: str | None = None
+    """`a` for am, `p` for pm; None without either."""
+
+    def is_same_time(self, other: Clock) -> bool:
+        """Whether both are the same time. Either may omit am or pm, or use 24 hours."""
+        if None in (self.half, other.half) and replace(self, half=None) == replace(other, half=None):
+            return True
+        return self._on_24_hours() == other._on_24_hours()
+
+    def _on_24_hours(self) -> Clock:
+        hour = self.hour if self.half is None else self.hour % 12 + 12 * (self.half == "p")
+        return replace(self, hour=hour, half=None)
+
+
+def read_clock(text: str, *, is_expected: bool) -> Clock | None:
+    """The time that the whole text consists of; None for anything else. An expected time has minutes, or am or pm."""
+    match = _CLOCK.fullmatch(text)
+    if match is None or (is_expected and match.group(2) is None and match.group(4) is None):
+        return None
+    hour, minute, second, half = match.groups()
+    return Clock(hour=int(hour), minute=int(minute or 0), second=int(second or 0), half=half and half.lower())
+
+
 def is_rounded(value: Fraction, decimal: Number) -> bool:
     """Whether the decimal, of six significant digits or more, is the value rounded or cut off at its last digit."""
     if decimal.places is None or len(str(abs(int(decimal.value * 10**decimal.places)))) < _ROUNDED_DIGITS:
@@ -79,6 +113,12 @@ def is_rounded(value: Fraction, decimal: Number) -> bool:
     distance = abs(value - decimal.value)
     is_cut = abs(decimal.value) <= abs(value) and distance < unit
     return 2 * distance <= unit or is_cut
+
+
+def is_rounding_of(value: Fraction, rounded: Number) -> bool:
+    """Whether a number is the value, rounded to the number's decimal places."""
+    is_decimal = rounded.places is not None or rounded.value.denominator == 1
+    return is_decimal and 2 * abs(value - rounded.value) <= Fraction(1, 10 ** (rounded.places or 0))
 
 
 def _integer(text: str) -> Number | None:

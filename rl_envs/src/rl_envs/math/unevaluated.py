@@ -1,7 +1,7 @@
 r"""Finds unevaluated arithmetic in an answer: the sum in `3 + 2`, the division in `10/2`, the root in `\sqrt{16}`.
 
 A fraction in lowest terms, a root that is irrational and a sum such as `3 + 2\sqrt{2}` are fully evaluated. A fraction such as
-`2/4` has its own kind, a reduction, which only some questions ask for.
+`2/4` and a root such as `\sqrt{18}` have their own kind, a reduction, which only some questions ask for.
 The rule is that of PRM800K's grader (Lightman et al. 2023, arXiv:2305.20050), where an unreduced fraction and an expression
 for an expected integer are wrong, extended to expressions.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 
-from rl_envs.math.number_literals import reducible
+from rl_envs.math.number_literals import REDUCTION, reducible
 
 _IN_TEXT = {
     "binomial": re.compile(r"\\binom(?![a-z])"),
@@ -21,6 +21,7 @@ _IN_TEXT = {
     "lcm": re.compile(r"\\lcm(?![a-z])|(?<![a-z])lcm(?![a-z])"),
     "division": re.compile(r"\\div(?![a-z])|(?<=[\d)}])\s*:\s*(?=[\d({\\])"),
     "remainder": re.compile(r"\\[bp]?mod(?![a-z])"),
+    "product": re.compile(r"(?<![\d.}])1\s*(?:\\times|\\cdot|\*)(?![a-z])|(?:\\times|\\cdot|\*)\s*1(?![\d.])"),
     "determinant": re.compile(r"\\det(?![a-z])|\\begin\{vmatrix\}"),
 }
 _FRACTION = re.compile(
@@ -122,7 +123,9 @@ def _of_power(node: Any) -> set[str]:
     if exponent.is_Integer:
         return set() if exponent == -1 else {"power"}
     roots = [sympy.integer_nthroot(abs(part), exponent.q) for part in (base.p, base.q)]
-    return {"root"} if all(is_exact for _, is_exact in roots) else set()
+    if all(is_exact for _, is_exact in roots):
+        return {"root"}
+    return {REDUCTION} if exponent > 0 and not sympy.Pow(base, exponent).is_Pow else set()
 
 
 def _flat(node: Any, kind: type) -> list[Any]:

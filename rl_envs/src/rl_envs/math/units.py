@@ -1,32 +1,52 @@
-r"""Separates a number from its unit: `10\text{ cm}`, `\$5`, `90^\circ`, `3 apples`."""
+r"""Separates a number from its unit: `10\text{ cm}`, `\$5`, `90^\circ`, `3 apples`.
+
+Units come from a list, so that words which change a number (`5 dozen`, `5 times two`, `3 fourths`) never count as one.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-_ALIASES = {
+_MEASURES = {
     "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
-    "inch": "in inches", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram gm", "kg": "kilogram",
-    "lb": "pound", "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon", "s": "sec second",
-    "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr", "dollar": "usd buck", "cent": "",
-    "euro": "", "degree": "deg", "radian": "rad", "mph": "", "kmh": "", "acre": "", "am": "a.m", "pm": "p.m", "unit": "",
-    "celsius": "", "fahrenheit": "",
+    "inch": "in", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram gm", "kg": "kilogram",
+    "lb": "pound", "oz": "ounce", "ton": "tonne", "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
+    "quart": "qt", "pint": "", "cup": "", "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "wk",
+    "month": "", "year": "yr", "decade": "", "century": "", "dollar": "usd buck", "cent": "", "penny": "", "euro": "eur",
+    "sterling": "gbp", "degree": "deg", "radian": "rad", "celsius": "", "fahrenheit": "", "kelvin": "", "mph": "",
+    "kmh": "kph", "acre": "", "hectare": "", "am": "a.m", "pm": "p.m", "unit": "", "newton": "n", "joule": "j", "watt": "w",
+    "kilowatt": "kw", "volt": "v", "hertz": "hz", "pascal": "pa", "mole": "mol", "ampere": "amp", "ohm": "", "bit": "",
+    "byte": "",
 }  # fmt: skip
-_NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases.split())}
+_COUNTED = """
+animal apple arrangement bag ball balloon banana bead bean bird block boat book bottle bowl box boy brownie bug bus cake
+candle candy car card cat chair chicken child children chocolate choice class club coin color combination cookie cow crayon
+cube cupcake customer dish dog donut door duck edge egg element employee face fish flower fork friend game girl glass guest
+horse house item jar kid leg lemon letter man marble match meal member men message muffin nut orange outcome page painting
+paper pear pen pencil people permutation person photo piece pizza plant plate player point potato present prize question
+rabbit rock room rose row sandwich seat shape sheep shell shirt shoe side slice solution song spoon square stamp star stick
+sticker stone story student sweet teacher team term ticket tile toy tree triangle trip truck vertex vertices vote way win
+woman women word worker
+"""
+_NAMES = {alias: name for name, aliases in _MEASURES.items() for alias in (name, *aliases.split())} | {
+    noun: noun for noun in _COUNTED.split()
+}
+_SAME = {"mi/h": "mph", "km/h": "kmh"}
+_LETTERS_OF_UNITS = frozenset("mglsh")
+"""Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
 _ATTACHED = "mm|cm|km|kg|mg|ml|lb|lbs|oz|ft|mph|pm|am"
-_CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound sterling"}
+_CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling"}
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF])?\s*\}?$")
-_MACROS = re.compile(r"(?:\\frac\{\\text\{[^{}]*\}\}\{\\text\{[^{}]*\}\}|\\text\{[^{}]*\}|\^\{?-?\d+\}?|/|\\cdot|[ .])+$")
-_POWER = re.compile(r"\^\{?(-?\d+)\}?")
-_WORDS = re.compile(r"(?<=[\d}%)])\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\s*[A-Za-z]+)?)$")
-_LETTERS = re.compile(rf"(?<=\d)({_ATTACHED})$")
-_QUALIFIED = re.compile(
-    r"\b(?:or|and|not|but|is|are|isn|aren|no|maybe|perhaps|possibly|probably|either|wrong|incorrect|than|to|more|less|fewer)\b"
-    r"|,|(?<![\^{A-Za-z\d-])\d",
-    re.IGNORECASE,
+_MACROS = re.compile(
+    r"(?:(?:\\frac\{\\text\{[^{}]*\}\}\{\\text\{[^{}]*\}\}|\\text\{[^{}]*\})(?:\^\{?-?\d+\}?|/|\\cdot|[ .])*)+$"
 )
-r"""What makes a text after a number another answer, and not its unit: in `12 \text{ maybe 13}` and `12 \text{ is wrong}`."""
+_POWER = re.compile(r"\^?\{?(-?\d+)\}?")
+_WORDS = re.compile(r"(?<=[\d}%)])\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\s*[A-Za-z]+(?:\^\{?-?\d\}?)?)?)$")
+_LETTERS = re.compile(rf"(?<=\d)({_ATTACHED})$")
+_TERM = r"[a-z]+(?:\^(?:2|3|-1|-2))?"
+_UNIT = re.compile(rf"({_TERM})(?:[ /]({_TERM}))?(?:[ /]({_TERM}))?")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|(?<=[\d}])\s*percent)$")
 
 
@@ -40,18 +60,18 @@ class Quantity:
     is_percent: bool = False
 
 
-def quantity(text: str, *, read_letters: bool) -> Quantity:
-    """A normalized answer as value and unit.
+def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None = None) -> Quantity:
+    r"""A normalized answer as value and unit.
 
     Args:
         text: an answer normalized by `rl_envs.math.notation.normalize`.
         read_letters: Whether `5 m` is five meters; otherwise `m` is a variable.
+        expected: the expected answer, if `text` is the model's. It may have any unit (`14 \text{ zebras}`), the model's answer
+            only this or a listed one.
     """
     for symbol, unit in _CURRENCIES.items():
-        if text.startswith(symbol):
-            return Quantity(value=text[len(symbol) :].strip(), unit=unit)
-        if text.startswith("-" + symbol):
-            return Quantity(value="-" + text[len(symbol) + 1 :].strip(), unit=unit)
+        if text.removeprefix("-").startswith(symbol) or text.endswith(symbol):
+            return Quantity(value=text.replace(symbol, "", 1).replace("- ", "-").strip(), unit=unit)
     if percent := _PERCENT.search(text):
         return Quantity(value=text[: percent.start()].strip(), is_percent=True)
     if degrees := _DEGREES.search(text):
@@ -59,8 +79,14 @@ def quantity(text: str, *, read_letters: bool) -> Quantity:
         return Quantity(value=text[: degrees.start()].strip(), unit=unit)
     for pattern in (_MACROS, _LETTERS, _WORDS):
         match = pattern.search(text)
-        if match is not None and _is_unit(text[: match.start()], match.group(), read_letters=read_letters):
-            return Quantity(value=text[: match.start()].strip(), unit=canonical(match.group()))
+        if match is None or not text[: match.start()].strip():
+            continue
+        unit, in_text = canonical(match.group()), "\\text" in match.group()
+        written = match.group().strip()
+        if len(written) == 1 and not (read_letters and written in _LETTERS_OF_UNITS):
+            continue
+        if is_listed(unit) or (in_text if expected is None else unit == expected.unit):
+            return Quantity(value=text[: match.start()].strip(), unit=unit)
     return Quantity(value=text)
 
 
@@ -71,25 +97,55 @@ def canonical(unit: str) -> str:
     text = re.sub(r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2", text)
     text = re.sub(r"\bcubic\s+([a-z]+)", r"\1^3", text)
     text = re.sub(r"\s*(?:\bper\b|/)\s*", "/", text.strip(" ."))
-    return re.sub(r"[a-z][a-z.]*", lambda word: _name(word.group()), text)
+    text = re.sub(r"(years?) old\b", r"\1", text)
+    text = " ".join(re.sub(r"[a-z][a-z.]*", lambda word: _name(word.group()), text).split())
+    return _SAME.get(text, text)
 
 
-def are_different(one: str | None, other: str | None) -> bool:
-    """Whether both are known units of measurement and differ; `3 apples` and `3 pieces` are not different."""
-    if one is None or other is None or one == other:
+def is_listed(unit: str) -> bool:
+    """Whether a canonical unit consists of known units."""
+    match = _UNIT.fullmatch(unit)
+    return match is not None and all(term.partition("^")[0] in _NAMES for term in match.groups() if term is not None)
+
+
+def mentioned_units(question: str) -> tuple[str, ...] | None:
+    """The units in a question, which an answer may have although the expected one has none; None without a question.
+
+    Times of day and the general `unit` are always among them, and angles unless the question has one of the two.
+    """
+    words = re.findall(r"[a-z]+", question.lower())
+    if not words:
+        return None
+    units = {_name(word) for word in words if _name(word) in _NAMES}
+    units |= {unit for symbol, unit in _CURRENCIES.items() if symbol in question}
+    units |= {term for rate, same in _SAME.items() if same in units for term in rate.split("/")}
+    units |= {"degree"} if "circ" in words or "°" in question else set()
+    return tuple(sorted(units | {"unit", "am", "pm"} | (set() if units & {"degree", "radian"} else {"degree", "radian"})))
+
+
+def is_mentioned(unit: str, units: Sequence[str]) -> bool:
+    """Whether all terms of a canonical unit are among the mentioned ones."""
+    rate = next((rate for rate, same in _SAME.items() if same == unit and same not in units), unit)
+    return all(term.partition("^")[0] in units for term in re.split("[ /]", rate))
+
+
+def are_different(expected: str | None, answer: str | None) -> bool:
+    """Whether two canonical units disagree. One may be left out, or be the general `unit`, if the other one is listed."""
+    if expected == answer:
         return False
-    return all(set(re.findall(r"[a-z]+", unit)) <= set(_ALIASES) and unit != "unit" for unit in (one, other))
+    if "unit" in (_base(expected), _base(answer)) or None in (expected, answer):
+        return expected is not None and not is_listed(expected)
+    return True
+
+
+def _base(unit: str | None) -> str:
+    return (unit or "").partition("^")[0]
 
 
 def _name(word: str) -> str:
-    for form in (word, word.removesuffix("."), word.rstrip(".").removesuffix("s")):
+    word = word.rstrip(".")
+    singular = (re.sub(ending, with_, word) for ending, with_ in (("s$", ""), ("es$", ""), ("ies$", "y")))
+    for form in (word, *(singular if len(word) > 2 else ())):
         if form in _NAMES:
             return _NAMES[form]
     return word
-
-
-def _is_unit(value: str, unit: str, *, read_letters: bool) -> bool:
-    letters = re.findall(r"[A-Za-z]+", re.sub(r"\\(?:text|cdot|frac)", "", unit))
-    if not value.strip() or not letters or _QUALIFIED.search(unit):
-        return False
-    return "\\text" in unit or read_letters or all(len(word) > 1 for word in letters)

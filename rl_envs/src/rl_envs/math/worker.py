@@ -15,6 +15,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         require_box=request["require_box"],
         allow_unevaluated=request["allow_unevaluated"],
         lowest_terms=request["lowest_terms"],
+        units=request["units"],
     )
     comparison = None if grade.comparison is None else grade.comparison.name
     return {"comparison": comparison, "answer": grade.answer, "boxed": grade.boxed}

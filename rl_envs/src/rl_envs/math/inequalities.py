@@ -1,0 +1,56 @@
+r"""Reads inequalities of one variable as intervals: `2 \le x < 5` is `[2,5)`."""
+
+from __future__ import annotations
+
+import re
+
+from rl_envs.math.notation import compact, split_top
+
+_SIGN = r"<|>|\\(?:le|ge|lt|gt)(?![A-Za-z])"
+_HAS_SIGN = re.compile(_SIGN)
+_CLOSED = ("\\le", "\\ge")
+_RISING = ("<", "\\lt", "\\le")
+_ALTERNATIVES = r",|\\cup(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])"
+_VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?|\\(?!infty)[a-z]+")
+_MEMBER = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*\\in(?![A-Za-z])\s*(.+)")
+_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*(?:\\mathbb\{R\}|\\R)\s*)?(?:\\mid|\\vert|:|\|)(.+)\\\}")
+
+
+def without_variable(text: str) -> str:
+    r"""`[0, 1)` for `x \in [0, 1)`, and `x > 3` for `\{x \mid x > 3\}`."""
+    for pattern in (_BUILDER, _MEMBER):
+        match = pattern.fullmatch(text)
+        if match is not None:
+            return match.group(2).strip()
+    return text
+
+
+def as_interval(text: str) -> tuple[str, str] | None:
+    r"""The variable and the interval, or union of intervals, of an inequality or of alternatives; None for anything else."""
+    parts = [_one_interval(part) for part in split_top(text, _ALTERNATIVES)]
+    intervals = [part for part in parts if part is not None]
+    if len(intervals) < len(parts) or len({variable for variable, _ in intervals}) != 1:
+        return None
+    return intervals[0][0], "\\cup ".join(interval for _, interval in intervals)
+
+
+def _one_interval(text: str) -> tuple[str, str] | None:
+    sides, signs = split_top(text, _SIGN), _HAS_SIGN.findall(text)
+    if len(signs) not in (1, 2) or len(sides) != len(signs) + 1 or not all(sides):
+        return None
+    is_rising = [sign in _RISING for sign in signs]
+    if len(set(is_rising)) != 1:
+        return None
+    if not is_rising[0]:
+        sides, signs = sides[::-1], signs[::-1]
+    if len(signs) == 1:
+        if _VARIABLE.fullmatch(sides[0]):
+            return compact(sides[0]).casefold(), f"(-\\infty,{sides[1]}{_end(signs[0], '])')}"
+        sides, signs = [*sides, "\\infty"], [*signs, "<"]
+    if not _VARIABLE.fullmatch(sides[1]):
+        return None
+    return compact(sides[1]).casefold(), f"{_end(signs[0], '[(')}{sides[0]},{sides[2]}{_end(signs[1], '])')}"
+
+
+def _end(sign: str, brackets: str) -> str:
+    return brackets[0] if sign in _CLOSED else brackets[1]

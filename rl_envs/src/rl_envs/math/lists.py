@@ -1,0 +1,88 @@
+r"""Splits lists into elements: tuples, intervals, sets, bare lists, and equations that name their elements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rl_envs.math.notation import brackets, compact, split_top
+from rl_envs.math.number_literals import read_number
+from rl_envs.math.units import quantity
+
+EQUALS = r"(?<![<>!:])=(?!=)"
+"""Separates the sides of an equation."""
+_SEPARATORS = r"[,;]"
+_LEFT_SIDE = re.compile(
+    r"(?!\\not(?![A-Za-z]))\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s*[A-Za-z])*\))?|\\text\{[^{}]*\}(?:\s*\w+)?"
+)
+
+
+def elements(text: str) -> tuple[str, list[str]]:
+    r"""The pair of brackets (`()`, `[)`, `\{\}`, empty for none) and the elements; one element if it is not a list."""
+    if read_number(quantity(text).value) is not None:
+        return "", [text]
+    enclosed = brackets(text)
+    if enclosed is not None:
+        opening, content, closing = enclosed
+        parts = [part for part in split_top(content, _SEPARATORS) if part]
+        is_set = opening == "\\{" and closing == "\\}"
+        if is_set or len(parts) > 1:
+            return opening + closing, parts
+        return "", [text]
+    sides = split_top(text, EQUALS)
+    if len(sides) == 2 and (names := _names(sides[0])):
+        opening, values = elements(sides[1])
+        if len(names) == len(values):
+            return opening, [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
+    parts = [part for part in split_top(text, _SEPARATORS) if part]
+    shared = _with_shared_name(parts)
+    return ("", parts or [text]) if shared is None else ("\\{\\}", shared)
+
+
+def in_order_of_names(parts: Sequence[str]) -> list[str] | None:
+    """`y = 3, x = 2` is the pair (2, 3): the values in the alphabetical order of their names; None without distinct names."""
+    sides = [split_top(part, EQUALS) for part in parts]
+    names = [left_side(side) for side in sides]
+    if len(set(names)) < len(names) or not all(len(side) == 2 and is_named(side) for side in sides):
+        return None
+    return [value for _, (_, value) in sorted(zip(names, sides, strict=True))]
+
+
+def kinds_agree(expected: str, answer: str) -> bool:
+    """Whether the brackets are interchangeable: only a bare list and a tuple or set are, in both directions."""
+    if expected == answer:
+        return True
+    return "" in (expected, answer) and {expected, answer} <= {"", "()", "\\{\\}"}
+
+
+def is_named(sides: Sequence[str]) -> bool:
+    r"""Whether the left side of an equation is a name such as `x`, `f(x)` or `\text{area}`."""
+    return len(sides) > 1 and _LEFT_SIDE.fullmatch(sides[0]) is not None
+
+
+def left_side(sides: Sequence[str]) -> str:
+    """The left side without spaces."""
+    return compact(sides[0])
+
+
+def without_name(sides: Sequence[str]) -> Sequence[str]:
+    """The sides without a name."""
+    return sides[1:] if is_named(sides) else sides
+
+
+def _names(text: str) -> list[str]:
+    """The variables in `(x, y)`; empty for anything else."""
+    enclosed = brackets(text)
+    parts = [] if enclosed is None else split_top(enclosed[1], _SEPARATORS)
+    return parts if all(re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?", part) for part in parts) else []
+
+
+def _with_shared_name(parts: list[str]) -> list[str] | None:
+    """The set `1, 2` of `x = 1, 2` or `x = 1, x = 2`; None if the elements do not share a name."""
+    sides = [split_top(part, EQUALS) for part in parts]
+    names = {left_side(side) for side in sides if is_named(side)}
+    if len(parts) < 2 or len(names) != 1 or not is_named(sides[0]):
+        return None
+    return [
+        without_name(side)[0] if len(side) == 2 and is_named(side) else part for side, part in zip(sides, parts, strict=True)
+    ]

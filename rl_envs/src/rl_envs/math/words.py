@@ -1,0 +1,87 @@
+r"""Compares answers in words: names, multiple-choice letters, dates, and names of symbols such as "no solution".
+
+Letters are words, too: `HHT` is not `HTH`, although both are the same product of variables.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rl_envs.math.notation import has_text, plain
+
+_SYMBOLS = {
+    "no solution": "\\emptyset", "no solutions": "\\emptyset", "no real solution": "\\emptyset", "empty set": "\\emptyset",
+    "no real solutions": "\\emptyset", "the empty set": "\\emptyset", "all real numbers": "(-\\infty,\\infty)",
+    "all reals": "(-\\infty,\\infty)", "\\mathbb{r}": "(-\\infty,\\infty)", "\\r": "(-\\infty,\\infty)",
+    "dne": "does not exist", "not defined": "undefined",
+}  # fmt: skip
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
+_SHORTEST_WORD = 4
+_SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "max", "min"})
+_ARTICLE = re.compile(r"(?:an?|the) ")
+_CHOICE = re.compile(r"\(?([A-Z])[).]?")
+_CHOICE_AND_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(?:\\ )?\s*([^()]{1,60})")
+_ALTERNATIVE = re.compile(r"[,;/]|\b(?:or|and|not|but|[A-Z])\b|\\(?:or|lor|vee)\b")
+_MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*")
+_DATE = re.compile(r"[a-z]+|\d+")
+_OF_DATE = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b|\bof\b|\bthe\b|,")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_TIMES = re.compile(r"\\cdot(?![A-Za-z])|\*")
+_LETTERS = re.compile(r"[A-Z]{2,}|[A-Za-z]{3,}")
+
+
+def symbol_of(text: str) -> str:
+    r"""The symbol that an answer names, `\emptyset` for "no solution"; any other text unchanged."""
+    return _SYMBOLS.get(plain(text).casefold(), text)
+
+
+def is_words(text: str) -> bool:
+    r"""Whether an expected answer is a name or other text and not a formula: in `\text`, or with a word of four letters."""
+    words = plain(text)
+    if not _WORDS.fullmatch(words):
+        return False
+    longest = max(map(len, re.split(r"[ '.-]+", words)))
+    return has_text(text) or longest >= _SHORTEST_WORD or words.lower() in _SHORT_WORDS
+
+
+def has_same_words(expected: str, answer: str) -> bool:
+    """Whether two texts have the same words, ignoring case and an article before them."""
+    one, other = (_ARTICLE.sub("", plain(text).casefold(), count=1) for text in (expected, answer))
+    return one == other
+
+
+def is_same_choice(expected: str, answer: str) -> bool:
+    r"""Whether both are the same letter of a multiple-choice question: `C` and `(C)`, also with the text of the choice."""
+    letter = _CHOICE.fullmatch(plain(expected))
+    found = _CHOICE.fullmatch(plain(answer)) or _CHOICE_AND_TEXT.fullmatch(plain(answer))
+    if letter is None or found is None:
+        return False
+    chosen, *text = [group for group in found.groups() if group is not None]
+    return chosen == letter.group(1) and not any(map(_ALTERNATIVE.search, text))
+
+
+def is_same_date(expected: str, answer: str) -> bool:
+    """Whether both are the same date, such as `June 20` and `20 June`."""
+    dates = [_date(text) for text in (expected, answer)]
+    return dates[0] is not None and dates[0] == dates[1]
+
+
+def has_same_letters(expected: str, answer: str) -> bool:
+    """Whether the runs of letters in two formulas agree: `ABC` is not `CAB`, and `xyz` is `x y z`.
+
+    Two small letters are a product: `ab` equals `ba`.
+    """
+    one, other = (_letters(text) for text in (expected, answer))
+    return one == other
+
+
+def _letters(text: str) -> list[str]:
+    factors = _COMMAND.sub("|", _TIMES.sub(" ", text)).replace(" ", "")
+    return sorted(run.casefold() for run in _LETTERS.findall(factors))
+
+
+def _date(text: str) -> list[str] | None:
+    words = _OF_DATE.sub(" ", plain(text).casefold())
+    if _MONTH.search(words) is None or not re.fullmatch(r"[a-z\d .]*\d[a-z\d .]*", words):
+        return None
+    return sorted(word[:3] if _MONTH.fullmatch(word) else word for word in _DATE.findall(words))

@@ -1,0 +1,233 @@
+r"""An answer with two values, another quantity, or the letters of the expected answer in another order is never paid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rl_envs.math.answers import grade_answer
+from rl_envs.math.comparison import Comparison, compare
+from rl_envs.math.units import mentioned_units
+
+few = settings(max_examples=60, deadline=None)
+CORPUS = Path(__file__).parent / "math_corpus"
+
+
+def paid(expected, answer, **options):
+    return grade_answer(expected, rf"\boxed{{{answer}}}", require_box=True, **options).is_correct
+
+
+NOT_PAID = {
+    "42": r"""
+        41 \approx 42; 42 \pm 1; \pm 42; 41-42; 41--42; 41 to 42; 42 (or 41); 42 (41); 42 / 41; 42 41; 42 \\ 41; 42 \quad 41
+        42 \le 43; 41 < 42; x \ge 42; \ge 42; \ne 42; x \ne 42; \not= 42; \text{not } 42; \lnot 42; x \le 42; 42 \ne 41
+        \sim 42; 42 \sim 41; 42 \to 41; 41 \Rightarrow 42; 42 \equiv 41; 41 \equiv 42; 42 \cong 41; 42≅41; 41≒42; 41 \lor 42
+        42 \mid 84; 42 | 41; 42 \& 41; x=42, y=41; x = 42, 41; 42 = 41; 41 = 42; x = 41 = 42; 42.4 \approx 42
+        42 \text{ thousand}; 42 hundred; 42 dozen; 42 pairs; 42 squared; 42 doubled; 42 halves; 42 tenths; 42 percent of 3
+        42 plus one; 42 times two; 42 over two; 42k; 42 M; 42 below zero; 42 base eight; 42 factorial; 42 negative; 42nd
+        42 approximately; 42 \text{ wrong}; 42 \text{ remainder } 3; 42 R 3; 42 \text{ mod } 5; 42^{\text{nd}}; 42 vs
+        42 \text{ cm} + 1; \text{41 or 42}; \text{42, 41}; \{41, 42\}; (41, 42); [41, 42]; \max(41, 42); \ge 42
+        \begin{pmatrix} 42 & 41 \end{pmatrix}
+        \overline{42}; 42_{41}; 42_x; 42'; 42^*; 42!; 42...; \ldots 42; 42 \% 41; 42 ? 41; 6 \cdot 7
+        42 + 0x; |42|; 1 \times 42; 42 \cdot 1; x - x + 42
+    """,
+    "5": r"5 million; 5 dozen; 5 times two; five or six; 5 x; 5 n; 5 \text{ fifths}; \$5 or \$6; 5 cm or 6 cm; 5^2 \text{ cm}",
+    "3": r"3\text{ fourths}; 3 \text{ quarters}; 3 \text{ and } \frac{1}{2}",
+    "41": r"41 \approx 42",
+    "42.4": r"42.4 \approx 42; 42",
+    r"\pi": r"\pi \approx 3.2; 3.14 \approx \pi; \pi \approx 3.14 \approx 3",
+    "3.14": r"e \approx 3.14; 3 \approx 3.14",
+    r"\frac{1}{2}": r"\frac{1}{2} \approx \frac{1}{3}; \frac{1}{3} \equiv \frac{1}{2}; 0.5 or 0.6",
+    "1": r"\sin^2 x + \cos^2 x; 1^{42}; 1 \text{ st}",
+    r"5 \text{ cm}": r"5 apples; 5 \text{ cm}^2; 5 m; 5 s; 6",
+    "5 apples": r"5 pears; 5 cm; 5 apples and 1 pear",
+    "14 zebras": "14 cm; 14 lions; 15 zebras",
+    r"5 \text{ million}": "5; 5 thousand; 5 dollars",
+    "5000000": r"5\text{ thousand}; 5; 50 \text{ million}",
+    r"\$5": "5 cents; €5; 5 euros",
+    r"90^\circ": r"90 \text{ radians}; 90 \text{ cm}",
+    "HTH": r"HHT; H^2T; \text{HHT}; H \cdot T",
+    "CAB": "ABC; A*C*B",
+    "cat": "act; c*t*a",
+    "AB": "BA",
+    r"\{HHT, THH\}": r"\{HTH, HHT\}",
+    r"\angle ABC": r"\angle CAB",
+    "(2, 3)": "y=2, x=3; (3, 2); (y, x) = (2, 3); [2, 3]; b=2, a=3; x=2, x=3; x=3, y=2",
+    "2, 3": "y=2, x=3; 2, 4; 2, 3, 3",
+    "(1, 2, 3)": "z=1, y=2, x=3",
+    "2:30": r"5:75; 4:60; 1:15; 2:31; \frac{1}{15}; 2.5",
+    "12:30 pm": "12:30 am; 0:30; 1:30 pm",
+    "3:15": "1:5; 3:15:01",
+    "1:2:3": "1:3:2; 1:2; 2:4:5; 0:0:0",
+    "[2,5)": r"2 < x < 5; 2 \le x \le 5; 2 \le x; x < 5; 5 \le x < 2; [2,5]; 2 \le x > 5; x \ge 2, x < 5 or x = 7",
+    r"(-\infty, 5)": r"x \le 5; x > 5; 5 < x",
+    "x > 3": r"x < 3; y > 3; x \ge 3; x > 3 or x < 2; x = 3; 3",
+    r"(-\infty,-1) \cup (1,\infty)": r"-1 < x < 1; x < -1; x \le -1 \text{ or } x \ge 1",
+    r"\emptyset": r"\{0\}; \{\emptyset\}; 0; \text{undefined}",
+    r"\{\}": r"\{1\}",
+    r"\text{undefined}": r"0; \emptyset; \infty",
+    "A": "A or B; A, B; AB; (A)(B); (A) or (B); (A) 5 or 6; (A) 5, (B)",
+    "June 20": "June 21; July 20; 20",
+    "1.234": "1,234",
+    "3.5": "3,5",
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": r"\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}",
+    "x^2 + 1": "y^2 + 1",
+    "x = 5": "x = 5, y = 6; y = 5; x = 5 or 6",
+}
+"""Expected answers, each with answers that are not paid, separated by semicolons or line ends."""
+
+PAID = {
+    "42": r"""
+        \mathbf{42}; \boldsymbol{42}; \textbf{42}; \underline{42}; \text{42}; $42$; 42 \text{ cm}; 42 ways; \$42; 42\$
+        6 \cdot 7 = 42
+    """,
+    r"\frac12": r"\mathbf{\frac{1}{2}}; \mathbf{0.5}",
+    "[2,5)": r"2 \le x < 5; 5 > x \ge 2; x \in [2,5); \{x \mid 2 \le x < 5\}; \{x \in \mathbb{R} : 2 \leq x < 5\}",
+    r"2 \le x < 5": "[2,5); 2 <= x < 5; 5 > x >= 2",
+    r"(3,\infty)": r"x > 3; 3 < x; (3, +\infty)",
+    r"(-\infty,3]": r"x \le 3",
+    r"(-\infty,-1) \cup (1,\infty)": r"x < -1 \text{ or } x > 1; x > 1 or x < -1",
+    r"\emptyset": r"\{\}; \{ \}; \varnothing; \text{no solution}; no real solutions",
+    r"\{\}": r"\emptyset",
+    r"(-\infty,\infty)": r"\mathbb{R}; \text{all real numbers}",
+    r"\text{DNE}": r"\text{does not exist}; DNE",
+    "5000000": r"5\text{ million}; 5 million; 5 million dollars; \$5 \text{ million}; 5{,}000{,}000",
+    "5 million": "5000000; 5,000,000; 5000 thousand",
+    "2.5 billion": "2500000000",
+    r"2.5\%": r"(2.5)\%; (2.5); 2.5 \text{ percent}",
+    r"\pi": r"\pi \approx 3.14; \pi",
+    "3.14": r"\pi \approx 3.14",
+    "HTH": r"HTH; \text{HTH}",
+    "xyz": r"x y z; x \cdot y \cdot z",
+    "ab": "ba",
+    r"\frac{1}{2}CV^2": r"CV^2/2",
+    "(2,3)": "x=2, y=3; y=3, x=2; (x, y) = (2, 3)",
+    "x=2, y=3": "(2, 3); (x,y) = (2,3); y=3, x=2",
+    "2:30": r"02:30; 2:30 pm; \text{2:30}",
+    "3:30 pm": "3:30 p.m.; 15:30; 3:30",
+    "3 pm": "3:00 pm; 3",
+    "3:4": r"6:8; \frac{3}{4}; 3 to 4; 3 \text{ to } 4",
+    "1:2:3": "1 : 2 : 3; 2:4:6",
+    "3.1": r"x \approx 3.1; \approx 3.1; \pi \approx 3.1",
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}",
+    "14 zebras": r"14 \text{ zebras}",
+    "14 apples": "14; 14 apples",
+    "12": r"12 \text{ miles per hour}; 12 \text{ cubic feet}; 12 \text{ years old}; 12 square units; 12 m/s^2",
+    r"12 \text{ mph}": "12 miles per hour; 12 mi/h",
+    "June 20": r"20 June; June 20th; \text{20th of June}",
+    "B": r"\textbf{(B)}\ 12; (B) 12; B",
+    r"\{\text{red}, \text{blue}\}": r"\{blue, red\}; \text{red}, \text{blue}",
+    r"\text{square}": r"a square; \text{Square}",
+}
+"""Expected answers, each with answers that are paid."""
+
+
+def pairs(table):
+    return [
+        (expected, answer.strip())
+        for expected, lines in table.items()
+        for line in lines.split("\n")
+        for answer in line.split(";")
+        if answer.strip()
+    ]
+
+
+def test_hedges_and_other_quantities_are_not_paid():
+    assert [pair for pair in pairs(NOT_PAID) if paid(*pair)] == []
+
+
+def test_the_same_answer_in_another_notation_is_paid():
+    assert [pair for pair in pairs(PAID) if not paid(*pair)] == []
+
+
+CONNECTIVES = r"""
+    or; and; to; vs; maybe; \text{ or }; \text{ and }; \text{ not }; \text{, }; \text{ instead of }; ,; ;; :; |; ||; =; ==; <; >
+    \approx; \sim; \simeq; \cong; \equiv; \to; \Rightarrow; \implies; \iff; \lor; \vee; \land; \mid; \&; \\; \quad; \,; ~
+    \ne; \not=; \le; \ge; \pm; \mp; \cup; \cap; \setminus; \in; \oplus; \circ; \bmod; \ldots; ...; '; "; ?; @; #; \%; $
+    \$; ≅; ∨; →; ∼; ≒; 、; ／
+"""
+
+
+VALUES = st.sampled_from(
+    ["41", "42", "7.5", r"\frac{1}{3}", r"\frac{5}{2}", r"\sqrt{2}", r"2\pi", "x", "3x+1", "-4", r"50\%", r"8 \text{ cm}"]
+)
+
+
+@few
+@given(VALUES, VALUES, st.sampled_from([each for line in CONNECTIVES.split("\n") for each in line.split("; ") if each.strip()]))
+def test_two_values_joined_in_any_way_are_paid_for_neither_unless_one_is_said_to_follow(one, other, connective):
+    assume(one != other)
+    assume(not (connective in ("=", r"\approx", r"\in") and one == "x"))  # `x = 42` states 42
+    answer = f"{one} {connective.strip()} {other}"
+    assert not paid(one, answer)
+    assert not paid(other, answer)
+    assert not paid(one, f"{one} ({connective.strip()} {other})")
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "is_paid"),
+    [
+        ("How many apples are left?", "5 apples", True),
+        ("How many apples are left?", r"5 \text{ dollars}", False),
+        ("A pen costs $1. What do 5 pens cost?", r"\$5", True),
+        ("A pen costs $1. What do 5 pens cost?", "5 boxes", False),
+        ("What is the area of a square of 2.5 m by 2 m?", r"5 \text{ m}^2", True),
+        ("How far does a car get in 5 minutes at 60 mph?", r"5 \text{ miles}", True),
+        ("What is 2 + 3?", "5 cm", False),
+        ("What is 2 + 3?", "5 units", True),
+        ("How large is the angle?", r"5^\circ", True),
+        ("How many degrees has the angle?", r"5 \text{ radians}", False),
+        ("", "5 cm", True),
+    ],
+)
+def test_a_unit_that_the_expected_answer_lacks_must_be_in_the_question(question, answer, is_paid):
+    assert paid("5", answer, units=mentioned_units(question)) is is_paid
+
+
+def corpus_rows():
+    files = sorted(CORPUS.glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_expected_answer_of_the_corpus_is_paid_for_itself():
+    expected = {row["expected"] for row in corpus_rows()} | set(PAID) | set(NOT_PAID)
+    assert len(expected) > 250
+    assert [answer for answer in sorted(expected) if not paid(answer, answer)] == []
+
+
+@pytest.mark.parametrize("form", ["  {} ", "${}$", r"\({}\)", "{{{}}}", "{}.", r"\, {} \;", r"\displaystyle {}"])
+def test_delimiters_and_spacing_do_not_change_a_grade(form):
+    sample = (pairs(NOT_PAID) + pairs(PAID))[::7]
+    assert [pair for pair in sample if "$" not in pair[1] and paid(*pair) != paid(pair[0], form.format(pair[1]))] == []
+
+
+@few
+@given(
+    st.fractions(min_value=-50, max_value=50, max_denominator=40), st.fractions(min_value=-50, max_value=50, max_denominator=40)
+)
+def test_the_comparison_of_numbers_is_symmetric(one, other):
+    forms = [rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for value in (one, other)]
+    assert (compare(forms[0], forms[1]) is Comparison.EQUAL) is (compare(forms[1], forms[0]) is Comparison.EQUAL)
+    assert (compare(forms[0], str(other)) is Comparison.EQUAL) is (one == other)
+
+
+@few
+@given(st.integers(-20, 20), st.integers(1, 20), st.booleans(), st.booleans(), st.integers(-1, 1))
+def test_an_inequality_is_its_interval_and_no_other(start, length, left, right, shift):
+    interval = f"{'[' if left else '('}{start}, {start + length}{']' if right else ')'}"
+    ends = [r"\le" if closed else "<" for closed in (left, right)]
+    inequality = f"{start + shift} {ends[0]} x {ends[1]} {start + shift + length}"
+    assert paid(interval, inequality) is paid(inequality, interval) is (shift == 0)
+    assert not paid(interval, f"{start} {ends[0]} x {'<' if right else chr(92) + 'le'} {start + length}")
+
+
+@few
+@given(st.permutations("ABCD"), st.permutations("ABCD"), st.integers(2, 4))
+def test_letters_are_equal_in_the_same_order_only(one, other, length):
+    first, second = "".join(one[:length]), "".join(other[:length])
+    assert paid(first, second) is (first == second)
+    assert paid(first, rf"\text{{{second}}}") is (first == second)
