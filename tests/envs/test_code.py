@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import os
@@ -13,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rl_core.errors import DataError
-from rl_envs.code.assertions import split_tests
+from rl_envs.code import testing
 from rl_envs.code.environment import CodeEnvironment
-from rl_envs.code.evaluation import Observation, holds
 from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import same_output
+from rl_envs.code.suites import read_suite
 from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SandboxUnavailableError, SessionInterface
 
 from .conftest import answered, descendants, wait_until
@@ -119,6 +118,23 @@ def test_a_completion_without_code_fails_and_metrics_count_outcomes(environment)
                        "killed_frac": 0.0, "no_code_frac": 0.5}  # fmt: skip
 
 
+COLLIDING = """
+import os
+def f(n):
+    if n:  # sent as text, because to make the dict would take as long as to read it
+        text = "r n 0 d200000 " + " ".join(f"{i * (2**61 - 1)} 0" for i in range(200_000)) + "\\n"
+        data = len(text).to_bytes(4, "big") + text.encode()
+        while data:
+            data = data[os.write(4, data):]
+    return 1
+"""
+NESTED = """
+def f(n):
+    found = []
+    for _ in range(100_000):
+        found = [found]
+    return found if n else 1
+"""
 EQUALS_EVERYTHING = """
 class Liar(str):
     def __eq__(self, other): return True
@@ -177,17 +193,13 @@ def test_a_program_cannot_forge_passed_assertions(run, program):
 
 
 def test_expected_values_are_not_in_the_process_of_the_program(run):
-    assert "'heo'" not in "".join(split_tests("\n".join(MBPP["tests"]), None).statements)
     hidden = READS_THE_TESTS.replace('("heo", "bcd")', "(bytes([104, 101, 111]).decode(), bytes([98, 99, 100]).decode())")
     assert run((hidden, MBPP)) == [(0.0, "failed")]
-    # The control: in an expression that only the sandbox can evaluate, the program finds the expected value.
-    inside = {"tests": "assert (lambda found: found == 'heo')(remove_Occ('hello', 'l'))"}
-    assert run((hidden, inside)) == [(1.0, "passed")]
-
-
-def test_a_comparison_inside_of_the_sandbox_can_be_forged_as_documented(run):
-    inside = {"tests": "def same(a, b): return a == b\nassert same(remove_Occ('hello', 'l'), 'heo')"}
-    assert run((EQUALS_EVERYTHING, inside)) == [(1.0, "passed")]
+    in_a_function = {"tests": "assert (lambda found: found == 'heo')(remove_Occ('hello', 'l'))"}
+    assert run((hidden, in_a_function)) == [(0.0, "failed")]
+    # The control: the search finds an argument, which is in the process.
+    as_argument = {"tests": "assert remove_Occ('xheo', ['heo']) == 'heo'"}
+    assert run((hidden, as_argument)) == [(1.0, "passed")]
 
 
 LOOP = "for i in range(5):\n    assert square(i) == i * i"
@@ -236,7 +248,7 @@ def check(candidate):
     rows = [(program, info) for program in ("def square(x): return x * x", accepts_text, exits, wrong)]
     assert [reward for reward, _ in run(*rows)] == [1.0, 0.5, 0.0, 0.5]
     with pytest.raises(DataError, match="have no assert statement"):
-        split_tests("assert True", None)
+        read_suite("assert True", None)
 
 
 def test_values_that_the_tests_assign_are_not_among_the_globals_of_the_program(run):
@@ -249,6 +261,23 @@ def test_values_that_the_tests_assign_are_not_among_the_globals_of_the_program(r
 def test_large_whole_numbers_are_compared(run):
     program = "import math\ndef large(n): return -math.factorial(n)"
     assert run((program, {"tests": ["assert large(2000) % 1999 == 0", "assert large(2000) < 0"]})) == [(1.0, "passed")]
+
+
+def test_results_that_take_long_to_read_stall_neither_the_grader_nor_other_rows(monkeypatch):
+    """Whole numbers with one hash make a dict of n items take n * n steps. They are read in the tests' sandbox."""
+    monkeypatch.setattr(testing, "_GRACE_S", 0.2)
+    environment = open_environment({"sandbox": {"timeout_s": 2.0}, "max_concurrency": 2, "reward": "passed_share"})
+    rows = [COLLIDING, "def f(n): return [[]] * 10**7", "def f(n): return n + 1", NESTED, "def f(n): return 'x' * (1 << 24)"]
+    tests = {"tests": ["assert f(0) == 1", "assert f(1) == 2"]}
+    try:
+        result = environment.step([answered(f"```\n{code}\n```") for code in rows], [tests] * 5)
+        again = environment.step([answered("```\ndef f(n): return n + 1\n```")], [tests])
+    finally:
+        environment.shutdown()
+    shares = result.rewards["passed_share"].tolist()
+    assert result.metadata[0]["code_outcome"] == "timeout"
+    assert (shares[2], max(*shares[:2], *shares[3:])) == (1.0, 0.5)
+    assert again.rewards["passed_share"].tolist() == [1.0]
 
 
 def test_output_after_what_is_read_is_not_ignored(run):
@@ -265,57 +294,20 @@ def test_objects_that_equal_everything_are_read_as_their_base_type(run):
 
 
 @pytest.mark.parametrize(
-    ("line", "inside", "values", "expected"),
+    ("tests", "tested"),
     [
-        ("assert f(1) == 2", ["f(1)"], [2], True),
-        ("assert f(1) == 2 and g(2) != 'x', 'message'", ["f(1)", "g(2)"], [2, "y"], True),
-        ("assert abs(f(2) - 1.41) < 0.01", ["f(2)"], [1.414], True),
-        ("assert math.isclose(f(2), 1.41, rel_tol=0.1)", ["f(2)"], [1.0], False),
-        ("assert not f(7)", ["f(7)"], [False], True),
-        ("assert f(7) is None", ["f(7)"], [0], False),
-        ("assert sorted(f([3, 1])) == [1, 3]", ["f([3, 1])"], [[3, 1]], True),
-        ("assert set(f(1)) <= {1, 2}", ["f(1)"], [[1, 3]], False),
-        ("assert len(f('a')) == 3 and 'a' in f('b')", ["f('a')", "f('b')"], ["abc", "ab"], True),
-        ("assert {'a': f(1), **g()} == {'a': 1}", ["{'a': f(1), **g()}"], [{"a": 1}], True),
-        ("assert all(f(i) == i for i in range(3))", ["all((f(i) == i for i in range(3)))"], [True], True),
-        ("assert f(2) * 2 == 4", ["f(2)"], ["x"], False),
-        ("assert f(2) % 0 == 4", ["f(2)"], [1], False),
-        ("assert [f(x) for x in data] == [1]", ["[f(x) for x in data]"], [[1]], True),
-        ("assert f(3) == [0] * 3 + [1]", ["f(3)"], [[0, 0, 0, 1]], True),
-        ("assert f(3) == 'a' * 3 + 'b'", ["f(3)"], ["aaab"], True),
-        ("assert f(3) == 2 ** 10", ["f(3)"], [1024], True),
-        ("assert f(3) == ('%03d' % 7)", ["f(3)", "'%03d' % 7"], ["007", "007"], True),
-        ("assert set(f(3)) - {1} == {2}", ["f(3)"], [[1, 2]], True),
-        ("assert sorted(f(3), key=len) == ['a', 'bb']", ["f(3)"], [["bb", "a"]], True),
-        ("assert sorted(f(3), key=order) == [1]", ["sorted(f(3), key=order)"], [[1]], True),
-        ("assert isinstance(f(3), Decimal)", ["isinstance(f(3), Decimal)"], [True], True),
-        ("assert math.isclose(a=f(3), b=1.0)", ["f(3)"], [1.0], True),
+        (["assert sum(10, 15) == 6"], {"sum"}),
+        (["assert 6 == sum(10, 15)"], {"sum"}),
+        (["assert set(max([1, 2], 3)) == set([3])"], {"max"}),
+        (["assert abs(round(2.5, 'up') - 3) < 1e-6"], {"round"}),
+        (["assert abs(sum(10, 15) - 6) < 1", "assert abs(f(1)) == sum([1])"], {"sum"}),
+        (["assert len(f(3)) == 1", "assert f(2) == max(1, 4)"], set()),
+        (["found = f(3)", "assert found == sorted([2, 1])"], set()),
     ],
 )
-def test_an_assertion_is_split_into_calls_inside_and_a_comparison_outside(line, inside, values, expected):
-    split = split_tests(line, None)
-    lambdas = ast.parse(split.statements[0]).body[0].value.args[1:]
-    assert [ast.unparse(part.body) for part in lambdas] == inside
-    assert holds(split.conditions[0], [Observation(False, value) for value in values]) is expected
-    assert not holds(split.conditions[0], [Observation(True)] * len(values))
-
-
-@pytest.mark.parametrize(
-    ("tests", "inside"),
-    [
-        (["assert sum(10, 15) == 6"], ["sum(10, 15)"]),
-        (["assert 6 == sum(10, 15)"], ["sum(10, 15)"]),
-        (["assert set(max([1, 2], 3)) == set([3])"], ["max([1, 2], 3)"]),
-        (["assert abs(round(2.5, 'up') - 3) < 1e-6"], ["round(2.5, 'up')"]),
-        (["assert len(f(3)) == 1", "assert f(2) == max(1, 4)"], ["f(3)"]),
-        (["assert len([]) == 0", "assert len(f(3)) == 1"], ["len([])"]),
-        (["def sorted(items): return items", "assert sorted(f(3)) == [1]"], ["sorted(f(3))"]),
-    ],
-)
-def test_a_tested_function_with_the_name_of_a_built_in_one_is_called_inside(tests, inside):
-    statements = split_tests("\n".join(tests), None).statements
-    first = next(each for each in statements if each.startswith("__observe__"))
-    assert [ast.unparse(part.body) for part in ast.parse(first).body[0].value.args[1:]] == inside
+def test_a_builtin_function_belongs_to_the_program_if_an_assertion_calls_nothing_else(tests, tested):
+    assert read_suite("\n".join(tests), None).tested == tested
+    assert read_suite("\n".join(tests), "sorted").tested == tested | {"sorted"}
 
 
 def test_a_program_may_define_functions_with_names_of_built_in_ones(run):
@@ -329,7 +321,7 @@ def test_a_program_may_define_functions_with_names_of_built_in_ones(run):
     )
 
 
-def test_generators_are_transferred_as_their_items(run):
+def test_generators_are_read_item_by_item(run):
     program = """
 def evens(n):
     for i in range(n):
@@ -344,9 +336,9 @@ def endless():
         "assert sum(evens(4)) == 12 and 4 in evens(3)",
         "values = evens(2)",
         "assert list(values) == [0, 2]",
-        "assert any(endless()) == 1",
+        "assert any(endless())",
     ]
-    assert run((program, {"tests": tests})) == [(pytest.approx(4 / 5), "failed")]
+    assert run((program, {"tests": tests})) == [(1.0, "passed")]
 
 
 def test_the_program_is_the_module_solution(run):
@@ -361,26 +353,6 @@ def roundtrip(x):
 """
     tests = ["import solution", "from solution import roundtrip as r", "assert solution.roundtrip(3) == 3", "assert r(4) == 4"]
     assert run((program, {"tests": tests})) == [(1.0, "passed")]
-
-
-@pytest.mark.parametrize(
-    ("line", "values"),
-    [
-        ("assert f(1) * 10**9 == 1", [[0]]),
-        ("assert 'x' * f(1) == 1", [10**12]),
-        ("assert [[f(1)] * 1000] * 1000 == f(2)", ["aa", 1]),
-        ("assert f(1) + f(1) == 1", ["a" * 600_000, "a" * 600_000]),
-        ("assert 2 ** f(1) == 1", [10**9]),
-        ("assert round(f(1), f(2)) == 0", [1, -(10**9)]),
-    ],
-)
-def test_values_that_would_fill_the_memory_are_not_computed(line, values):
-    assert not holds(split_tests(line, None).conditions[0], [Observation(False, value) for value in values])
-
-
-def test_the_second_operand_of_or_may_raise_if_the_first_is_true():
-    [condition] = split_tests("assert f(1) == 2 or g()[0] == 1", None).conditions
-    assert holds(condition, [Observation(False, 2), Observation(True)])
 
 
 @pytest.mark.parametrize(
@@ -399,8 +371,6 @@ def test_the_second_operand_of_or_may_raise_if_the_first_is_true():
         ({"stdin_stdout": ["ab"]}, "must be {input: text, output: text}"),
         ({"stdin_stdout": [3]}, "must be {input: text, output: text}"),
         ({"stdin_stdout": [["", "x" * 65_537]]}, "Row 0: an expected output .* 65537 bytes, but only the first 65536 "),
-        ({"tests": ["assert f(1) == 'x' * 40_000"] * 2}, "Row 0: the expected values of `tests` together have 80004 bytes"),
-        ({"tests": "assert f(1) == [0] * 10**9"}, "Row 0: an expected value of `tests` has more than a million elements"),
     ],
 )
 def test_rows_with_unusable_tests_are_data_errors(environment, info, message):
@@ -415,7 +385,9 @@ def test_a_program_whose_sandbox_dies_in_mid_call_is_not_scored_and_passes_when_
         with ThreadPoolExecutor(2) as threads:
             steps = [threads.submit(environment.step, [answered(waits)], [MBPP]) for _ in range(2)]
             launcher = environment._sandbox.process_id
-            wait_until(lambda: len(descendants(launcher)) >= 8)  # twice: bubblewrap, process 1, agent, program
+            wait_until(
+                lambda: len(descendants(launcher)) >= 16
+            )  # bubblewrap, process 1, agent, program; the same for the tests
             os.kill(launcher, signal.SIGKILL)
             results = [step.result(timeout=60) for step in steps]
         for result in results:
@@ -480,7 +452,7 @@ class TrustingSession(SessionInterface):
     def run(self, code, *, timeout_s=None):
         raise NotImplementedError
 
-    def run_program(self, code, *, stdin="", timeout_s=None):
+    def run_program(self, code, *, stdin="", timeout_s=None, link=None):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(code, {"input": lambda: stdin})

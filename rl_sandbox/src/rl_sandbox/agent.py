@@ -14,7 +14,7 @@ import sys
 import time
 
 from rl_sandbox.programs import SIGKILL, Settings, become_program, bind_to_parent, interpret, protect, run_main
-from rl_sandbox.wire import ERROR, KILLED, OK, READY, REPLY, REQUEST, RUN, STATE_LOST, TIMEOUT, TRUNCATED
+from rl_sandbox.wire import ERROR, KILLED, LINKED, OK, READY, REPLY, REQUEST, RUN, STATE_LOST, TIMEOUT, TRUNCATED
 
 TYPE_CHECKING = False  # `typing` would double the start time
 if TYPE_CHECKING:
@@ -69,9 +69,12 @@ class Child:
         body: called in the fork with `done`; its result is the exit code.
         cpu_s: CPU time limit in seconds, or None.
         keeps: whether it outlives the call and reports the end of each with a byte on `done`.
+        link: descriptors that the fork gets as 3 and 4; closed here.
     """
 
-    def __init__(self, settings: Settings, body: Callable[[int], int], cpu_s: float | None, keeps: bool) -> None:
+    def __init__(
+        self, settings: Settings, body: Callable[[int], int], cpu_s: float | None, keeps: bool, link: tuple[int, ...] = ()
+    ) -> None:
         self.feed: int | None
         self.done: int | None = None
         done_child: int | None = None
@@ -84,13 +87,13 @@ class Child:
         if self.pid == 0:
             status = 1
             try:
-                become_program(settings, cpu_s, (stdin, out_child, err_child, done_child))
+                become_program(settings, cpu_s, (stdin, out_child, err_child, done_child, *link))
                 status = body(3)
             except BaseException as error:
                 _report(error, err_child)
             finally:
                 os._exit(status & 0xFF)
-        for descriptor in (stdin, out_child, err_child, done_child):
+        for descriptor in (stdin, out_child, err_child, done_child, *link):
             if descriptor is not None:
                 os.close(descriptor)
         self.exited = os.pidfd_open(self.pid)
@@ -164,13 +167,16 @@ class Agent:
         _write(channel, READY)
         while header := _read(channel, REQUEST.size):
             operation, seconds, code_size, stdin_size = REQUEST.unpack(header)
+            link = _read_descriptors(channel) if operation == LINKED else ()
             code, stdin = _read(channel, code_size), _read(channel, stdin_size)
-            handle = self.run if operation == RUN else self.run_program
-            outcome, status, flags, out, err = handle(code, stdin, seconds)
+            if operation == RUN:
+                outcome, status, flags, out, err = self.run(code, stdin, seconds)
+            else:
+                outcome, status, flags, out, err = self.run_program(code, stdin, seconds, link)
             _write(channel, REPLY.pack(outcome, status, flags, len(out), len(err)) + out + err)
 
-    def run_program(self, code: bytes, stdin: bytes, seconds: float) -> Reply:
-        child = Child(self.settings, lambda done: run_main(code), seconds, keeps=False)
+    def run_program(self, code: bytes, stdin: bytes, seconds: float, link: tuple[int, ...]) -> Reply:
+        child = Child(self.settings, lambda done: run_main(code), seconds, keeps=False, link=link)
         how = child.communicate(stdin, time.monotonic() + seconds)
         lost = False
         if how == "timeout":
@@ -263,6 +269,16 @@ def _read(channel: int, size: int) -> bytes:
             return b""
         data += chunk
     return bytes(data)
+
+
+def _read_descriptors(channel: int) -> tuple[int, ...]:
+    """The two descriptors that the next byte carries."""
+    import _socket  # `socket` would take longer than most programs, and few sessions need either
+
+    end = _socket.socket(fileno=channel)
+    _, messages, _, _ = end.recvmsg(1, _socket.CMSG_SPACE(8))
+    end.detach()
+    return struct.unpack("ii", messages[0][2])
 
 
 def _write(channel: int, data: bytes) -> None:

@@ -76,7 +76,9 @@ class SessionInterface(ABC):
         """
 
     @abstractmethod
-    def run_program(self, code: str, *, stdin: str = "", timeout_s: float | None = None) -> Result:
+    def run_program(
+        self, code: str, *, stdin: str = "", timeout_s: float | None = None, link: tuple[int, int] | None = None
+    ) -> Result:
         """Run a Python program in a new process of the session, with the session's files as its working folder.
 
         Processes that the program leaves behind are killed when it ends. This also ends the interpreter of `run`, which is
@@ -86,10 +88,19 @@ class SessionInterface(ABC):
             code: Source of the program, which runs as `__main__`.
             stdin: Its standard input, encoded as UTF-8.
             timeout_s: Wall-clock limit in seconds; defaults to the config's.
+            link: Two pipe ends, which the program gets as descriptor 3 to read from and 4 to write to. The call closes them.
 
         Raises:
             SandboxError: The session did not start, was ended from outside during the call or before it, or is closed.
         """
+
+    def wait_until_started(self) -> None:
+        """Wait until a call would start its program at once. A sandbox whose sessions start in `open_session` needs none.
+
+        Raises:
+            SandboxError: The session did not start, or is closed.
+        """
+        return
 
     @abstractmethod
     def close(self) -> None:

@@ -54,12 +54,11 @@ def become_program(settings: Settings, cpu_s: float | None, descriptors: tuple[i
     """In a forked process: make the given pipes its standard streams, close all other descriptors and set the limits."""
     os.setsid()
     bind_to_parent()
-    done = descriptors[3]
     # Above the targets, so that no dup2 overwrites a source.
     moved = [os.dup2(d, 100 + i) for i, d in enumerate(descriptors) if d is not None]
     for target, descriptor in enumerate(moved):
         os.dup2(descriptor, target, inheritable=target < 3)
-    os.closerange(3 if done is None else 4, 1024)
+    os.closerange(len(moved), 1024)
     protect(False)
     try:
         with open("/proc/self/oom_score_adj", "w") as file:

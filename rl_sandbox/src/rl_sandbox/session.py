@@ -57,12 +57,23 @@ class LocalSession(SessionInterface):
         self._closed = False
 
     def run(self, code: str, *, timeout_s: float | None = None) -> Result:
-        return self._call(wire.RUN, code, "", timeout_s)
+        return self._call(wire.RUN, code, "", timeout_s, [])
 
-    def run_program(self, code: str, *, stdin: str = "", timeout_s: float | None = None) -> Result:
-        return self._call(wire.PROGRAM, code, stdin, timeout_s)
+    def run_program(
+        self, code: str, *, stdin: str = "", timeout_s: float | None = None, link: tuple[int, int] | None = None
+    ) -> Result:
+        ends = list(link or ())
+        try:
+            return self._call(wire.LINKED if ends else wire.PROGRAM, code, stdin, timeout_s, ends)
+        finally:
+            _close(ends)
 
-    def _call(self, operation: int, code: str, stdin: str, timeout_s: float | None) -> Result:
+    def wait_until_started(self) -> None:
+        with self._calls:
+            self._refuse_if_closed()
+            self._await_start()
+
+    def _call(self, operation: int, code: str, stdin: str, timeout_s: float | None, link: list[int]) -> Result:
         seconds = self._timeout_s if timeout_s is None else timeout_s
         # Lone surrogates, which a tokenizer can produce, become question marks.
         source, entered = (text.encode("utf-8", "replace") for text in (code, stdin))
@@ -75,7 +86,11 @@ class LocalSession(SessionInterface):
             try:
                 started = time.monotonic()
                 end = started + seconds + self._grace_s
-                self._send(wire.REQUEST.pack(operation, seconds, len(source), len(entered)) + source + entered, end)
+                self._send(wire.REQUEST.pack(operation, seconds, len(source), len(entered)), end)
+                if link:
+                    socket.send_fds(self._channel, [wire.LINK], link)
+                    _close(link)  # the program's end must be the only one, so that the other side notices when it ends
+                self._send(source + entered, end)
                 return self._receive(started, end)
             except TimeoutError:
                 self._give_up()
@@ -176,6 +191,11 @@ class LocalSession(SessionInterface):
         with self._calls:
             self._channel.close()
             os.close(self._errors)
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentRetu
 from rl_envs.code.config import CodeEnvironmentConfig
 from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import CodeOutcome, CodeScore, CodeTests, TimeLimits, read_tests, score
+from rl_envs.code.testing import SuiteRunner
 from rl_envs.config import read_section
 from rl_envs.sandboxes import open_sandbox
 from rl_envs.single_turn import ended
@@ -39,6 +40,7 @@ class CodeEnvironment(EnvironmentInterface):
     def __init__(self, config: CodeEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
         self.config = read_section(CodeEnvironmentConfig, config)
         self._sandbox = open_sandbox(self.config.sandbox)
+        self._runner = SuiteRunner(self._sandbox, self.config.max_concurrency)
         # A slow program must reach its own limit, which is a result, before the timeout of the step, which is a failure.
         self._limits = TimeLimits(call=self.config.sandbox.timeout_s, row=self.config.step_timeout_s / 2)
         self._threads = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="code")
@@ -69,7 +71,7 @@ class CodeEnvironment(EnvironmentInterface):
     def _score(self, code: str | None, tests: CodeTests) -> CodeScore | str:
         """The score of a program, or why its sandbox failed."""
         try:
-            return score(self._sandbox, code, tests, self._limits)
+            return score(self._runner, code, tests, self._limits)
         except SandboxError as error:
             _log.warning("code: a row has failed, because its sandbox does not work: %s", error)
             return f"the sandbox does not work: {error}"
@@ -98,6 +100,7 @@ class CodeEnvironment(EnvironmentInterface):
 
     def shutdown(self) -> None:
         self._threads.shutdown(cancel_futures=True)
+        self._runner.close()
         self._sandbox.close()
 
 

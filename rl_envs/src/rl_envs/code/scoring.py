@@ -1,4 +1,4 @@
-"""Scores one program: runs its tests in a new session of the sandbox and compares the results outside of it."""
+"""Scores one program: runs it in a new session of the sandbox, and its tests outside of that session."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
-from rl_envs.code.assertions import SplitTests, split_tests
-from rl_envs.code.evaluation import TooLargeError, expected_size, holds
-from rl_envs.code.harness import LONGEST_LINE, Report, harness, read_report
-from rl_sandbox.interface import Outcome, SandboxInterface, SessionInterface
+from rl_envs.code.suites import Suite, read_suite
+from rl_envs.code.testing import SuiteRunner
+from rl_sandbox.interface import Outcome, SessionInterface
 
 TEST_KEYS = ("tests", "stdin_stdout")
 
@@ -43,19 +42,19 @@ class CodeTests:
     """The tests of a row.
 
     Attributes:
-        assertions: Split assertions, or None.
+        suite: Tests with assertions, or None.
         pairs: Standard inputs and the expected outputs.
         output_limit: Number of bytes of a program's output that are read.
     """
 
-    assertions: SplitTests | None
+    suite: Suite | None
     pairs: tuple[tuple[str, str], ...]
     output_limit: int
 
     @property
     def total(self) -> int:
         """Number of tests: assertions and pairs."""
-        return len(self.pairs) + (len(self.assertions.conditions) if self.assertions else 0)
+        return len(self.pairs) + (self.suite.total if self.suite else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ def read_tests(row: int, info: Any, *, output_kb: int) -> CodeTests:
         raise DataError(f"Row {row}: `entry_point` must be the name of a function, not {format_value(entry_point)}.")
     limit = output_kb * 1024
     return CodeTests(
-        assertions=_split(row, tests, entry_point, limit) if tests else None,
+        suite=_suite(row, tests, entry_point) if tests else None,
         pairs=_pairs(row, info.get("stdin_stdout"), limit),
         output_limit=limit,
     )
@@ -108,18 +107,11 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
 
 
-def _split(row: int, tests: str, entry_point: str | None, limit: int) -> SplitTests:
+def _suite(row: int, tests: str, entry_point: str | None) -> Suite:
     try:
-        split = split_tests(tests, entry_point)
-        size = sum(map(expected_size, split.conditions))
+        return read_suite(tests, entry_point)
     except DataError as error:
         raise DataError(f"Row {row}: {error}") from error
-    except TooLargeError as error:
-        raise DataError(
-            f"Row {row}: an expected value of `tests` has more than a million elements: shorten the test."
-        ) from error
-    _check_size(row, "the expected values of `tests` together have", size, min(limit, LONGEST_LINE))
-    return split
 
 
 def _pairs(row: int, pairs: Any, limit: int) -> tuple[tuple[str, str], ...]:
@@ -131,16 +123,13 @@ def _pairs(row: int, pairs: Any, limit: int) -> tuple[tuple[str, str], ...]:
         )
     read = tuple(_pair(row, pair) for pair in pairs)
     for _, expected in read:
-        _check_size(row, "an expected output of `stdin_stdout` has", len(expected.rstrip().encode("utf-8", "replace")), limit)
+        size = len(expected.rstrip().encode("utf-8", "replace"))
+        if size > limit:
+            raise DataError(
+                f"Row {row}: an expected output of `stdin_stdout` has {size} bytes, but only the first {limit} of a program's "
+                "output are read, so a correct program would fail. Raise `sandbox.output_kb`, or remove the row."
+            )
     return read
-
-
-def _check_size(row: int, what: str, size: int, limit: int) -> None:
-    if size > limit:
-        raise DataError(
-            f"Row {row}: {what} {size} bytes, but only the first {limit} of a program's output are read, so a correct program "
-            "would fail. Raise `sandbox.output_kb` (up to 1 MiB is read for `tests`), or remove the row."
-        )
 
 
 def _pair(row: int, pair: Any) -> tuple[str, str]:
@@ -163,51 +152,36 @@ class TimeLimits:
     row: float
 
 
-def score(sandbox: SandboxInterface, code: str | None, tests: CodeTests, limits: TimeLimits) -> CodeScore:
-    """Run all tests of a program in a new session. After a timeout, the tests that are left fail without being run.
+def score(runner: SuiteRunner, code: str | None, tests: CodeTests, limits: TimeLimits) -> CodeScore:
+    """Run all tests of a program in new sessions. After a timeout, the tests that are left fail without being run.
 
     Raises:
         SandboxError: A session could not be started, or was ended from outside.
     """
     if code is None:
         return CodeScore(outcome=CodeOutcome.NO_CODE, passed=0, total=tests.total)
-    with sandbox.open_session() as session:
-        passed, worst = 0, Outcome.OK
-        if tests.assertions is not None:
-            passed, worst = _assertions(session, code, tests.assertions, min(limits.call, limits.row))
-        left = limits.row
-        for stdin, expected in tests.pairs:
-            if worst in (Outcome.TIMEOUT, Outcome.LOST):
-                break  # the rest would take as long again
-            result = session.run_program(code, stdin=stdin, timeout_s=min(limits.call, left))
-            left = max(left - result.seconds, _SHORTEST_S)
-            worst = result.outcome if result.outcome is not Outcome.OK else worst
-            is_whole = not result.truncated or len(result.stdout.encode("utf-8", "replace")) < tests.output_limit
-            passed += result.outcome is Outcome.OK and is_whole and same_output(result.stdout, expected)
-    outcome = CodeOutcome.PASSED if passed == tests.total else _OF_RUN.get(worst, CodeOutcome.KILLED)
-    return CodeScore(outcome=outcome, passed=passed, total=tests.total)
+    passed, worst = 0, Outcome.OK
+    if tests.suite is not None:
+        passed, worst = runner.run(code, tests.suite, min(limits.call, limits.row))
+    if tests.pairs and worst not in (Outcome.TIMEOUT, Outcome.LOST):
+        with runner.sandbox.open_session() as session:
+            right, outcome = _pairs_passed(session, code, tests, limits)
+        passed, worst = passed + right, worst if outcome is Outcome.OK else outcome
+    outcome_of_all = CodeOutcome.PASSED if passed == tests.total else _OF_RUN.get(worst, CodeOutcome.KILLED)
+    return CodeScore(outcome=outcome_of_all, passed=passed, total=tests.total)
 
 
-def _assertions(session: SessionInterface, code: str, tests: SplitTests, timeout_s: float) -> tuple[int, Outcome]:
-    program, nonce = harness(code, tests)
-    result = session.run_program(program, timeout_s=timeout_s)
-    report = read_report(result.stdout, nonce)
-    passed = sum(_passes(number, tests, report) for number in range(len(tests.conditions)))
-    if passed == len(tests.conditions) and not tests.required <= report.finished:
-        passed -= 1  # a statement after the assertions raised or did not finish
-    return passed, result.outcome
-
-
-def _passes(number: int, tests: SplitTests, report: Report) -> bool:
-    """Whether an assertion held each time it ran, and ran as often as it had to."""
-    if number in tests.owners:
-        owner = tests.owners[number]
-        if not (tests.required if owner is None else {owner}) <= report.finished:
-            return False
-    times = report.observations.get(number, ())
-    if number in tests.unreachable:
-        return not times
-    return bool(times) and all(holds(tests.conditions[number], observations) for observations in times)
+def _pairs_passed(session: SessionInterface, code: str, tests: CodeTests, limits: TimeLimits) -> tuple[int, Outcome]:
+    passed, worst, left = 0, Outcome.OK, limits.row
+    for stdin, expected in tests.pairs:
+        if worst in (Outcome.TIMEOUT, Outcome.LOST):
+            break  # the rest would take as long again
+        result = session.run_program(code, stdin=stdin, timeout_s=min(limits.call, left))
+        left = max(left - result.seconds, _SHORTEST_S)
+        worst = result.outcome if result.outcome is not Outcome.OK else worst
+        is_whole = not result.truncated or len(result.stdout.encode("utf-8", "replace")) < tests.output_limit
+        passed += result.outcome is Outcome.OK and is_whole and same_output(result.stdout, expected)
+    return passed, worst
 
 
 def same_output(found: str, expected: str) -> bool:
