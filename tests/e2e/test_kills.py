@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 import torch
-from e2e_runs import TINY, TrainingProcess, checkpoint_of, merged, reproducible_metrics_of
+from e2e_runs import ROOT, TINY, TrainingProcess, checkpoint_of, merged, reproducible_metrics_of
 from killed_processes import kill
 
 from rl_train.metrics.jsonl import read_jsonl
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 TRAP = textwrap.dedent(
     """
-    import os, sys, time
+    import os, sys, threading, time
     from pathlib import Path
     from rl_envs import ArithmeticEnvironment
 
@@ -44,6 +44,16 @@ TRAP = textwrap.dedent(
         def step(self, message_log_batch, metadata):
             pass_by("environment")
             return super().step(message_log_batch, metadata)
+
+    one_at_a_time = threading.Lock()  # rows that are decoded together change each other's last bits
+
+    def agent(base_url, api_key, model, messages, metadata):
+        sys.path.append(ROOT)
+        from examples.agents.adder import add
+
+        with one_at_a_time:
+            pass_by("agent")
+            return add(base_url, api_key, model, messages, metadata)
 
     def trap(owner, name, where, *, after=False):
         function = getattr(owner, name)
@@ -71,9 +81,15 @@ VISITS = {
     "train": "train 3",
     "refit": "refit 4",
     "checkpoint": "checkpoint 2",
+    "agent": "agent 45",
 }
 """Each is after the checkpoint of step 2 and before that of step 4 is complete."""
-CLUSTERS = {"in process": {"backend": "in_process"}, "ray": {"backend": "ray"}}
+PLACES = [where for where in VISITS if where != "agent"]
+SETTINGS = {
+    "in process": {"cluster": {"backend": "in_process"}},
+    "ray": {"cluster": {"backend": "ray"}},
+    "agents": {"cluster": {"backend": "in_process"}, "env": {"arithmetic": None, "sums": {"agent": "trap.agent"}}},
+}
 CONFIG = {
     "grpo": {"max_num_steps": 6, "val_period": 2, "val_at_start": False},
     "data": {"validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"}},
@@ -82,20 +98,21 @@ CONFIG = {
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 ONE, TWO = ("SIGTERM",), ("SIGTERM", "SIGTERM")
 ROWS = [
-    *(("in process", where, "driver", ("SIGKILL",)) for where in VISITS),
-    *(("in process", where, "driver", TWO) for where in VISITS),
+    *(("in process", where, "driver", ("SIGKILL",)) for where in PLACES),
+    *(("in process", where, "driver", TWO) for where in PLACES),
     ("in process", "rollout", "driver", ("SIGHUP",)),
     ("in process", "train", "driver", ("SIGINT",)),
     ("in process", "checkpoint", "driver", ONE),
     ("in process", "validation", "driver", ("SIGINT", "SIGTERM")),
     ("in process", "refit", "driver", ("SIGHUP", "SIGINT")),
-    *(("ray", where, "driver", ("SIGKILL",)) for where in VISITS),
+    *(("ray", where, "driver", ("SIGKILL",)) for where in PLACES),
     ("ray", "rollout", "driver", ONE),
     ("ray", "refit", "driver", ("SIGHUP",)),
     ("ray", "train", "driver", TWO),
     ("ray", "checkpoint", "driver", ("SIGINT", "SIGTERM")),
     ("ray", "validation", "driver", TWO),
-    *(("ray", where, "policy", ("SIGKILL",)) for where in VISITS),
+    *(("ray", where, "policy", ("SIGKILL",)) for where in PLACES),
+    *(("agents", "agent", "driver", signals) for signals in (("SIGKILL",), ONE, TWO)),
     ("ray", "rollout", "generation", ("SIGKILL",)),
     ("ray", "refit", "generation", ("SIGKILL",)),
     ("ray", "rollout", "environment", ("SIGKILL",)),
@@ -103,35 +120,35 @@ ROWS = [
 ]
 
 
-def start_run(folder, cluster):
-    (folder / "trap.py").write_text(TRAP)
-    return TrainingProcess(folder, merged(merged(TINY, CONFIG), {"cluster": CLUSTERS[cluster]}))
+def start_run(folder, setting):
+    (folder / "trap.py").write_text(TRAP.replace("ROOT", repr(str(ROOT))))
+    return TrainingProcess(folder, merged(merged(TINY, CONFIG), SETTINGS[setting]))
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """The folder of a run that nothing disturbed, by cluster."""
+    """The folder of a run that nothing disturbed, by setting."""
     folders = {}
 
-    def run(cluster):
-        if cluster not in folders:
-            folders[cluster] = tmp_path_factory.mktemp("unbroken")
-            code, output = start_run(folders[cluster], cluster).wait()
+    def run(setting):
+        if setting not in folders:
+            folders[setting] = tmp_path_factory.mktemp("unbroken")
+            code, output = start_run(folders[setting], setting).wait()
             assert code == 0, output
-        return folders[cluster]
+        return folders[setting]
 
     return run
 
 
 @pytest.mark.full("test_ppo.py and test_resume_of_algorithms.py resume runs, test_stopped_runs.py stops one over Ray")
 @pytest.mark.parametrize(
-    ("cluster", "where", "victim", "signals"), ROWS, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+    ("setting", "where", "victim", "signals"), ROWS, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
 def test_a_run_that_is_killed_or_signalled_leads_to_the_result_of_an_unbroken_run(
-    unbroken, tmp_path, cluster, where, victim, signals
+    unbroken, tmp_path, setting, where, victim, signals
 ):
     (tmp_path / "hold").write_text(VISITS[where])
-    run = start_run(tmp_path, cluster)
+    run = start_run(tmp_path, setting)
     try:
         run.wait_for((tmp_path / "held").exists)
         send(run, victim, signals, tmp_path)
@@ -141,7 +158,7 @@ def test_a_run_that_is_killed_or_signalled_leads_to_the_result_of_an_unbroken_ru
         assert "Traceback" not in output
         expect_end(victim, signals, code, tmp_path)
         if code != 0:
-            run = start_run(tmp_path, cluster)
+            run = start_run(tmp_path, setting)
             code, output = run.wait()
             assert code == 0, output
             assert "resumed from" in output
@@ -149,7 +166,7 @@ def test_a_run_that_is_killed_or_signalled_leads_to_the_result_of_an_unbroken_ru
     finally:
         for process in run.descendants():
             process.kill()
-    assert_equal(unbroken(cluster), tmp_path, victim, where)
+    assert_equal(unbroken(setting), tmp_path, victim, where)
 
 
 def send(run, victim, signals, folder):
