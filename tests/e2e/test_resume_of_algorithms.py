@@ -48,6 +48,14 @@ RUNS = {
         "teacher": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 16},
     },
     "grpo": {"grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4}, "loss_fn": KL, **SAMPLES},
+    "several turns": {
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_rollout_turns": 3},
+        **SAMPLES,
+        "policy": {**SAMPLES["policy"], "max_total_sequence_length": 64},
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "data": {"train": {"dataset_name": "guess", "num_samples": 64, "question": "{lowest}-{highest}="}},
+        "env": {"guess": {"max_guesses": 3, "higher": "+", "lower": "-", "unreadable": "*"}},
+    },
     "ppo": {
         "ppo": {"num_prompts_per_step": 16, "ppo_epochs": 2},
         "loss_fn": KL,
@@ -64,6 +72,7 @@ CASES = [
     ("distillation", TWO_RANKS),
     ("grpo", IN_PROCESS),
     ("ppo", IN_PROCESS),
+    ("several turns", IN_PROCESS),
 ]
 STEPS, STOPPED_AFTER = 4, 2
 
@@ -85,14 +94,15 @@ ALWAYS = ("grpo",)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "cluster"),
+    ("case", "cluster"),
     [pytest.param(*case, marks=() if case[0] in ALWAYS else FULL) for case in CASES],
-    ids=[algorithm for algorithm, _ in CASES],
+    ids=[case for case, _ in CASES],
 )
-def test_a_resumed_run_equals_an_uninterrupted_run(algorithm, cluster, tmp_path, local_ray):
+def test_a_resumed_run_equals_an_uninterrupted_run(case, cluster, tmp_path, local_ray):
+    algorithm = "grpo" if case == "several turns" else case
     config = {
-        **RUNS[algorithm],
-        algorithm: {**RUNS[algorithm][algorithm], "max_num_steps": STEPS, "seed": 3},
+        **RUNS[case],
+        algorithm: {**RUNS[case][algorithm], "max_num_steps": STEPS, "seed": 3},
         "cluster": cluster,
         "checkpointing": {"save_period": STOPPED_AFTER, "keep_latest_k": 2},
         "logger": {"log_dir": str(tmp_path / "runs")},

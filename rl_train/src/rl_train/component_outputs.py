@@ -17,7 +17,7 @@ from rl_core.data.columns import SCORE_COLUMNS, broken_promise, check_columns
 from rl_core.data.padding import with_input_lengths
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
 
-_GENERATED = tuple(GenerationOutputSpec.__annotations__.keys() - {"failures", "unfinished"})
+_GENERATED = tuple(GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "unfinished"})
 _LARGEST_LOGPROB = 0.1
 """Nats; log-probabilities are at most 0, up to the rounding of an engine that computes in bfloat16."""
 
