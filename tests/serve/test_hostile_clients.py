@@ -21,6 +21,7 @@ from rl_serve import gate
 from rl_serve.agent_endpoint import AgentEndpoint
 from rl_serve.app import create_app, create_proxy_app
 from rl_serve.backend import Backend
+from rl_serve.bodies import read_body
 from rl_serve.engine import EngineThread
 from rl_serve.event_streams import EventStream, server_sent_event
 from rl_serve.health import SharedCheck
@@ -246,7 +247,11 @@ def test_prompts_that_are_too_long_or_too_many_are_refused_before_they_are_token
         ("/v1/completions", {"prompt": [[1], long]}, "prompt: expected a string,"),
         ("/v1/completions", {"prompt": ["1", long]}, "The prompt has 100000 characters"),
         ("/v1/completions", {"prompt": ["1"] * 1000}, "1000 prompts times n=1 exceed the 128 completions of a request."),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}] * 60_000}, "The prompt has 60000 characters"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}] * 9000}, "The prompt has 9000 characters"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}] * 60_000}, "messages: List should have at"),
+        ("/v1/chat/completions", {"messages": [], "metadata": [[]] * 200_000}, "The body has more than 100000 arrays"),
+        ("/v1/completions", {"prompt": "[" * 200_000}, "The prompt has 200000 characters"),
+        ("/inference/v1/generate", {"token_ids": ["1"] * 200_000}, "token_ids[0]: Input should be a valid integer"),
         ("/generate", {"question": long}, "The prompt has 100000 characters"),
     ):
         response = client.post(path, json=body)
@@ -417,3 +422,21 @@ def test_the_endpoint_of_agents_checks_the_key_before_the_body(model):
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
     finally:
         endpoint.shutdown()
+
+
+def test_other_requests_are_answered_while_a_large_body_is_read(model, engine, serve_http, monkeypatch):
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        reading.set()
+        assert go_on.wait(60), "the event loop waited for the body"
+        return read_body(*arguments)
+
+    monkeypatch.setattr("rl_serve.bodies.read_body", slow)
+    url = f"http://127.0.0.1:{serve_http(create_app(model, engine, limits=Limits()))}"
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": [1] * 100_000}, timeout=60)
+        assert reading.wait(60)
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        go_on.set()
+        assert large.result().status_code == 400

@@ -20,7 +20,7 @@ REJECTED = [
     ("/v1/completions", {"prompt": [999]}, "Token id 999 is not in the vocabulary of 18 tokens."),
     ("/v1/completions", {"prompt": "1", "temperature": -0.3}, "temperature: Input should be greater than or equal to 0"),
     ("/v1/completions", {"prompt": "1", "top_k": 0}, "top_k: Input should be greater than or equal to 1"),
-    ("/v1/completions", {"prompt": "1", "max_tokens": 99}, "max_tokens is 99, but this server samples at most 16 tokens."),
+    ("/v1/completions", {"prompt": "1", "max_tokens": 999}, "The prompt has 1 tokens and max_tokens is 999, but the model's"),
     (
         "/v1/completions",
         {"prompt": "1" * 128},
@@ -94,11 +94,28 @@ def test_a_request_that_cannot_be_served_as_asked_gets_status_400_and_the_reason
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ("/v1/chat/completions", {"messages": MESSAGES, "expected_answer": [4]}, "expected_answer"),
         ("/inference/v1/generate", {"token_ids": [1, -1]}, "token_ids[1]"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 999}}, "sampling_params.max_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 999}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 999}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1" * 130}]}, "messages"),
+        ("/generate", {"question": "1" * 130}, "question"),
+        ("/generate", {"question": "1", "tokens_to_generate": 999}, "tokens_to_generate"),
+        ("/v1/completions", {"prompt": [1] * 130}, "prompt"),
     ],
 )
 def test_an_error_names_the_parameter_as_the_client_sent_it(client, path, body, param):
     response = client.post(path, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_request_may_ask_for_more_tokens_than_the_engine_samples_by_default(client, model):
+    assert model.max_new_tokens == 16
+    body = {"prompt": [4, 5], "temperature": 100, "n": 32, "seed": 1, "return_token_ids": True}
+    by_default, longer = (
+        max(len(choice["token_ids"]) for choice in client.post("/v1/completions", json={**body, **more}).json()["choices"])
+        for more in ({}, {"max_tokens": 99})
+    )
+    assert by_default == 16 < longer
 
 
 def test_parameters_that_change_nothing_are_accepted(client):
@@ -116,7 +133,7 @@ def test_a_body_that_is_not_json_is_rejected(client):
     response = client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "invalid_body", None)
-    assert error["message"].startswith("Invalid JSON at character 1: ")
+    assert error["message"].startswith("Invalid JSON: EOF while parsing an object at line 1 column 1")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from rl_core.interfaces.messages import Message
 from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
+from rl_serve.bodies import BodyRoute
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
 from rl_serve.deltas import ChatDeltas, new_delta
 from rl_serve.disconnects import unless_disconnected
@@ -52,7 +53,7 @@ class AgentEndpoint(ModelServer):
         app.add_middleware(Gate, limits=_LIMITS, checks=[self._routes.check_key])
         add_error_handlers(app)
         add_model_routes(app, self._routes.models, responses={})
-        app.post("/v1/chat/completions")(self._routes.chat)
+        app.router.add_api_route("/v1/chat/completions", self._routes.chat, methods=["POST"], route_class_override=BodyRoute)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self._port = listener.getsockname()[1]

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from rl_serve.answering import Answering
 from rl_serve.backend import Backend
+from rl_serve.bodies import BodyRoute
 from rl_serve.engine import EngineThread
 from rl_serve.errors import add_error_handlers
 from rl_serve.gate import Gate, check_local_name, key_check
@@ -104,8 +105,12 @@ def _app(
     add_error_handlers(app)
     app.get("/health", responses={503: _ERRORS[503]})(routes.health)
     add_model_routes(app, routes.models, responses={code: _ERRORS[code] for code in (401, 502, 503)})
-    app.post("/v1/completions", responses=_ERRORS)(routes.completions)
-    app.post("/v1/chat/completions", responses=_ERRORS)(routes.chat)
-    app.post("/generate", responses=_ERRORS)(routes.generate)
-    app.post("/inference/v1/generate", responses=_ERRORS)(routes.generate_tokens)
+    handlers = {
+        "/v1/completions": routes.completions,
+        "/v1/chat/completions": routes.chat,
+        "/generate": routes.generate,
+        "/inference/v1/generate": routes.generate_tokens,
+    }
+    for path, handler in handlers.items():
+        app.router.add_api_route(path, handler, methods=["POST"], responses=_ERRORS, route_class_override=BodyRoute)
     return app

@@ -159,15 +159,13 @@ class _Client(HttpClient):
             try:
                 response: httpx.Response = await self._client.send(request, stream=True)
                 kind = response.headers.get("content-type", "")
-                is_stream = response.is_success and kind.startswith("text/event-stream")
+                is_stream = response.is_success and (not kind or kind.startswith("text/event-stream"))
                 content = b"" if is_stream else await self.read(response)
             except Exception as error:  # as in `HttpClient`
                 raise self._broken(url, error) from error
             if not is_stream:
                 text = self.redact((content or b"").decode(errors="replace"))
-                what = (
-                    f"status {response.status_code}" if not response.is_success else f"{kind or 'no type'} instead of a stream"
-                )
+                what = f"status {response.status_code}" if not response.is_success else f"{kind} instead of a stream"
                 raise _as_api_error(response.status_code, text, f"POST {url} failed: {what}: {text[:300]}")
             try:
                 yield self._lines(url, response)

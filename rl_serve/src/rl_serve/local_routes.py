@@ -26,7 +26,7 @@ from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_s
 from rl_serve.health import SharedCheck, read_engine_state
 from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
-from rl_serve.sampling import Limits, SamplingPlan, new_seed, plan_sampling, refuse_long_text, refuse_many_rows
+from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, new_seed, plan_sampling, refuse_long_text, refuse_many_rows
 from rl_serve.served_model import ServedModel
 from rl_serve.text_threads import TextThreads
 from rl_serve.weights_api import WeightUpdates
@@ -85,7 +85,6 @@ class LocalRoutes:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete texts or token ids."""
-        self._check(body)
         prompts = await self._threads.run(self._prompts_of, body)
         plan = self._plan(body, prompts, max_tokens=body.max_tokens)
         choices = self._format(plan, body, logprobs=body.logprobs is not None)
@@ -102,14 +101,15 @@ class LocalRoutes:
             raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         record = body.record()
-        messages = self._answering.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
-        self._check(body)
+        messages = await self._threads.run(self._messages_of, body)
         if self._answering.code is not None:
             refuse_with_code(body.model_dump())
             options = ChatOptions.of(body, record=record, model=self._model.name)
-            return await self._responses.chat(messages, self._asker(body, most), options, request)
+            names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
+            return await self._responses.chat(messages, self._asker(body, most, names), options, request)
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        plan = self._plan(body, [await self._threads.run(self._prompt, messages, tools)], max_tokens=most)
+        names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
+        plan = self._plan(body, [await self._threads.run(self._prompt, messages, tools)], max_tokens=most, names=names)
         choices = self._format(plan, body, logprobs=body.logprobs)
         deltas = ChatDeltas(choices, self._chat, messages, tools)
         if body.stream:
@@ -130,7 +130,7 @@ class LocalRoutes:
         asking = body.as_sampling()
         self._check(asking)
         messages = self._answering.prompts.record(record)
-        ask = self._asker(asking, body.new_tokens())(0)
+        ask = self._asker(asking, body.new_tokens(), ParameterNames(prompt="question", max_tokens=body.limit_name))(0)
         return await self._responses.generate(messages, ask, record, request)
 
     async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
@@ -146,7 +146,8 @@ class LocalRoutes:
             stop=asked.stop,
         )
         self._check(as_text)
-        plan = self._plan(as_text, [body.token_ids], max_tokens=asked.max_tokens)
+        names = ParameterNames(prompt="token_ids", max_tokens="sampling_params.max_tokens")
+        plan = self._plan(as_text, [body.token_ids], max_tokens=asked.max_tokens, names=names)
         rows = await self._sample_all(plan, request)
         choices = [
             {
@@ -166,7 +167,7 @@ class LocalRoutes:
         identity = {"request_id": body.request_id or uuid.uuid4().hex, "model": self._model.name}
         return JSONResponse({**identity, "choices": choices, "usage": usage(plan, rows)})
 
-    def _asker(self, body: SamplingRequest, max_tokens: int | None) -> Callable[[int], Ask]:
+    def _asker(self, body: SamplingRequest, max_tokens: int | None, names: ParameterNames) -> Callable[[int], Ask]:
         """Makes the function that continues a conversation, for each choice."""
         base = new_seed() if body.seed is None else body.seed
 
@@ -174,7 +175,7 @@ class LocalRoutes:
             async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
                 seeded = body.model_copy(update={"n": 1, "seed": sample_seed(base, number, choice)})
                 prompt = await self._threads.run(self._prompt, messages)
-                plan = self._plan(seeded, [prompt], max_tokens=max_tokens)
+                plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names)
                 row = (await self._collect(plan))[0]
                 return Reply(
                     content=await self._threads.run(self._format(plan, seeded, logprobs=False).text, 0, row),
@@ -187,6 +188,10 @@ class LocalRoutes:
 
         return of_choice
 
+    def _messages_of(self, body: ChatRequest) -> list[dict[str, Any]]:
+        self._check(body)
+        return self._answering.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+
     def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
         refuse_long_text(self._model, (message["content"] for message in messages), param="messages")
         return self._chat.prompt(messages, tools)
@@ -196,7 +201,14 @@ class LocalRoutes:
         body.refuse_unsupported()
         body.refuse_other_model(self._model.name)
 
-    def _plan(self, body: SamplingRequest, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> SamplingPlan:
+    def _plan(
+        self,
+        body: SamplingRequest,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | None,
+        names: ParameterNames | None = None,
+    ) -> SamplingPlan:
         return plan_sampling(
             self._model,
             self._limits,
@@ -208,12 +220,14 @@ class LocalRoutes:
             top_k=body.top_k,
             seed=body.seed,
             stop_strings=body.stop_strings(),
+            names=names,
         )
 
     def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool) -> ChoiceFormat:
         return ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=logprobs, token_ids=body.return_token_ids)
 
     def _prompts_of(self, body: CompletionRequest) -> list[list[int]]:
+        self._check(body)
         prompt: Any = body.prompt
         if isinstance(prompt, str):
             refuse_long_text(self._model, [prompt], param="prompt")
@@ -243,7 +257,7 @@ class LocalRoutes:
                 async for index, row in rows:
                     yield index, row
         except DataError as error:
-            raise ApiError(400, str(error), param="prompt") from error
+            raise ApiError(400, str(error), param=plan.names.prompt) from error
         except WorkerDiedError as error:
             _log.exception("a generation replica exited")
             reason = str(error).partition(". ")[0].rstrip(".")

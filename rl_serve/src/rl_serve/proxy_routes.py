@@ -57,21 +57,21 @@ class ProxyRoutes:
 
     async def completions(self, body: ForwardedCompletionRequest, request: Request) -> Response:
         """Forward the request unchanged."""
-        return await self._forward("completions", body.model_dump(exclude_unset=True), request, has="text")
+        return await self._forward("completions", body.fields(), request, has="text")
 
     async def generate_tokens(self, body: ForwardedTokensRequest, request: Request) -> Response:
         """Forward the request unchanged."""
         if self._backend.section.server_type != "vllm":
             raise ApiError(404, "This proxy has no token endpoints: they require server_type vllm.", code="not_found")
-        return await self._forward("/inference/v1/generate", body.model_dump(exclude_unset=True), request, has="token_ids")
+        return await self._forward("/inference/v1/generate", body.fields(), request, has="token_ids")
 
     async def chat(self, body: ForwardedChatRequest, request: Request) -> Response:
         """Forward the conversation with the filled prompt; answers may run code and be graded."""
         record = body.record()
-        plain = body.model_dump(exclude_unset=True)
-        messages = plain["messages"]
+        plain = body.fields()
+        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         if self._answering.prompts.is_used or self._answering.code is not None or record:
-            messages = self._answering.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+            messages = self._answering.prompts.conversation(read_messages(messages))
         given = {name: value for name, value in plain.items() if name not in _NOT_FORWARDED}
         if self._answering.code is not None:
             refuse_with_code(plain)

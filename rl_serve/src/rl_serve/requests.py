@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -19,25 +20,40 @@ from pydantic import (
 
 from rl_serve.errors import ApiError, model_not_found
 
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], FailFast()]
+_LISTS: dict[type, TypeAdapter[Any]] = {
+    str: TypeAdapter(Annotated[list[str], FailFast()]),
+    int: TypeAdapter(TokenIds),
+    list: TypeAdapter(Annotated[list[TokenIds], FailFast()]),
+}
+"""How a list is validated, by the type of its first element: validating against a union reports each element for each type."""
 
-def _expects(form: str) -> WrapValidator:
-    """Report one problem for a value that no type of a union accepts, instead of one for each type."""
+
+def _expects(form: str, *elements: type) -> WrapValidator:
+    """Accept a string, and lists of these types of elements; report one problem for any other value."""
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
-            return validate(value)
+            if not isinstance(value, list) or not value:
+                return validate(value)
+            if type(value[0]) in elements:
+                return _LISTS[type(value[0])].validate_python(value, strict=True)
         except ValidationError:
-            raise ValueError(f"expected {form}") from None
+            pass
+        raise ValueError(f"expected {form}")
 
     return WrapValidator(check)
 
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
 Prompts = Annotated[
-    str | list[str] | TokenIds | list[TokenIds],
-    _expects("a string, a list of strings, a list of token ids (non-negative integers), or a list of such lists"),
+    str | list[str] | list[TokenId] | list[list[TokenId]],
+    _expects(
+        "a string, a list of strings, a list of token ids (non-negative integers), or a list of such lists", str, int, list
+    ),
 ]
-StopStrings = Annotated[str | list[str] | None, _expects("a string or a list of strings")]
+StopStrings = Annotated[str | list[str] | None, _expects("a string or a list of strings", str)]
+_MAX_MESSAGES = 10_000
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1000
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -71,22 +87,18 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """A JSON object whose texts can all be encoded."""
+    """A JSON object."""
 
     @model_validator(mode="before")
     @classmethod
-    def _is_valid_json(cls, body: Any) -> Any:
+    def _is_an_object(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise ValueError("the body must be a JSON object, with the header `Content-Type: application/json`")
-        try:
-            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("the body has an unpaired surrogate, which is not a valid character") from error
-        except RecursionError as error:
-            raise ValueError("the body is nested too deeply") from error
-        except ValueError as error:
-            raise ValueError("the body has NaN or Infinity, which are not JSON") from error
         return body
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that the request has, as they were sent; nothing is copied."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
 
 
 class SamplingRequest(RequestBody):
@@ -189,10 +201,13 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+Messages = Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=_MAX_MESSAGES)]
+
+
 class ChatRequest(SamplingRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     """The conversation."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Earlier name of `max_completion_tokens`."""
@@ -209,6 +224,11 @@ class ChatRequest(SamplingRequest):
 
     expected_answer: str | int | float | None = None
     """Right answer; choices then have `predicted_answer` and `is_correct`."""
+
+    @property
+    def limit_name(self) -> str:
+        """Name of the field with the maximum number of tokens, for errors."""
+        return "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
 
     def record(self) -> dict[str, Any]:
         """The fields for grading.
@@ -243,6 +263,11 @@ class GenerateRequest(RequestBody):
     def record(self) -> dict[str, Any]:
         """The fields of the record: all except the sampling parameters."""
         return self.model_dump(exclude={"model", *_SAMPLING, "max_tokens", "tokens_to_generate"}, exclude_none=True)
+
+    @property
+    def limit_name(self) -> str:
+        """As `ChatRequest.limit_name`."""
+        return "tokens_to_generate" if self.tokens_to_generate is not None else "max_tokens"
 
     def new_tokens(self) -> int | None:
         """Maximum number of tokens of a message.
@@ -316,7 +341,7 @@ class ForwardedChatRequest(RequestBody):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     n: int | None = Field(default=1, ge=1)
     stream: bool | None = False
     stream_options: StreamOptions | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError
@@ -35,6 +35,14 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterNames:
+    """Names of a request's parameters, for errors."""
+
+    prompt: str = "prompt"
+    max_tokens: str = "max_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
     """The rows that the engine samples for one request; row p * n + i is choice i of prompt p."""
 
@@ -44,6 +52,7 @@ class SamplingPlan:
     """Token ids of each prompt."""
     n: int
     """Completions per prompt."""
+    names: ParameterNames = field(default_factory=ParameterNames)
 
 
 def plan_sampling(
@@ -58,6 +67,7 @@ def plan_sampling(
     top_k: int | None,
     seed: int | None,
     stop_strings: tuple[str, ...],
+    names: ParameterNames | None = None,
 ) -> SamplingPlan:
     """The rows of a request.
 
@@ -66,16 +76,18 @@ def plan_sampling(
         limits: the server's limits.
         prompts: token ids of each prompt.
         n: completions per prompt.
-        max_tokens: new tokens per completion; None for as many as the server allows.
+        max_tokens: new tokens per completion; None for the engine's default, or as many as fit.
         temperature: 0 for greedy decoding; None for the server's.
         top_p: None for the server's.
         top_k: None for the server's.
         seed: seed of the request; None for a random one.
         stop_strings: strings that end a completion.
+        names: names of the parameters; by default those of `/v1/completions`.
 
     Raises:
         ApiError: the server cannot sample this way, or a prompt is empty, too long, or has an unknown token.
     """
+    names = names or ParameterNames()
     greedy = temperature == 0
     if temperature is not None and 0 < temperature < _MIN_TEMPERATURE:
         raise ApiError(
@@ -88,7 +100,7 @@ def plan_sampling(
     base = new_seed() if seed is None else seed
     rows = []
     for number, prompt in enumerate(prompts):
-        new_tokens = _new_tokens(model, prompt, max_tokens)
+        new_tokens = _new_tokens(model, prompt, max_tokens, names)
         rows += [
             SamplingRow(
                 prompt=prompt,
@@ -99,7 +111,7 @@ def plan_sampling(
             )
             for choice in range(n)
         ]
-    return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n)
+    return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n, names=names)
 
 
 def refuse_long_text(model: ServedModel, texts: Iterable[str], *, param: str) -> None:
@@ -157,28 +169,21 @@ def new_seed() -> int:
     return secrets.randbits(63)
 
 
-def _new_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None) -> int:
+def _new_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None, names: ParameterNames) -> int:
     if not prompt:
-        raise ApiError(400, "The prompt is empty: it must have at least one token.", param="prompt")
-    if max(prompt) >= model.vocab_size:
-        raise ApiError(400, f"Token id {max(prompt)} is not in the vocabulary of {model.vocab_size} tokens.", param="prompt")
-    if asked is not None and asked > model.max_new_tokens:
+        raise ApiError(400, "The prompt is empty: it must have at least one token.", param=names.prompt)
+    free = None if model.max_model_len is None else model.max_model_len - len(prompt)
+    if free is not None and free < (asked or 1):
         raise ApiError(
             400,
-            f"max_tokens is {asked}, but this server samples at most {model.max_new_tokens} tokens. Start the server with "
-            f"policy.generation.max_new_tokens={asked} to allow more.",
-            param="max_tokens",
-        )
-    wanted = model.max_new_tokens if asked is None else asked
-    if model.max_model_len is None:
-        return wanted
-    free = model.max_model_len - len(prompt)
-    if free < (1 if asked is None else asked):
-        raise ApiError(
-            400,
-            f"The prompt has {len(prompt)} tokens and max_tokens is {asked or 'not set'}, but the model's context has "
+            f"The prompt has {len(prompt)} tokens and {names.max_tokens} is {asked or 'not set'}, but the model's context has "
             f"{model.max_model_len} tokens.",
-            param="prompt",
+            param=names.prompt if free < 1 else names.max_tokens,
             code="context_length_exceeded",
         )
-    return min(wanted, free)
+    if max(prompt) >= model.vocab_size:
+        raise ApiError(
+            400, f"Token id {max(prompt)} is not in the vocabulary of {model.vocab_size} tokens.", param=names.prompt
+        )
+    wanted = model.max_new_tokens if asked is None else asked
+    return wanted if free is None else min(wanted, free)

@@ -23,6 +23,8 @@ from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.runtime.checkpoint_paths import find_weights
 from rl_train.runtime.run_provenance import CONFIG
 
+_UNLIMITED = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -43,7 +45,7 @@ class ServedModel:
     reads_sampling: bool = False
     """Whether requests may have another temperature, top-p and top-k than the engine."""
     max_new_tokens: int
-    """The engine's limit of new tokens per completion."""
+    """Number of new tokens per completion if a request sets no limit."""
     max_model_len: int | None
     """Maximum number of tokens of prompt and completion; None if the engine does not report it."""
     vocab_size: int
@@ -105,7 +107,7 @@ def _of_model(
     values = {"backend": component.name, "model_name": target, **_values_of(overrides)}
     section: Any = section_of_values(model, values, name="policy.generation", who="rlcore serve")
     tokenizer = load_tokenizer(target)
-    generation: GenerationInterface = component.load()(config=section, cluster=None, deadlines=None)
+    generation: GenerationInterface = component.load()(config=_without_limit(section), cluster=None, deadlines=None)
     exits.callback(generation.shutdown)
     return _served(label, generation, section, tokenizer)
 
@@ -129,8 +131,9 @@ def _of_run(
             f"{folder / CONFIG} has no `policy.generation`, so it has no engine. Add one: ++policy.generation.backend=BACKEND."
         )
     tokenizer = load_policy_tokenizer(run.policy)
+    policy_section = run.policy.model_copy(update={"generation": _without_limit(section)})
     builder = Builder(
-        run=run,
+        run=run.model_copy(update={"policy": policy_section}),
         registry=registry,
         exits=exits,
         cluster=make_cluster(run.cluster, exits),
@@ -141,6 +144,11 @@ def _of_run(
     # The policy stays alive: an engine that replaces a dead worker needs its weights again.
     builder.weights(policy, generation, tokenizer).sync()
     return _served(label, generation, section, tokenizer)
+
+
+def _without_limit(section: Any) -> Any:
+    """The section of an engine whose completions are only limited by requests and the length of the model."""
+    return section.model_copy(update={"max_new_tokens": _UNLIMITED})
 
 
 def _served(label: str, generation: GenerationInterface, section: Any, tokenizer: Any) -> ServedModel:
