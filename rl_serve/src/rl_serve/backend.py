@@ -201,7 +201,9 @@ _FORMS: Mapping[str, type] = {"message": dict, "text": str, "token_ids": list}
 
 def _has(choice: Any, name: str, form: type) -> bool:
     value = choice.get(name) if isinstance(choice, dict) else None
-    return isinstance(value, form) and (form is not dict or isinstance(value.get("content"), str | None))
+    if form is dict and isinstance(value, dict):
+        return isinstance(value.get("content"), str | None)
+    return isinstance(value, form)
 
 
 def _as_api_error(status: int | None, body: str, message: str) -> ApiError:

@@ -39,7 +39,7 @@ def checked_generation(output: Any, *, data: Mapping[str, Any], generation: Gene
         `output`, unchanged.
 
     Raises:
-        RLCoreError: the engine did not keep a promise of `GenerationOutputSpec`; names the first wrong row.
+        BrokenPromiseError: the engine did not keep a promise of `GenerationOutputSpec`; names the first wrong row.
     """
     rows = data if "input_lengths" in data else with_input_lengths(BatchedDataDict(data))
     check_columns(output, _GENERATED, rows=len(rows["input_lengths"]), component=generation, method="generate")
@@ -61,7 +61,7 @@ def scored(method: Callable[..., Any], data: BatchedDataDict[Any], *arguments: A
         The output of the method, unchanged.
 
     Raises:
-        RLCoreError: a column is missing or misshapen, has NaN, or log-probabilities are infinite, positive, or not 0.0 at
+        BrokenPromiseError: a column is missing or misshapen, has NaN, or log-probabilities are infinite, positive, or not 0.0 at
             position 0 and on padding; names the first wrong row.
     """
     scores = method(data, *arguments)
