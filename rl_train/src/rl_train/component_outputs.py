@@ -61,8 +61,8 @@ def scored(method: Callable[..., Any], data: BatchedDataDict[Any], *arguments: A
         The output of the method, unchanged.
 
     Raises:
-        BrokenPromiseError: a column is missing or misshapen, has NaN, or log-probabilities are infinite, positive, or not 0.0 at
-            position 0 and on padding; names the first wrong row.
+        BrokenPromiseError: a column is missing or misshapen, has NaN, or log-probabilities are infinite, positive, or not 0.0
+            at position 0 and on padding; names the first wrong row.
     """
     scores = method(data, *arguments)
     model, name, shape = getattr(method, "__self__", method), method.__name__, data["input_ids"].shape
