@@ -78,6 +78,9 @@ def random_model(folder, kind):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **tokens, max_position_embeddings=64))
     else:
         model = LlamaForCausalLM(LlamaConfig(**SHAPE, **tokens, max_position_embeddings=4096))
+    if kind == "endless":  # its end is a token that the model does not have
+        tokenizer.add_special_tokens({"eos_token": "<end>"})
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -96,10 +99,10 @@ def long_rows(folder):
     return {
         "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "max_num_steps": max(STEPS // 10, 2)},
         "policy": {
-            "model_name": random_model(folder / "model", "long"),
+            "model_name": random_model(folder / "model", "endless"),
             "train_global_batch_size": 4,
             "max_total_sequence_length": 2048,
-            "generation": {"max_new_tokens": 2000, "ignore_eos": True},
+            "generation": {"max_new_tokens": 2000},
         },
     }
 
@@ -179,7 +182,7 @@ def test_the_largest_statistic_of_a_right_run_is_a_third_of_its_limit(train, tmp
     exact = name not in ("hf bfloat16", "vllm bfloat16", "experts")
     mean, row = (EXACT_MEAN, EXACT_ROW) if exact else (LARGEST_MEAN, LARGEST_ROW)
     largest = {key: max(step[f"agreement/{key}"] for step in compared) for key in ("mean", "worst_row")}
-    print(name, largest)
+    print(name, largest, "doubtful steps:", output.count("the canary decides"))
     assert largest["mean"] <= mean / 3
     assert largest["worst_row"] <= row / 3
     if name.startswith("entropy"):

@@ -40,6 +40,14 @@ def test_a_run_stops_with_the_name_of_the_policy_and_its_broken_promise(train, n
     assert len(metrics) < 3
 
 
+def test_a_policy_that_sends_old_weights_by_a_copying_transport_is_found_in_the_refit(train):
+    changes = {**backend("sends_its_first_weights")["policy"], "generation": {"refit_transport": "shared_memory"}}
+    code, output, metrics = train({"policy": changes})
+    assert code == 1, output
+    assert "sent the weights of version 1, but they are the same as before" in output
+    assert len(metrics) == 1
+
+
 def test_scores_in_another_order_fail_the_canary_without_a_scoring_pass(train):
     code, output, _ = train(backend("scores_microbatches_in_reversed_order"))
     assert code == 1, output

@@ -202,6 +202,8 @@ class _Watched:
     def _disagreement(
         self, rows: BatchedDataDict[Any], numbers: Mapping[str, Numbers], limits: Limits, version: int
     ) -> BrokenPromiseError:
+        if numbers["engine"].refused and self.checks.weights is not None:
+            self.checks.weights.check_sent()
         return disagreement(
             policy=self.model,
             rows=rows,

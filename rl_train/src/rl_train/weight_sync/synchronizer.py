@@ -174,6 +174,17 @@ class WeightSynchronizer(WeightOwner):
             self._generation.finish_generation()
         return error
 
+    def check_sent(self) -> None:
+        """Check that the policy sends other weights than before its last optimizer steps; `sync` does it where weights move.
+
+        Raises:
+            BrokenPromiseError: it sends the same.
+        """
+        if self._kind is not None:
+            fingerprint = self._policy.weight_fingerprint(dtypes=self._dtypes, kind=self._kind)
+            exact = set(self._dtypes.values()) <= {"float32"}
+            self.sent.check(fingerprint, version=self._policy.weight_version, exact=exact)
+
     def provide_weights(self) -> None:
         """Give restarted replicas their weights; refits the whole engine if the policy has changed since the last `sync`."""
         with self._turn:  # waits for a refit of another thread
