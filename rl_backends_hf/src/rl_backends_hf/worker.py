@@ -18,7 +18,7 @@ from rl_backends_hf.master_weights import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
 from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantized, load_model, load_model_with_exact_weights
 from rl_backends_hf.optimizer import build_optimizer
-from rl_backends_hf.parallel import Parallel, make_parallel
+from rl_backends_hf.parallel import Parallel, local, make_parallel
 from rl_backends_hf.prefix_support import SUPPORTED, why_not_shared
 from rl_backends_hf.probe import probe_scoring
 from rl_backends_hf.reference import FrozenBase, Reference, ReferencePolicy
@@ -245,6 +245,13 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         trained = ((name, each) for name, each in self._scoring.model.named_parameters() if each.requires_grad)
         in_weights = first_non_finite(trained, published=self._dtype if self._adapters is None else None)
         return in_weights if in_weights or self._state is None else self._state.find_non_finite()
+
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        masters = self._state.masters.parameters if self._state is not None else {}
+        return ((name, local(parameter)) for name, parameter in masters.items())
+
+    def weight_shard(self) -> str:
+        return f"shard {self.context.rank}" if self._parallel.shards else ""
 
     def get_weight_version(self) -> int:
         return self._state.weight_version if self._state is not None else 0

@@ -176,6 +176,24 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         in_weights = first_non_finite(weights, published=DTYPES[self.config.precision])
         return in_weights or first_non_finite(self._trainable.named_state())
 
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.config.frozen:
+            return
+        with cpu_shim():
+            self._trainable.complete_weights()
+        for number, module in enumerate(self._model.chunks.modules):
+            yield from ((f"{number}.{name}", each) for name, each in module.named_parameters() if each.requires_grad)
+
+    def weight_shard(self) -> str:
+        ranks = self._ranks
+        groups = {
+            "tensor": ranks.tensor,
+            "pipeline": ranks.pipeline,
+            "expert": ranks.expert,
+            "expert tensor": ranks.expert_tensor,
+        }
+        return ", ".join(f"{name} {group.rank()}" for name, group in groups.items())
+
     def get_weight_version(self) -> int:
         return self._trainable.weight_version
 

@@ -116,6 +116,10 @@ class WeightSyncError(RLCoreError):
     """The generation backend's weights could not be verified to equal the policy's; the run must not continue."""
 
 
+class BrokenPromiseError(RLCoreError):
+    """A component does not do what its interface promises; names the component, its distribution and the promise."""
+
+
 class NonFiniteError(RLCoreError):
     """A loss or gradient is NaN or infinite; names the step and the first such tensor."""
 

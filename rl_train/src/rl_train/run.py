@@ -80,6 +80,8 @@ class Run:
     """Set by a signal or the time limit: the run ends after this step, with a checkpoint."""
     time_limit: TimeLimit | None = None
     """`checkpointing.max_time`; None without a limit."""
+    step: int = field(default=0, init=False)
+    """The current step; 0 before the first."""
     _logged_restarts: int = field(default=0, init=False)
 
     @property
@@ -111,7 +113,7 @@ class Run:
         """
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
-            started = time.perf_counter()
+            self.step, started = step, time.perf_counter()
             seed_process(self.config.algorithm.seed, step)  # of each step, so that a resumed run draws the same numbers
             with profiled(step, self.config.profiling, self.folder):
                 yield step

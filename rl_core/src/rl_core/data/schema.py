@@ -102,6 +102,8 @@ _TABLE = (
     _rows("weight_version", "int64", "optimizer steps", "generation", "Oldest version of the weights that sampled the row."),
     _tokens("token_versions", "int64", "optimizer steps", "rollouts", "Weight version of sampled tokens; -1 on other tokens."),
     _tokens("token_turns", "int64", "turns", "rollouts", "Turn that sampled each token, from 1; 0 on other tokens."),
+    _tokens("comparison", "float32", "", "training checks", "1 where scores may be compared with training, 2 also the engine."),
+    _rows("row_numbers", "int64", "", "training checks", "Number of the row, from 1; negative if it has no gradient."),
     _rows("rewards", "float32", "reward", "environments", "Reward from the environment, after the algorithm's shaping."),
     _rows("reward_parts", "list", "reward", "environments", "dict: named rewards; `rewards` is their weighted sum."),
     _rows("reward_weights", "list", "", "rollouts", "dict: weights of the named rewards that are not 1."),

@@ -13,9 +13,8 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.columns import SCORE_COLUMNS, check_columns
 from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
-from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
+from rl_core.dispatch.rows import check_rows, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.training_rows import TrainingRows
 from rl_core.dispatch.worker_facade import WorkerFacade
@@ -28,6 +27,7 @@ from rl_core.interfaces.policy import (
     ReferenceLogprobOutputSpec,
     TopkLogprobOutputSpec,
 )
+from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
 from rl_core.interfaces.worker import PolicyWorker, StepResult
 from rl_core.weights.handles import merge_handles
@@ -135,7 +135,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
         for shard, result in zip(shards, results, strict=True):
-            check_columns(result, SCORE_COLUMNS[method], rows=shard.size, component=self, method=method)
+            check_rows(result, method.removeprefix("get_"), shard.size)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)
@@ -165,7 +165,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         gbs, unit = gbs or self.config.train_global_batch_size or rows.size, loss_fn.rows_per_unit
         if rows.size % unit or gbs % unit:
             raise DataError(
-                f"{type(loss_fn).__name__} reads {unit} rows together, but the batch has {rows.size} rows, and an optimizer "
+                f"{loss_fn.label} reads {unit} rows together, but the batch has {rows.size} rows, and an optimizer "
                 f"step {gbs}. Make both multiples of {unit}."
             )
         rows_per_step = rows_per_optimizer_step(rows.size, batch_size=gbs, multiple_of=self.data_ranks * unit)
@@ -246,6 +246,13 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         self.wait_ready()
         names = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
         return next((f"{name} (rank {rank})" for rank, name in enumerate(names) if name is not None), None)
+
+    def weight_samples(self, *, whole: bool = False) -> list[WeightSample]:
+        self.wait_ready()
+        if whole and self.group.world_size == 1:
+            return []  # nothing to compare with
+        samples = self.group.run_all("weight_sample", whole=whole, deadline_s=self._deadlines.checkpoint_s)
+        return [sample for sample in samples if sample is not None]
 
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
         whole = int(self.facts.get("num_parameters", 0))

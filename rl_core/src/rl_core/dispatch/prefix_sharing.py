@@ -34,7 +34,7 @@ class PrefixSharing:
             return ()
         reason = None if self.enabled else self._reason
         if reason is None and loss_fn is not None and loss_fn.allows_dropout:
-            reason = f"{type(loss_fn).__name__} allows dropout, and rows would share the dropped elements of their prefix"
+            reason = f"{loss_fn.label} allows dropout, and rows would share the dropped elements of their prefix"
         if reason is not None:
             self._log_once(False, reason)
         return (PROMPT,) if reason is None else ()

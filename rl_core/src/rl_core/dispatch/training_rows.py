@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.rows import global_counts, padding_rows
-from rl_core.errors import NonFiniteError
+from rl_core.errors import BrokenPromiseError, NonFiniteError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.worker import GlobalCounts, StepResult
 
@@ -83,7 +83,14 @@ class TrainingRows:
 
         Raises:
             NonFiniteError: a loss is NaN.
+            BrokenPromiseError: a rank took another number of steps.
         """
+        for rank, shares in enumerate(results):
+            if len(shares) != len(self.counts):
+                raise BrokenPromiseError(
+                    f"`train` of the worker of data rank {rank} returned {len(shares)} results for {len(self.counts)} "
+                    "optimizer steps: it must take one step for each of `counts` and return its result."
+                )
         steps = [list(step) for step in zip(*results, strict=True)]
         losses = [sum(share.loss for share in step) for step in steps]
         for step, loss in enumerate(losses):

@@ -55,6 +55,11 @@ class LossFunction(ABC):
     allows_dropout: ClassVar[bool] = False
 
     @property
+    def label(self) -> str:
+        """Name of the loss in messages."""
+        return type(self).__name__
+
+    @property
     def required_keys(self) -> frozenset[str]:
         """Batch keys that the loss reads in addition to `token_mask` and `sample_mask`."""
         return frozenset()

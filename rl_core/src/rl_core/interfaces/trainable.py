@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -26,6 +28,20 @@ class TrainingDatumSpec(TypedDict):
     """[B, T] float32, 1.0 on the tokens to train on."""
     sample_mask: torch.Tensor
     """[B] float32, 0.0 for rows that are not trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSample:
+    """Digest of the trained weights that one rank holds, or of a few elements of each."""
+
+    rank: int
+    """The rank."""
+    shard: str
+    """Which shard the rank holds; ranks with the same shard must have the same digest."""
+    digest: str
+    """The digest."""
+    exact: bool
+    """Whether the weights are float32, so that an optimizer step is not lost in rounding."""
 
 
 class TrainableInterface(ABC):
@@ -88,6 +104,14 @@ class TrainableInterface(ABC):
         A run calls it before each checkpoint and stops if it finds one. A model without this method is not checked.
         """
         return None
+
+    def weight_samples(self, *, whole: bool = False) -> Sequence[WeightSample]:
+        """A digest of the trained weights of each rank: of a fixed sample of elements, or with `whole` of all of them.
+
+        A run calls it after each optimizer step, and with `whole` before each checkpoint: it stops if a step changed nothing,
+        or if ranks with the same shard differ. A model without this method is not checked.
+        """
+        return ()
 
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
         """A lower bound of the bytes that `save_checkpoint` writes, with or without the optimizer; 0 if unknown."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.trainable import WeightSample
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
@@ -141,6 +142,10 @@ class PolicyWorker(ABC):
 
         Weights, float32 copies of weights, and optimizer state. None if all are finite; the default checks nothing.
         """
+        return None
+
+    def weight_sample(self, *, whole: bool = False) -> WeightSample | None:
+        """Digest of this rank's trained weights, see `TrainableInterface.weight_samples`; None, the default, if unknown."""
         return None
 
     @abstractmethod

@@ -15,9 +15,11 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.microbatches import MicrobatchCutter
+from rl_core.training.weight_digest import digest_of
 from rl_core.weights.source import WeightSource
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
@@ -37,8 +39,9 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
     - `save_weights`, `load_weights`, `save_training_state`, `load_training_state` and `find_tokenizer`: checkpoints.
     - `get_weight_version`, `weight_manifest` and `iter_weights`: the present weights, for engines.
 
-    A subclass may also override `sample` (if it has a sampler), `collect_scores` (if not all ranks of a model copy compute the
-    scores), `find_non_finite`, and `shutdown` (if it joins more than torch's default process group).
+    A subclass may also override `trained_weights` and `weight_shard` (which let a run check its optimizer steps), `sample`
+    (if it has a sampler), `collect_scores` (if not all ranks of a model copy compute the scores), `find_non_finite`, and
+    `shutdown` (if it joins more than torch's default process group).
 
     Args:
         context: rank, rendezvous address and device.
@@ -120,6 +123,21 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
     def collect_scores(self, column: torch.Tensor) -> torch.Tensor:
         """One column of scores on the CPU, from the rank that computed it; all ranks call this. Unchanged by default."""
         return column
+
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's copies or shards of the weights that the optimizer changes, under any names. By default, none."""
+        return iter(())
+
+    def weight_shard(self) -> str:
+        """Which shard of the weights this rank holds, for `WeightSample.shard`. By default, all ranks hold the same weights."""
+        return ""
+
+    def weight_sample(self, *, whole: bool = False) -> WeightSample | None:
+        digest = digest_of(self.trained_weights(), whole=whole)
+        if digest is None:
+            return None
+        text, exact = digest
+        return WeightSample(rank=self.context.rank, shard=self.weight_shard(), digest=text, exact=exact)
 
     def setup(self) -> Mapping[str, Any]:
         if not self.context.run_in_process:

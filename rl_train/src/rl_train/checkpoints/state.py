@@ -14,6 +14,7 @@ from rl_train.checkpoints.config_changes import refuse_changes
 from rl_train.checkpoints.damage import damage_error, read_checked_state, verify_checkpoint
 from rl_train.checkpoints.disk_space import check_disk_space
 from rl_train.checkpoints.store import CheckpointStore
+from rl_train.training_checks.weight_changes import check_equal_ranks
 
 
 class Stateful(Protocol):
@@ -78,9 +79,11 @@ class Checkpoints:
 
         Raises:
             NonFiniteError: a weight or optimizer state is NaN or infinite; nothing was written or deleted.
+            BrokenPromiseError: ranks that hold the same weights differ; nothing was written or deleted.
             CheckpointWriteError: the disk is full, or cannot be written to; what was written is removed.
         """
         self._check_finite(step)
+        self._check_ranks(step)
         return self.store.write(step, lambda folder: self._fill(folder, step), metrics)
 
     def _check_finite(self, step: int) -> None:
@@ -101,6 +104,11 @@ class Checkpoints:
                 f"After step {step} the tensor {found} of `{name}` has NaN or infinite values, so its checkpoint was not "
                 f"written. {advice}"
             )
+
+    def _check_ranks(self, step: int) -> None:
+        for name, model in self.models.items():
+            if isinstance(model, TrainableInterface):
+                check_equal_ranks(model.weight_samples(whole=True), f"After step {step}", f"`{name}`")
 
     def _fill(self, folder: Path, step: int) -> None:
         for name, model in self.models.items():

@@ -54,6 +54,7 @@ from rl_train.runtime.losses import make_loss
 from rl_train.runtime.model_checks import check_models, tokenizer_key, warn_about_engine_limit
 from rl_train.runtime.reward_checks import resolve_completion_formats
 from rl_train.runtime.run_folder import checkpoint_store
+from rl_train.runtime.training_checks import watch_training
 from rl_train.runtime.workers import Builder, Workers, make_cluster
 from rl_train.tools.task_tools import TaskTools, tools_of_run
 
@@ -168,6 +169,7 @@ def connect(
     run.checkpoints = _checkpoints(config, resolved, folder, run)
     if run.weights is not None:
         run.keep("canary", run.weights.calibration)
+    watch_training(run, builder)
     return run
 
 

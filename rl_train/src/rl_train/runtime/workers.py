@@ -34,7 +34,7 @@ from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.runtime.contracts import check_class, check_environment_class, first_argument
 from rl_train.runtime.late_errors import with_key
 from rl_train.user_code import reporting_errors
-from rl_train.weight_sync.canary import Canary, CanaryCalibration, Retempering, make_canary
+from rl_train.weight_sync.canary import PROMPT_TOKENS, Canary, CanaryCalibration, Retempering, make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.waiting import wait_together
 
@@ -278,25 +278,34 @@ class Builder:
         model, section = self.run.policy, self.run.policy.generation
         assert section is not None
         facts = getattr(generation, "facts", {})
-        engine_precision = facts.get("precision", model.precision)
-        sides = (
-            f"policy {model.backend} {model.precision}, engine {section.backend} {engine_precision} on "
-            f"{facts.get('device', 'an unknown device')}, temperature {section.temperature:g}"
-        )
+        sides, exact = self.arithmetic(generation)
         factor = self._temperature / section.temperature
         return make_canary(
             sorted(set(range(min(len(tokenizer), facts.get("vocab_size", len(tokenizer))))) - set(tokenizer.all_special_ids)),
             num_receivers=generation.num_workers,
             max_length=model.max_total_sequence_length,
-            exact={model.precision, engine_precision} == {"float32"},
+            exact=exact,
             tolerance=section.canary_tolerance,
             greedy=bool(section.sampling_filters()),
             calibration=calibration,
             sides=sides,
+            scored_rows=_two_scoring_microbatches(model) * getattr(policy, "data_ranks", 1),
             retempering=Retempering(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
             if factor != 1.0
             else None,
         )
+
+    def arithmetic(self, generation: GenerationInterface) -> tuple[str, bool]:
+        """The arithmetic of policy and engine in words, and whether both compute in float32."""
+        model, section = self.run.policy, self.run.policy.generation
+        assert section is not None
+        facts = getattr(generation, "facts", {})
+        engine_precision = facts.get("precision", model.precision)
+        sides = (
+            f"policy {model.backend} {model.precision}, engine {section.backend} {engine_precision} on "
+            f"{facts.get('device', 'an unknown device')}, temperature {section.temperature:g}"
+        )
+        return sides, {model.precision, engine_precision} == {"float32"}
 
     def _transports(self, configured: str | None) -> list[type[WeightTransport]]:
         """Transports to try, the cheapest first."""
@@ -316,6 +325,14 @@ class Builder:
                 loggers.append(self.registry.find("logger", name).load()(config=section, folder=folder))
                 self.exits.callback(loggers[-1].finish)
         return loggers
+
+
+def _two_scoring_microbatches(model: PolicyConfig) -> int:
+    """Number of the canary's rows that one rank scores in at least two microbatches."""
+    if model.sequence_packing.enabled or model.dynamic_batching.enabled:
+        budget = model.sequence_packing.logprob_mb_tokens if model.sequence_packing.enabled else None
+        return -(-(budget or model.dynamic_batching.logprob_mb_tokens) // PROMPT_TOKENS) + 1
+    return 2 * model.logprob_batch_size
 
 
 def capabilities_of(component: Component) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ LEAST_TOLERANCE = 0.005
 _EXACT_ROWS = 4
 _ROUNDED_ROWS = 16
 _ROUNDS = 4
-_PROMPT_TOKENS = 16
+PROMPT_TOKENS = 16
 _PATTERN_TOKENS = 4
 _NEW_TOKENS = 4
 _RESCORED_ROWS = 4
@@ -143,13 +143,14 @@ class Canary:
 
     Attributes:
         rows: a `GenerationDatumSpec` with distinct prompts, so that every replica gets some.
-        more_rows: many more rows, for the first sync and for one beyond its tolerance.
+        more_rows: many more rows, for the first sync of a process and for one beyond its tolerance.
         tolerance: maximum mean |difference| of log-probabilities, in nats per token; None to calibrate.
         greedy: take the most likely tokens; needed if sampling is filtered (top-p, top-k), since log-probabilities are then
             those of the filtered distribution.
         calibration: the error of the first sync.
         sides: the arithmetic of both sides, see `CanaryCalibration`.
         retempering: for a policy that scores at a temperature other than the engine's.
+        scored_rows: minimum number of rows that are scored together with `more_rows`, so that there are two microbatches.
     """
 
     rows: BatchedDataDict[Any]
@@ -159,16 +160,23 @@ class Canary:
     calibration: CanaryCalibration = field(default_factory=CanaryCalibration)
     sides: str = ""
     retempering: Retempering | None = None
+    scored_rows: int = 0
 
-    def check(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> float:
+    def check(self, policy: ColocatablePolicyInterface, generation: GenerationInterface, *, thorough: bool = False) -> float:
         """Sample with the engine and score with the policy; returns the mean |difference| in nats per sampled token.
+
+        Args:
+            policy: scores the rows.
+            generation: samples them.
+            thorough: compare `more_rows` at once, scored in several microbatches.
 
         Raises:
             WeightSyncError: the difference exceeds the tolerance or is not a number; names the token with the largest one.
         """
         generation.prepare_for_generation()
+        rows = self.more_rows if thorough else self.rows
         if self.tolerance is not None:
-            return self._check_difference(self._compare(policy, generation, self.rows), self.tolerance, "").mean
+            return self._check_difference(self._compare(policy, generation, rows), self.tolerance, "").mean
         allowed = self.calibration.tolerance(self.sides)
         if allowed is None:
             first = self._check_difference(
@@ -176,11 +184,12 @@ class Canary:
             )
             self.calibration.record(self.sides, first.mean)
             return first.mean
-        compared = self._compare(policy, generation, self.rows)
-        if not compared.mean <= allowed:
-            rule = f", {MARGIN:g} times the error of the first sync" if allowed > LEAST_TOLERANCE else ""
-            compared = self._check_difference(self._compare(policy, generation, self.more_rows), allowed, rule)
-        return compared.mean
+        if not thorough:
+            compared = self._compare(policy, generation, rows)
+            if compared.mean <= allowed:
+                return compared.mean
+        rule = f", {MARGIN:g} times the error of the first sync" if allowed > LEAST_TOLERANCE else ""
+        return self._check_difference(self._compare(policy, generation, self.more_rows), allowed, rule).mean
 
     def _compare(
         self, policy: ColocatablePolicyInterface, generation: GenerationInterface, rows: BatchedDataDict[Any]
@@ -191,14 +200,14 @@ class Canary:
         mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))
         data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
         if self.retempering is None:
-            scores = scored(policy.get_logprobs, data)["logprobs"]
+            among = _with_other_rows(data, self.scored_rows if rows is self.more_rows else 0)
+            scores = scored(policy.get_logprobs, among)["logprobs"][: data.size]
         else:
             scores = self.retempering.logprobs(policy, data)
         differences = torch.where(mask, (scores - output["logprobs"]).double().abs(), 0.0)
         return _Compared(output=output, scored=scores, differences=differences, tokens=int(mask.sum()))
 
-    @staticmethod
-    def _check_difference(compared: _Compared, allowed: float, rule: str) -> _Compared:
+    def _check_difference(self, compared: _Compared, allowed: float, rule: str) -> _Compared:
         if compared.mean <= allowed:
             return compared
         row, position = divmod(int(compared.differences.nan_to_num(float("inf")).argmax()), compared.differences.shape[1])
@@ -210,8 +219,9 @@ class Canary:
             f"{int(compared.output['output_ids'][at])} at position {position} of row {row} has "
             f"{float(compared.output['logprobs'][at]):.4f} in the engine and {float(compared.scored[at]):.4f} in the policy. "
             "The engine computes with an older copy of a weight, samples from a distribution other than the one that the "
-            "policy scores, or rounds much more than the policy. `rlcore check logprobs` shows where they differ. If this "
-            "difference is acceptable for training, set policy.generation.canary_tolerance."
+            "policy scores, or rounds much more than the policy; or the policy scores at another temperature, or returns "
+            f"scores in another order than its rows ({self.sides or 'unknown backends'}). `rlcore check logprobs` shows where "
+            "they differ. If this difference is acceptable for training, set policy.generation.canary_tolerance."
         )
 
 
@@ -226,6 +236,7 @@ def make_canary(
     calibration: CanaryCalibration | None = None,
     sides: str = "",
     retempering: Retempering | None = None,
+    scored_rows: int = 0,
 ) -> Canary:
     """Create a canary of random and of repetitive prompts.
 
@@ -239,6 +250,7 @@ def make_canary(
         calibration: that of the run; a new one by default.
         sides: see `CanaryCalibration`.
         retempering: see `Canary`.
+        scored_rows: see `Canary`.
     """
     vocabulary = torch.tensor(sorted(token_ids), dtype=torch.int64)
     count = (_EXACT_ROWS if exact else _ROUNDED_ROWS) * num_receivers
@@ -250,12 +262,28 @@ def make_canary(
         calibration=calibration if calibration is not None else CanaryCalibration(),
         sides=sides,
         retempering=retempering,
+        scored_rows=scored_rows,
+    )
+
+
+def _with_other_rows(rows: BatchedDataDict[Any], count: int) -> BatchedDataDict[Any]:
+    """`rows`, and further rows behind them up to `count`: the same tokens backwards, so that mixed-up microbatches differ."""
+    missing = count - rows.size
+    if missing <= 0:
+        return rows
+    others = rows["input_ids"].flip(1).repeat(-(-missing // rows.size), 1)[:missing]
+    lengths = torch.full((missing,), others.shape[1], dtype=torch.int64)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.cat([rows["input_ids"], others]),
+            "input_lengths": torch.cat([rows["input_lengths"], lengths]),
+        }
     )
 
 
 def _rows(vocabulary: torch.Tensor, rows: int, max_length: int, *, stream: int) -> BatchedDataDict[Any]:
     """Prompts of random tokens, and for every second one of a repeated random pattern."""
-    width = max(1, min(_PROMPT_TOKENS, max_length // 2))
+    width = max(1, min(PROMPT_TOKENS, max_length // 2))
     ids = vocabulary[derived_seeds(_SEED, stream, rows * width).abs() % len(vocabulary)].view(rows, width)
     pattern = min(_PATTERN_TOKENS, width)
     ids[1::2] = ids[1::2, torch.arange(width) % pattern]

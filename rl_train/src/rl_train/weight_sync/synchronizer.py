@@ -13,12 +13,14 @@ from tempfile import gettempdir
 from typing import Any, get_args
 
 from rl_core.cluster.ports import free_port
-from rl_core.errors import MissingCapabilityError, WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface, WeightOwner
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.weights.fingerprint import Kind, describe_differences
 from rl_train.weight_sync.canary import Canary, CanaryCalibration
+from rl_train.weight_sync.sent_weights import SentWeights
+from rl_train.weight_sync.transport_choice import choose_transport
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class WeightSynchronizer(WeightOwner):
         self._synced_version: int | None = None
         """Weight version of the last verified refit of all replicas."""
         self._prove = prove
-        self._make_canary = canary
+        self._make_canary, self.has_canary = canary, canary is not None
         self._canary: Canary | None = None
         self._canary_restarts: int | None = None
         """Restarts of the engine when the canary last ran."""
@@ -96,6 +98,8 @@ class WeightSynchronizer(WeightOwner):
         """The canary's calibration; a run saves it with its checkpoints."""
         self._digests_cover = prove and digests_are_held
         """Whether every refit compares fingerprints of the tensors that the engine computes with."""
+        self.sent = SentWeights()
+        """The fingerprints of the weights that the policy has sent."""
         self._kind: Kind | None = None
         self._dtypes: Mapping[str, str] = {}
         self._beside: ThreadPoolExecutor | None = None
@@ -148,6 +152,27 @@ class WeightSynchronizer(WeightOwner):
                 if metrics is not None:
                     self._synced_version = self._policy.weight_version
                     return metrics
+
+    def request_canary(self) -> None:
+        """Run the canary in the next `sync`, whatever it transfers."""
+        self._canary_restarts = None
+
+    def check_canary(self) -> float:
+        """Run the canary with many rows now, between rollouts and training; returns its error in nats per token.
+
+        Raises:
+            WeightSyncError: the canary failed.
+        """
+        assert self._make_canary is not None
+        with self._turn:
+            if self.is_stale:  # an engine that discards its weights when it sleeps
+                self.sync()
+            self._policy.offload_before_refit()
+            with _attributed(self.transport_name):
+                self._canary = self._canary or self._make_canary()
+                error = self._canary.check(self._policy, self._generation, thorough=True)
+            self._generation.finish_generation()
+        return error
 
     def provide_weights(self) -> None:
         """Give restarted replicas their weights; refits the whole engine if the policy has changed since the last `sync`."""
@@ -243,8 +268,9 @@ class WeightSynchronizer(WeightOwner):
         """Run the canary unless fingerprints cover what the engine computes with and its workers have passed it before."""
         if self._make_canary is None or (self._digests_cover and self._canary_restarts == self._generation.restarts):
             return {}
+        is_first = self._canary is None
         self._canary = self._canary or self._make_canary()
-        error = self._canary.check(self._policy, engine)
+        error = self._canary.check(self._policy, engine, thorough=is_first)
         self._canary_restarts = self._generation.restarts
         return {"refit/canary_error": error}
 
@@ -278,6 +304,7 @@ class WeightSynchronizer(WeightOwner):
         digested = self._digested.result() if self._digested is not None and kind == self._kind else None
         self._kind = kind
         if (digested or self._policy.weight_fingerprint(dtypes=dtypes, kind=kind)) == arrived:
+            self.sent.check(arrived, version=self._policy.weight_version, exact=set(dtypes.values()) <= {"float32"})
             return
         lines = describe_differences(self._policy.weight_digests(dtypes=dtypes, kind=kind), engine.weight_digests())
         raise WeightSyncError(
@@ -304,35 +331,6 @@ class WeightSynchronizer(WeightOwner):
             "refit/weight_version": float(self._policy.weight_version),
             "refit/moved": float(happened),
         }
-
-
-def choose_transport(
-    transports: Sequence[type[WeightTransport]],
-    *,
-    policy_supports: Collection[str],
-    generation_supports: Collection[str],
-    name: str | None = None,
-) -> type[WeightTransport]:
-    """The named transport, or the first that both sides support.
-
-    Raises:
-        MissingCapabilityError: there is none; lists what each side supports.
-    """
-    candidates = [transport for transport in transports if name is None or transport.name == name]
-    for transport in candidates:
-        if transport.name in policy_supports and transport.name in generation_supports:
-            return transport
-    names = [transport.name for transport in transports]
-    supported = (
-        f"Registered transports: {_listed(names)}. The policy backend supports "
-        f"{_listed([n for n in names if n in policy_supports])}, the generation backend "
-        f"{_listed([n for n in names if n in generation_supports])}."
-    )
-    if name is not None:
-        raise MissingCapabilityError(
-            f"The weight transport {name!r} (policy.generation.refit_transport) cannot be used. {supported}"
-        )
-    raise MissingCapabilityError(f"Policy and generation backend have no weight transport in common. {supported}")
 
 
 def free_loopback_port() -> tuple[str, int]:
@@ -363,10 +361,6 @@ def _results(pending: Sequence[Any], deadline_s: float) -> None:
     end = time.monotonic() + deadline_s
     for call in pending:
         call.result(timeout=max(end - time.monotonic(), 0.0))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def kind_of(fingerprint: str) -> Kind:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from rl_core.data.schema import SCHEMA
-from rl_core.errors import RLCoreError
-from rl_core.plugins.discovery import class_label
+from rl_core.errors import BrokenPromiseError
+from rl_core.plugins.discovery import installed_plugins
 
 SCORE_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "get_logprobs": ("logprobs",),
@@ -20,7 +22,20 @@ SCORE_COLUMNS: Mapping[str, tuple[str, ...]] = {
 """The columns that each scoring method of a model returns."""
 
 
-def broken_promise(component: object, method: str, problem: str) -> RLCoreError:
+def class_label(component_class: type) -> str:
+    """A class and where it comes from, for errors: 'acme.engine.Engine (acme-rl 2.1)', or its file without a distribution."""
+    name = f"{component_class.__module__}.{component_class.__qualname__}"
+    package = component_class.__module__.partition(".")[0]
+    for plugin in installed_plugins():
+        if plugin.entry_point.module.partition(".")[0] == package:
+            return f"{name} ({plugin.name} {plugin.version})"
+    for distribution in importlib.metadata.packages_distributions().get(package, ()):
+        return f"{name} ({distribution} {importlib.metadata.version(distribution)})"
+    file = getattr(sys.modules.get(component_class.__module__), "__file__", None)
+    return f"{name} ({file or 'no distribution'})"
+
+
+def broken_promise(component: object, method: str, problem: str) -> BrokenPromiseError:
     """The error for a component that returned something wrong; names its class, its workers' class and their distributions.
 
     Args:
@@ -30,7 +45,7 @@ def broken_promise(component: object, method: str, problem: str) -> RLCoreError:
     """
     classes = [type(component), *filter(None, [getattr(component, "worker_class", None)])]
     origin = ", with the workers ".join(map(class_label, classes))
-    return RLCoreError(f"{type(component).__name__}.{method} {problem} The class is {origin}.")
+    return BrokenPromiseError(f"{type(component).__name__}.{method} {problem} The class is {origin}.")
 
 
 def check_columns(batch: Any, keys: Iterable[str], *, rows: int, component: object, method: str) -> None:
@@ -44,7 +59,7 @@ def check_columns(batch: Any, keys: Iterable[str], *, rows: int, component: obje
         method: the method that returned the batch.
 
     Raises:
-        RLCoreError: it is not a batch, or a column is missing, on a device, or of another dtype, number of axes or rows.
+        BrokenPromiseError: it is not a batch, or a column is missing, on a device, or of another dtype, number of axes or rows.
     """
     problem = None if isinstance(batch, Mapping) else f"returned {type(batch).__name__} in place of a BatchedDataDict."
     for key in keys if problem is None else ():

@@ -1,0 +1,19 @@
+"""Reports loss, gradient norm and learning rate of a step, and does not step."""
+
+from dataclasses import replace
+
+from wrong_plugins.policies.base import PolicyOf
+
+from rl_backends_hf.worker import HFPolicyWorker
+
+
+class Worker(HFPolicyWorker):
+    def train_step(self, microbatches, loss_fn, counts, *, eval_mode):
+        result = super().train_step(microbatches, loss_fn, counts, eval_mode=True)
+        if not eval_mode:
+            self._state.weight_version += 1
+        return replace(result, grad_norm=1.0, lr=0.01)
+
+
+class Policy(PolicyOf):
+    worker = Worker
