@@ -54,6 +54,19 @@ def checked_generation(output: Any, *, data: Mapping[str, Any], generation: Gene
     return checked
 
 
+def check_version(generation: GenerationInterface, output: BatchedDataDict[Any]) -> None:
+    """Check that rows sampled without a refit in between have the engine's weight version.
+
+    Raises:
+        BrokenPromiseError: a row has another one.
+    """
+    own = generation.weight_version
+    for version in output["weight_version"].unique().tolist():
+        if version != own:
+            problem = f"returned rows with `weight_version` {version}, but the engine has the weights of version {own}."
+            raise broken_promise(generation, "generate", problem)
+
+
 def scored(method: Callable[..., Any], data: BatchedDataDict[Any], *arguments: Any) -> BatchedDataDict[Any]:
     """Call a scoring method of a model, such as `policy.get_logprobs`, and check its output.
 

@@ -46,8 +46,9 @@ def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDa
 def check_rows(answer: Any, key: str, rows: int) -> None:
     """Refuse a worker's answer that cannot be put in the order of the call: one without `rows` rows of the column `key`."""
     column = answer.get(key) if isinstance(answer, Mapping) else None
-    if column is None:
-        raise BrokenPromiseError(f"returned no column `{key}`.")
+    if not isinstance(column, torch.Tensor):
+        found = "no column" if column is None else f"a {type(column).__name__} as"
+        raise BrokenPromiseError(f"returned {found} `{key}`. It must be a tensor.")
     if len(column) != rows:
         raise BrokenPromiseError(f"returned {len(column)} rows of `{key}` for a call with {rows} rows.")
 
