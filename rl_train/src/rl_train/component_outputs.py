@@ -13,9 +13,10 @@ import torch
 
 from rl_core.config.policy_sections import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.columns import SCORE_COLUMNS, broken_promise, check_columns
 from rl_core.data.padding import with_input_lengths
+from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
+from rl_train.columns import SCORE_COLUMNS, broken_promise, check_columns
 
 _GENERATED = tuple(GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "unfinished"})
 _LARGEST_LOGPROB = 0.1
@@ -24,7 +25,11 @@ _LARGEST_LOGPROB = 0.1
 
 def generated(generation: GenerationInterface, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
     """The output of `generation.generate`, checked by `checked_generation`."""
-    return checked_generation(generation.generate(data, greedy=greedy), data=data, generation=generation)
+    try:
+        output = generation.generate(data, greedy=greedy)
+    except BrokenPromiseError as error:  # of a worker
+        raise broken_promise(generation, "generate", str(error)) from None
+    return checked_generation(output, data=data, generation=generation)
 
 
 def checked_generation(output: Any, *, data: Mapping[str, Any], generation: GenerationInterface) -> BatchedDataDict[Any]:
@@ -49,6 +54,19 @@ def checked_generation(output: Any, *, data: Mapping[str, Any], generation: Gene
     return checked
 
 
+def check_version(generation: GenerationInterface, output: BatchedDataDict[Any]) -> None:
+    """Check that rows sampled without a refit in between have the engine's weight version.
+
+    Raises:
+        BrokenPromiseError: a row has another one.
+    """
+    own = generation.weight_version
+    for version in output["weight_version"].unique().tolist():
+        if version != own:
+            problem = f"returned rows with `weight_version` {version}, but the engine has the weights of version {own}."
+            raise broken_promise(generation, "generate", problem)
+
+
 def scored(method: Callable[..., Any], data: BatchedDataDict[Any], *arguments: Any) -> BatchedDataDict[Any]:
     """Call a scoring method of a model, such as `policy.get_logprobs`, and check its output.
 
@@ -64,8 +82,11 @@ def scored(method: Callable[..., Any], data: BatchedDataDict[Any], *arguments: A
         BrokenPromiseError: a column is missing or misshapen, has NaN, or log-probabilities are infinite, positive, or not 0.0
             at position 0 and on padding; names the first wrong row.
     """
-    scores = method(data, *arguments)
     model, name, shape = getattr(method, "__self__", method), method.__name__, data["input_ids"].shape
+    try:
+        scores = method(data, *arguments)
+    except BrokenPromiseError as error:  # of a worker
+        raise broken_promise(model, name, str(error)) from None
     check_columns(scores, SCORE_COLUMNS[name], rows=len(data["input_ids"]), component=model, method=name)
     for key in SCORE_COLUMNS[name]:
         column = scores[key]

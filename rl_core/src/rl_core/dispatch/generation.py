@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.columns import check_columns
 from rl_core.data.generation_io import LengthLimits, read_prompts
 from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
 from rl_core.dispatch.replica_rows import Answer, equal_answer, in_order, newest_version, prompt_columns, sample_rows
+from rl_core.dispatch.rows import check_rows
 from rl_core.dispatch.streaming import RowStream
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.worker_facade import WorkerFacade
@@ -90,7 +90,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
             self.await_weights()
             sampled, deaths = sample_rows(self.group, rows, missing, greedy=greedy, deadline_s=self._deadlines.generate_s)
             for part, output in sampled:
-                check_columns(output, ("weight_version",), rows=len(part), component=self, method="generate")
+                check_rows(output, "weight_version", len(part))
             answers = newest_version([*answers, *sampled])
             missing = sorted(set(range(rows.size)).difference(*(part for part, _ in answers)))
             if deaths:

@@ -13,9 +13,8 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.columns import SCORE_COLUMNS, check_columns
 from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
-from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
+from rl_core.dispatch.rows import check_rows, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.training_rows import TrainingRows
 from rl_core.dispatch.worker_facade import WorkerFacade
@@ -136,7 +135,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
         results = self.group.run_sharded(method, shards, deadline_s=self._deadlines.train_s, **kwargs)
         for shard, result in zip(shards, results, strict=True):
-            check_columns(result, SCORE_COLUMNS[method], rows=shard.size, component=self, method=method)
+            check_rows(result, method.removeprefix("get_"), shard.size)
         scored: BatchedDataDict[Any] = BatchedDataDict.from_batches(results)
         if order is not None:
             scored.reorder_data(order)

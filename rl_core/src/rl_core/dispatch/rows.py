@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import refuse_text
 from rl_core.data.padding import with_input_lengths
-from rl_core.errors import DataError
+from rl_core.errors import BrokenPromiseError, DataError
 from rl_core.interfaces.worker import GlobalCounts
 
 PADDING_PROMPT = -1
@@ -41,6 +41,16 @@ def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDa
             "See docs/batch_keys.md for each key's content and writer."
         )
     return BatchedDataDict({key: columns[key] for key in wanted})
+
+
+def check_rows(answer: Any, key: str, rows: int) -> None:
+    """Refuse a worker's answer that cannot be put in the order of the call: one without `rows` rows of the column `key`."""
+    column = answer.get(key) if isinstance(answer, Mapping) else None
+    if not isinstance(column, torch.Tensor):
+        found = "no column" if column is None else f"a {type(column).__name__} as"
+        raise BrokenPromiseError(f"returned {found} `{key}`. It must be a tensor.")
+    if len(column) != rows:
+        raise BrokenPromiseError(f"returned {len(column)} rows of `{key}` for a call with {rows} rows.")
 
 
 def pad_rows_to_multiple(rows: BatchedDataDict[Any], multiple: int) -> BatchedDataDict[Any]:

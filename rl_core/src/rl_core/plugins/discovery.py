@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from dataclasses import dataclass
 from email import message_from_string
 from pathlib import Path
@@ -71,16 +70,3 @@ def version_of(distribution: importlib.metadata.Distribution) -> str:
     """Its version, read from the headers: `distribution.version` parses the description too, which takes milliseconds."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     return message_from_string(text.partition("\n\n")[0])["Version"] or "unknown"
-
-
-def class_label(component_class: type) -> str:
-    """A class and where it comes from, for errors: 'acme.engine.Engine (acme-rl 2.1)', or its file without a distribution."""
-    name = f"{component_class.__module__}.{component_class.__qualname__}"
-    package = component_class.__module__.partition(".")[0]
-    for plugin in installed_plugins():
-        if plugin.entry_point.module.partition(".")[0] == package:
-            return f"{name} ({plugin.name} {plugin.version})"
-    for distribution in importlib.metadata.packages_distributions().get(package, ()):
-        return f"{name} ({distribution} {importlib.metadata.version(distribution)})"
-    file = getattr(sys.modules.get(component_class.__module__), "__file__", None)
-    return f"{name} ({file or 'no distribution'})"

@@ -20,9 +20,9 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterfac
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.value import ValueInterface
 from rl_core.plugins.component import Kind
-from rl_core.plugins.discovery import class_label
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.kl_penalty import kl_in_reward
+from rl_train.columns import class_label
 from rl_train.config.component_checks import Finding, models_of
 from rl_train.config.own_weights_checks import declares_own_weights
 from rl_train.config.schema import RunConfig

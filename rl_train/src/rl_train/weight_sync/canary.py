@@ -34,7 +34,7 @@ from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_train.component_outputs import generated, scored
+from rl_train.component_outputs import check_version, generated, scored
 
 _log = logging.getLogger(__name__)
 
@@ -195,6 +195,8 @@ class Canary:
         self, policy: ColocatablePolicyInterface, generation: GenerationInterface, rows: BatchedDataDict[Any]
     ) -> _Compared:
         output = generated(generation, rows, greedy=self.greedy)
+        # An engine that labels new rows as old would exempt them from every comparison with the current policy.
+        check_version(generation, output)
         lengths, sampled = output["unpadded_sequence_lengths"], output["generation_lengths"]
         position = torch.arange(output["output_ids"].shape[1])
         mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
-from rl_core.plugins.discovery import class_label
+from rl_core.plugins.discovery import installed_plugins
 
 SCORE_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "get_logprobs": ("logprobs",),
@@ -18,6 +20,19 @@ SCORE_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "get_values": ("values",),
 }
 """The columns that each scoring method of a model returns."""
+
+
+def class_label(component_class: type) -> str:
+    """A class and where it comes from, for errors: 'acme.engine.Engine (acme-rl 2.1)', or its file without a distribution."""
+    name = f"{component_class.__module__}.{component_class.__qualname__}"
+    package = component_class.__module__.partition(".")[0]
+    for plugin in installed_plugins():
+        if plugin.entry_point.module.partition(".")[0] == package:
+            return f"{name} ({plugin.name} {plugin.version})"
+    for distribution in importlib.metadata.packages_distributions().get(package, ()):
+        return f"{name} ({distribution} {importlib.metadata.version(distribution)})"
+    file = getattr(sys.modules.get(component_class.__module__), "__file__", None)
+    return f"{name} ({file or 'no distribution'})"
 
 
 def broken_promise(component: object, method: str, problem: str) -> BrokenPromiseError:

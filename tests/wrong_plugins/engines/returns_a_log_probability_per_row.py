@@ -1,0 +1,16 @@
+"""Returns the sum of the log-probabilities of each row."""
+
+from wrong_plugins.engines.base import EngineOf
+
+from rl_backends_hf.generation_worker import HFGenerationWorker
+
+
+class Worker(HFGenerationWorker):
+    def generate(self, data, *, greedy=False):
+        output = super().generate(data, greedy=greedy)
+        output["logprobs"] = output["logprobs"].sum(dim=1)
+        return output
+
+
+class Engine(EngineOf):
+    worker = Worker

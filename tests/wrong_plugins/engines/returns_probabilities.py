@@ -1,0 +1,16 @@
+"""Returns probabilities in place of their logarithms."""
+
+from wrong_plugins.engines.base import EngineOf
+
+from rl_backends_hf.generation_worker import HFGenerationWorker
+
+
+class Worker(HFGenerationWorker):
+    def generate(self, data, *, greedy=False):
+        output = super().generate(data, greedy=greedy)
+        output["logprobs"] = output["logprobs"].exp() * (output["logprobs"] != 0)
+        return output
+
+
+class Engine(EngineOf):
+    worker = Worker

@@ -1,0 +1,15 @@
+"""The right control: the Transformers engine as it is."""
+
+from wrong_plugins.engines.base import EngineOf
+
+from rl_backends_hf.generation_worker import HFGenerationWorker
+
+
+class Worker(HFGenerationWorker):
+    def generate(self, data, *, greedy=False):
+        output = super().generate(data, greedy=greedy)
+        return output
+
+
+class Engine(EngineOf):
+    worker = Worker
