@@ -29,7 +29,7 @@ NOT_REWARDED = {
         42 \mid 84; 42 | 41; 42 \& 41; x=42, y=41; x = 42, 41; 42 = 41; 41 = 42; x = 41 = 42; 42.4 \approx 42
         42 \text{ thousand}; 42 hundred; 42 dozen; 42 pairs; 42 squared; 42 doubled; 42 halves; 42 tenths; 42 percent of 3
         42 plus one; 42 times two; 42 over two; 42k; 42 M; 42 below zero; 42 base eight; 42 factorial; 42 negative; 42nd
-        42 approximately; 42 \text{ wrong}; 42 \text{ remainder } 3; 42 R 3; 42 \text{ mod } 5; 42^{\text{nd}}; 42 vs
+        42 approximately; 42 \text{ wrong}; 42 \text{ remainder } 3; 42 R 3; 42 \text{ mod } 5; 42^{\text{nd}}; 42 vs; 42 hes
         42 \text{ cm} + 1; \text{41 or 42}; \text{42, 41}; \{41, 42\}; (41, 42); [41, 42]; \max(41, 42); \ge 42
         \begin{pmatrix} 42 & 41 \end{pmatrix}
         \overline{42}; 42_{41}; 42_x; 42'; 42^*; 42!; 42...; \ldots 42; 42 \% 41; 42 ? 41; 6 \cdot 7
@@ -44,6 +44,7 @@ NOT_REWARDED = {
     r"\frac{1}{2}": r"\frac{1}{2} \approx \frac{1}{3}; \frac{1}{3} \equiv \frac{1}{2}; 0.5 or 0.6",
     "1": r"\sin^2 x + \cos^2 x; 1^{42}; 1 \text{ st}",
     r"5 \text{ cm}": r"5 apples; 5 \text{ cm}^2; 5 m; 5 s; 6",
+    "5 marbles": "5 markers; marbles 5; 5 march",
     "5 apples": r"5 pears; 5 cm; 5 apples and 1 pear",
     "14 zebras": "14 cm; 14 lions; 15 zebras",
     r"5 \text{ million}": "5; 5 thousand; 5 dollars",
@@ -120,6 +121,7 @@ REWARDED = {
     r"25 \text{ cm}^2": r"25 \text{ cm^2}; 25 cm^2",
     "12": r"12 \text{ miles per hour}; 12 \text{ cubic feet}; 12 \text{ years old}; 12 square units; 12 m/s^2",
     r"12 \text{ mph}": "12 miles per hour; 12 mi/h",
+    "March 5, 2024": "5 March 2024; Mar 5, 2024",
     "June 20": r"20 June; June 20th; \text{20th of June}",
     "B": r"\textbf{(B)}\ 12; (B) 12; B",
     r"\{\text{red}, \text{blue}\}": r"\{blue, red\}; \text{red}, \text{blue}",

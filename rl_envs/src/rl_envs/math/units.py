@@ -146,7 +146,7 @@ def _base(unit: str | None) -> str:
 def _name(word: str) -> str:
     word = word.rstrip(".")
     singular = (re.sub(ending, with_, word) for ending, with_ in (("s$", ""), ("es$", ""), ("ies$", "y")))
-    for form in (word, *(singular if len(word) > 2 else ())):
+    for form in (word, *(each for each in singular if len(each) > 1)):
         if form in _NAMES:
             return _NAMES[form]
     return word
