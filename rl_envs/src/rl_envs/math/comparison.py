@@ -25,6 +25,8 @@ LONGEST_ANSWER = 4000
 """Maximum length of an answer, in characters; a longer one is correct only if it equals the expected text."""
 _UNION = r"\\cup(?![A-Za-z])"
 _APPROXIMATELY = r"\\approx(?![A-Za-z])"
+_DATE_OR_RANGE = re.compile(r"\d+(?:-\d+)+|\d+/\d+/\d+")
+"""An expected answer that is not a difference or a quotient: `2024-01-05`, `3-4`, `1/5/2024`."""
 _ORDER = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
 
 
@@ -85,7 +87,7 @@ class _Comparer:
             return Comparison.EQUAL
         if is_words(expected):
             return _equal_if(has_same_words(expected, answer))
-        if "\\emptyset" in (expected, answer):
+        if "\\emptyset" in (expected, answer) or _DATE_OR_RANGE.fullmatch(compact(expected)):
             return Comparison.DIFFERENT
         expected, answer = _as_intervals(without_variable(expected), without_variable(answer))
         if any("\\begin" in text or _ORDER.search(text) for text in (expected, answer)):
