@@ -61,10 +61,17 @@ UNPAID_OF_ANSWER_TYPES = {
         ("BCA", r"\boxed{B, C, A}"),  # a list is not a word
         (r"\frac{1}{2}", r"\boxed{\text{one half}}"),
     ],
+    "frozen": [],
 }
 
 
-@pytest.mark.parametrize(("split", "matrix"), [("open", {(True, True): 63, (True, False): 3, (False, False): 180})])
+@pytest.mark.parametrize(
+    ("split", "matrix"),
+    [
+        ("open", {(True, True): 63, (True, False): 3, (False, False): 180}),
+        ("frozen", {(True, True): 73, (False, False): 191}),
+    ],
+)
 def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, split, matrix):
     rows = [row for row in rows_of("answer_types.jsonl") if row["split"] == split]
     graded = grader.environment.step(

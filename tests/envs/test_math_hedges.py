@@ -1,4 +1,4 @@
-r"""An answer with two values, another quantity, or the letters of the expected answer in another order is never paid."""
+r"""An answer with two values, another quantity, or the letters of the expected answer in another order is never rewarded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ few = settings(max_examples=60, deadline=None)
 CORPUS = Path(__file__).parent / "math_corpus"
 
 
-def paid(expected, answer, **options):
+def rewarded(expected, answer, **options):
     return grade_answer(expected, rf"\boxed{{{answer}}}", require_box=True, **options).is_correct
 
 
-NOT_PAID = {
+NOT_REWARDED = {
     "42": r"""
         41 \approx 42; 42 \pm 1; \pm 42; 41-42; 41--42; 41 to 42; 42 (or 41); 42 (41); 42 / 41; 42 41; 42 \\ 41; 42 \quad 41
         42 \le 43; 41 < 42; x \ge 42; \ge 42; \ne 42; x \ne 42; \not= 42; \text{not } 42; \lnot 42; x \le 42; 42 \ne 41
@@ -29,7 +29,7 @@ NOT_PAID = {
         42 \mid 84; 42 | 41; 42 \& 41; x=42, y=41; x = 42, 41; 42 = 41; 41 = 42; x = 41 = 42; 42.4 \approx 42
         42 \text{ thousand}; 42 hundred; 42 dozen; 42 pairs; 42 squared; 42 doubled; 42 halves; 42 tenths; 42 percent of 3
         42 plus one; 42 times two; 42 over two; 42k; 42 M; 42 below zero; 42 base eight; 42 factorial; 42 negative; 42nd
-        42 approximately; 42 \text{ wrong}; 42 \text{ remainder } 3; 42 R 3; 42 \text{ mod } 5; 42^{\text{nd}}; 42 vs
+        42 approximately; 42 \text{ wrong}; 42 \text{ remainder } 3; 42 R 3; 42 \text{ mod } 5; 42^{\text{nd}}; 42 vs; 42 hes
         42 \text{ cm} + 1; \text{41 or 42}; \text{42, 41}; \{41, 42\}; (41, 42); [41, 42]; \max(41, 42); \ge 42
         \begin{pmatrix} 42 & 41 \end{pmatrix}
         \overline{42}; 42_{41}; 42_x; 42'; 42^*; 42!; 42...; \ldots 42; 42 \% 41; 42 ? 41; 6 \cdot 7
@@ -44,6 +44,12 @@ NOT_PAID = {
     r"\frac{1}{2}": r"\frac{1}{2} \approx \frac{1}{3}; \frac{1}{3} \equiv \frac{1}{2}; 0.5 or 0.6",
     "1": r"\sin^2 x + \cos^2 x; 1^{42}; 1 \text{ st}",
     r"5 \text{ cm}": r"5 apples; 5 \text{ cm}^2; 5 m; 5 s; 6",
+    "2024-01-05": "2024-05-01; 2018",
+    "2/4/2024": "1/2/2024",
+    "3-4": "4-5; -1",
+    r"x < 1 \text{ or } x > 4": r"x < 1 \text{ and } x > 4; 1 < x < 4; x < 1",
+    "2 < x < 5": r"x > 2 \text{ or } x < 5; x > 2 \text{ and } x > 5; x > 2 \text{ and } y < 5; x > 2",
+    "5 marbles": "5 markers; marbles 5; 5 march",
     "5 apples": r"5 pears; 5 cm; 5 apples and 1 pear",
     "14 zebras": "14 cm; 14 lions; 15 zebras",
     r"5 \text{ million}": "5; 5 thousand; 5 dollars",
@@ -70,7 +76,7 @@ NOT_PAID = {
     r"\emptyset": r"\{0\}; \{\emptyset\}; 0; \text{undefined}",
     r"\{\}": r"\{1\}",
     r"\text{undefined}": r"0; \emptyset; \infty",
-    "A": "A or B; A, B; AB; (A)(B); (A) or (B); (A) 5 or 6; (A) 5, (B)",
+    "A": r"1A; A apples; A \text{ apples}; A or B; A, B; AB; (A)(B); (A) or (B); (A) 5 or 6; (A) 5, (B)",
     "June 20": "June 21; July 20; 20",
     "1.234": "1,234",
     "3.5": "3,5",
@@ -78,9 +84,9 @@ NOT_PAID = {
     "x^2 + 1": "y^2 + 1",
     "x = 5": "x = 5, y = 6; y = 5; x = 5 or 6",
 }
-"""Expected answers, each with answers that are not paid, separated by semicolons or line ends."""
+"""Expected answers, each with answers that are not rewarded, separated by semicolons or line ends."""
 
-PAID = {
+REWARDED = {
     "42": r"""
         \mathbf{42}; \boldsymbol{42}; \textbf{42}; \underline{42}; \text{42}; $42$; 42 \text{ cm}; 42 ways; \$42; 42\$
         6 \cdot 7 = 42
@@ -116,14 +122,20 @@ PAID = {
     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}",
     "14 zebras": r"14 \text{ zebras}",
     "14 apples": "14; 14 apples",
+    "25": r"25 \text{ cm^2}; 25\,\mathrm{m/s^2}; 25 \mathrm{cm}^2",
+    r"25 \text{ cm}^2": r"25 \text{ cm^2}; 25 cm^2",
     "12": r"12 \text{ miles per hour}; 12 \text{ cubic feet}; 12 \text{ years old}; 12 square units; 12 m/s^2",
     r"12 \text{ mph}": "12 miles per hour; 12 mi/h",
+    "2024-01-05": r"2024-01-05; \text{2024-01-05}",
+    "3-4": "3 - 4",
+    "2 < x < 5": r"x > 2 \text{ and } x < 5; x < 5 and x > 2; (2, 5)",
+    "March 5, 2024": "5 March 2024; Mar 5, 2024",
     "June 20": r"20 June; June 20th; \text{20th of June}",
     "B": r"\textbf{(B)}\ 12; (B) 12; B",
     r"\{\text{red}, \text{blue}\}": r"\{blue, red\}; \text{red}, \text{blue}",
     r"\text{square}": r"a square; \text{Square}",
 }
-"""Expected answers, each with answers that are paid."""
+"""Expected answers, each with answers that are rewarded."""
 
 
 def pairs(table):
@@ -136,12 +148,12 @@ def pairs(table):
     ]
 
 
-def test_hedges_and_other_quantities_are_not_paid():
-    assert [pair for pair in pairs(NOT_PAID) if paid(*pair)] == []
+def test_hedges_and_other_quantities_are_not_rewarded():
+    assert [pair for pair in pairs(NOT_REWARDED) if rewarded(*pair)] == []
 
 
-def test_the_same_answer_in_another_notation_is_paid():
-    assert [pair for pair in pairs(PAID) if not paid(*pair)] == []
+def test_the_same_answer_in_another_notation_is_rewarded():
+    assert [pair for pair in pairs(REWARDED) if not rewarded(*pair)] == []
 
 
 CONNECTIVES = r"""
@@ -159,17 +171,17 @@ VALUES = st.sampled_from(
 
 @few
 @given(VALUES, VALUES, st.sampled_from([each for line in CONNECTIVES.split("\n") for each in line.split("; ") if each.strip()]))
-def test_two_values_joined_in_any_way_are_paid_for_neither_unless_one_is_said_to_follow(one, other, connective):
+def test_two_values_joined_in_any_way_are_rewarded_for_neither(one, other, connective):
     assume(one != other)
     assume(not (connective in ("=", r"\approx", r"\in") and one == "x"))  # `x = 42` states 42
     answer = f"{one} {connective.strip()} {other}"
-    assert not paid(one, answer)
-    assert not paid(other, answer)
-    assert not paid(one, f"{one} ({connective.strip()} {other})")
+    assert not rewarded(one, answer)
+    assert not rewarded(other, answer)
+    assert not rewarded(one, f"{one} ({connective.strip()} {other})")
 
 
 @pytest.mark.parametrize(
-    ("question", "answer", "is_paid"),
+    ("question", "answer", "is_rewarded"),
     [
         ("How many apples are left?", "5 apples", True),
         ("How many apples are left?", r"5 \text{ dollars}", False),
@@ -181,11 +193,21 @@ def test_two_values_joined_in_any_way_are_paid_for_neither_unless_one_is_said_to
         ("What is 2 + 3?", "5 units", True),
         ("How large is the angle?", r"5^\circ", True),
         ("How many degrees has the angle?", r"5 \text{ radians}", False),
+        ("Put the number in a box.", "5 boxes", False),
         ("", "5 cm", True),
     ],
 )
-def test_a_unit_that_the_expected_answer_lacks_must_be_in_the_question(question, answer, is_paid):
-    assert paid("5", answer, units=mentioned_units(question)) is is_paid
+def test_a_unit_that_the_expected_answer_lacks_must_be_in_the_question(question, answer, is_rewarded):
+    assert rewarded("5", answer, units=mentioned_units(question)) is is_rewarded
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"), [("2:3", "6:9"), ("1:2:3", "2:4:6"), (r"3\sqrt{2}", r"\sqrt{18}"), ("1/2", "2/4")]
+)
+def test_ratios_roots_and_fractions_must_be_simplified_only_if_the_question_asks_for_it(expected, answer):
+    assert rewarded(expected, answer)
+    assert not rewarded(expected, answer, lowest_terms=True)
+    assert rewarded(expected, expected, lowest_terms=True)
 
 
 def corpus_rows():
@@ -193,16 +215,21 @@ def corpus_rows():
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_every_expected_answer_of_the_corpus_is_paid_for_itself():
-    expected = {row["expected"] for row in corpus_rows()} | set(PAID) | set(NOT_PAID)
+def test_every_expected_answer_of_the_corpus_is_rewarded_for_itself():
+    expected = {row["expected"] for row in corpus_rows()} | set(REWARDED) | set(NOT_REWARDED)
     assert len(expected) > 250
-    assert [answer for answer in sorted(expected) if not paid(answer, answer)] == []
+    assert [answer for answer in sorted(expected) if not rewarded(answer, answer)] == []
 
 
 @pytest.mark.parametrize("form", ["  {} ", "${}$", r"\({}\)", "{{{}}}", "{}.", r"\, {} \;", r"\displaystyle {}"])
 def test_delimiters_and_spacing_do_not_change_a_grade(form):
-    sample = (pairs(NOT_PAID) + pairs(PAID))[::7]
-    assert [pair for pair in sample if "$" not in pair[1] and paid(*pair) != paid(pair[0], form.format(pair[1]))] == []
+    sample = (pairs(NOT_REWARDED) + pairs(REWARDED))[::7]
+    # A second period or dollar sign would be part of the answer.
+    assert [
+        pair
+        for pair in sample
+        if "$" not in pair[1] and pair[1][-1] != "." and rewarded(*pair) != rewarded(pair[0], form.format(pair[1]))
+    ] == []
 
 
 @few
@@ -221,13 +248,13 @@ def test_an_inequality_is_its_interval_and_no_other(start, length, left, right, 
     interval = f"{'[' if left else '('}{start}, {start + length}{']' if right else ')'}"
     ends = [r"\le" if closed else "<" for closed in (left, right)]
     inequality = f"{start + shift} {ends[0]} x {ends[1]} {start + shift + length}"
-    assert paid(interval, inequality) is paid(inequality, interval) is (shift == 0)
-    assert not paid(interval, f"{start} {ends[0]} x {'<' if right else chr(92) + 'le'} {start + length}")
+    assert rewarded(interval, inequality) is rewarded(inequality, interval) is (shift == 0)
+    assert not rewarded(interval, f"{start} {ends[0]} x {'<' if right else chr(92) + 'le'} {start + length}")
 
 
 @few
 @given(st.permutations("ABCD"), st.permutations("ABCD"), st.integers(2, 4))
 def test_letters_are_equal_in_the_same_order_only(one, other, length):
     first, second = "".join(one[:length]), "".join(other[:length])
-    assert paid(first, second) is (first == second)
-    assert paid(first, rf"\text{{{second}}}") is (first == second)
+    assert rewarded(first, second) is (first == second)
+    assert rewarded(first, rf"\text{{{second}}}") is (first == second)

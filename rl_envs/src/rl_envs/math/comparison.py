@@ -18,13 +18,15 @@ from rl_envs.math.lists import EQUALS, elements, in_order_of_names, is_named, ki
 from rl_envs.math.notation import compact, has_text, normalize, plain, split_top, without_layout
 from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, is_rounding_of, read_clock, read_number, read_numeral
 from rl_envs.math.unevaluated import more_undone, undone_arithmetic
-from rl_envs.math.units import are_different, is_mentioned, quantity
+from rl_envs.math.units import Quantity, are_different, is_mentioned, quantity
 from rl_envs.math.words import has_same_letters, has_same_words, is_same_choice, is_same_date, is_words, symbol_of
 
 LONGEST_ANSWER = 4000
 """Maximum length of an answer, in characters; a longer one is correct only if it equals the expected text."""
 _UNION = r"\\cup(?![A-Za-z])"
 _APPROXIMATELY = r"\\approx(?![A-Za-z])"
+_DATE_OR_RANGE = re.compile(r"\d+(?:-\d+)+|\d+/\d+/\d+")
+"""An expected answer that is not a difference or a quotient: `2024-01-05`, `3-4`, `1/5/2024`."""
 _ORDER = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
 
 
@@ -85,7 +87,7 @@ class _Comparer:
             return Comparison.EQUAL
         if is_words(expected):
             return _equal_if(has_same_words(expected, answer))
-        if "\\emptyset" in (expected, answer):
+        if "\\emptyset" in (expected, answer) or _DATE_OR_RANGE.fullmatch(compact(expected)):
             return Comparison.DIFFERENT
         expected, answer = _as_intervals(without_variable(expected), without_variable(answer))
         if any("\\begin" in text or _ORDER.search(text) for text in (expected, answer)):
@@ -198,7 +200,9 @@ class _Comparer:
         if not len(gold) == len(given) == len(numbers[0]) == len(numbers[1]):
             return Comparison.DIFFERENT
         pairs = list(zip(*numbers, strict=True))
-        return _equal_if(all(one * pairs[0][1] == other * pairs[0][0] for one, other in pairs) and all(numbers[1]))
+        found = _equal_if(all(one * pairs[0][1] == other * pairs[0][0] for one, other in pairs) and all(numbers[1]))
+        undone = frozenset({REDUCTION}) if abs(pairs[0][1]) > abs(pairs[0][0]) else frozenset[str]()
+        return self._undone_or(found, undone)
 
     def _scalar(self, expected: str, answer: str) -> Comparison:
         clock = read_clock(expected, is_expected=True)
@@ -210,15 +214,18 @@ class _Comparer:
             return _equal_if(numerals[0] == numerals[1])
         gold = quantity(expected)
         given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold)
-        if are_different(gold.unit, given.unit) or (gold.unit is None and not self._may_have(given.unit)):
+        if are_different(gold.unit, given.unit) or not self._may_have(gold, given):
             return Comparison.DIFFERENT
         found = self._value(gold.value, given.value)
         if gold.is_percent == given.is_percent:
             return found
         return self._percent(gold.value, given.value, found, expected_is_percent=gold.is_percent)
 
-    def _may_have(self, unit: str | None) -> bool:
-        return unit is None or self._units is None or is_mentioned(unit, self._units)
+    def _may_have(self, gold: Quantity, given: Quantity) -> bool:
+        """Whether the answer may have its unit. A single letter is a choice, without a unit."""
+        if given.unit is None or gold.unit is not None:
+            return True
+        return not gold.value.isalpha() and (self._units is None or is_mentioned(given.unit, self._units))
 
     def _percent(self, expected: str, answer: str, as_unit: Comparison, *, expected_is_percent: bool) -> Comparison:
         """If only one of them has a percent sign, it is an optional unit (50 for 50%) or a factor of 1/100 (0.5)."""

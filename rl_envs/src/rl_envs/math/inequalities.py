@@ -11,6 +11,8 @@ _HAS_SIGN = re.compile(_SIGN)
 _CLOSED = ("\\le", "\\ge")
 _RISING = ("<", "\\lt", "\\le")
 _ALTERNATIVES = r",|\\cup(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])"
+_BOTH = r"\\(?:land|wedge)(?![A-Za-z])"
+_NO_START, _NO_END = "(-\\infty,", ",\\infty)"
 _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?|\\(?!infty)[a-z]+")
 _MEMBER = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*\\in(?![A-Za-z])\s*(.+)")
 _BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*(?:\\mathbb\{R\}|\\R)\s*)?(?:\\mid|\\vert|:|\|)(.+)\\\}")
@@ -27,11 +29,24 @@ def without_variable(text: str) -> str:
 
 def as_interval(text: str) -> tuple[str, str] | None:
     r"""The variable and the interval, or union of intervals, of an inequality or of alternatives; None for anything else."""
+    both = [_one_interval(part) for part in split_top(text, _BOTH)]
+    if len(both) == 2:
+        return _intersection(both[0], both[1])
     parts = [_one_interval(part) for part in split_top(text, _ALTERNATIVES)]
     intervals = [part for part in parts if part is not None]
     if len(intervals) < len(parts) or len({variable for variable, _ in intervals}) != 1:
         return None
     return intervals[0][0], "\\cup ".join(interval for _, interval in intervals)
+
+
+def _intersection(one: tuple[str, str] | None, other: tuple[str, str] | None) -> tuple[str, str] | None:
+    r"""`(2,5)` for `x > 2` and `x < 5`; None unless each bounds the same variable on another side."""
+    if one is None or other is None or one[0] != other[0]:
+        return None
+    above, below = (one[1], other[1]) if one[1].endswith(_NO_END) else (other[1], one[1])
+    if not (above.endswith(_NO_END) and below.startswith(_NO_START)):
+        return None
+    return one[0], f"{above.removesuffix(_NO_END)},{below.removeprefix(_NO_START)}"
 
 
 def _one_interval(text: str) -> tuple[str, str] | None:

@@ -62,6 +62,7 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|(?<=\s)to)\s*(?=\d)", ":"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"^([^,]*(?:[<>]|\\[lg][et]\b)[^,]*?)(?:\\text\{\s*and\s*\}|\band\b)([^,]*(?:[<>]|\\[lg][et]\b))", r"\1\\land \2"),
         (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
         (r",\s*,", ","),
         (r"\s+", " "),

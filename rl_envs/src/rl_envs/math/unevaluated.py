@@ -21,11 +21,13 @@ _IN_TEXT = {
     "lcm": re.compile(r"\\lcm(?![a-z])|(?<![a-z])lcm(?![a-z])"),
     "division": re.compile(r"\\div(?![a-z])|(?<=[\d)}])\s*:\s*(?=[\d({\\])"),
     "remainder": re.compile(r"\\[bp]?mod(?![a-z])"),
-    "product": re.compile(r"(?<![\d.}])1\s*(?:\\times|\\cdot|\*)(?![a-z])|(?:\\times|\\cdot|\*)\s*1(?![\d.])"),
+    "product": re.compile(
+        r"(?<![\d.}])1\s*(?:\\times|\\cdot|\*)(?![a-z])|(?:\\times|\\cdot|\*)\s*1(?![\d.])|(?<![\d.}_^{])1\s?(?=[A-Za-z])"
+    ),
     "determinant": re.compile(r"\\det(?![a-z])|\\begin\{vmatrix\}"),
 }
 _FRACTION = re.compile(
-    r"\\frac\s*\{\s*-?\s*(\d{1,300})\s*\}\s*\{\s*-?\s*(\d{1,300})\s*\}|(?<![\d.^])(\d{1,300})\s*/\s*(\d{1,300})(?![\d.])"
+    r"\\frac\s*\{\s*-?\s*(\d{1,300})\s*\}\s*\{\s*-?\s*(\d{1,300})\s*\}|(?<![\d.^])(\d{1,300})\s*[/:]\s*(\d{1,300})(?![\d.])"
 )
 _ALWAYS = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative, sympy.Mod, sympy.factorial, sympy.binomial)
 _OF_RATIONALS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)

@@ -23,8 +23,8 @@ _MEASURES = {
 _COUNTED = """
 animal apple arrangement bag ball balloon banana bead bean bird block boat book bottle bowl box boy brownie bug bus cake
 candle candy car card cat chair chicken child children chocolate choice class club coin color combination cookie cow crayon
-cube cupcake customer dish dog donut door duck edge egg element employee face fish flower fork friend game girl glass guest
-horse house item jar kid leg lemon letter man marble match meal member men message muffin nut orange outcome page painting
+cube cupcake customer dish dog donut duck edge egg element employee face fish flower fork friend game girl glass guest
+horse item jar kid leg lemon letter man marble match meal member men message muffin nut orange outcome page painting
 paper pear pen pencil people permutation person photo piece pizza plant plate player point potato present prize question
 rabbit rock room rose row sandwich seat shape sheep shell shirt shoe side slice solution song spoon square stamp star stick
 sticker stone story student sweet teacher team term ticket tile toy tree triangle trip truck vertex vertices vote way win
@@ -39,13 +39,14 @@ _LETTERS_OF_UNITS = frozenset("mglsh")
 _ATTACHED = "mm|cm|km|kg|mg|ml|lb|lbs|oz|ft|mph|pm|am"
 _CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling"}
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF])?\s*\}?$")
-_MACROS = re.compile(
-    r"(?:(?:\\frac\{\\text\{[^{}]*\}\}\{\\text\{[^{}]*\}\}|\\text\{[^{}]*\})(?:\^\{?-?\d+\}?|/|\\cdot|[ .])*)+$"
-)
-_POWER = re.compile(r"\^?\{?(-?\d+)\}?")
+_TEXT = r"\\text\{((?:[^{}]|\{-?\d+\})*)\}"
+_RATE = re.compile(rf"\\frac\{{{_TEXT}\}}\{{{_TEXT}\}}")
+_MACROS = re.compile(rf"(?:(?:{_RATE.pattern}|{_TEXT})(?:\^\{{?-?\d+\}}?|/|\\cdot|[ .])*)+$")
+_POWER = re.compile(r"\^?\{?(-?\d+)")
 _WORDS = re.compile(r"(?<=[\d}%)])\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\s*[A-Za-z]+(?:\^\{?-?\d\}?)?)?)$")
 _LETTERS = re.compile(rf"(?<=\d)({_ATTACHED})$")
 _TERM = r"[a-z]+(?:\^(?:2|3|-1|-2))?"
+_BOXED = re.compile(r"\bin (?:a|the) box\b")
 _UNIT = re.compile(rf"({_TERM})(?:[ /]({_TERM}))?(?:[ /]({_TERM}))?")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|(?<=[\d}])\s*percent)$")
 
@@ -92,8 +93,8 @@ def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None
 
 def canonical(unit: str) -> str:
     r"""The canonical spelling of a unit: `cm^2` for `square centimeters` and `\text{ cm}^2`."""
-    unit = re.sub(r"\\frac\{(\\text\{[^{}]*\})\}\{(\\text\{[^{}]*\})\}", r"\1/\2", unit)
-    text = _POWER.sub(r"^\1", re.sub(r"\\text\{([^{}]*)\}", r"\1", unit)).lower().replace("\\cdot", " ")
+    unit = re.sub(_TEXT, r"\1", _RATE.sub(r"\1/\2", unit))
+    text = _POWER.sub(r"^\1", unit.replace("}", "")).lower().replace("\\cdot", " ")
     text = re.sub(r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2", text)
     text = re.sub(r"\bcubic\s+([a-z]+)", r"\1^3", text)
     text = re.sub(r"\s*(?:\bper\b|/)\s*", "/", text.strip(" ."))
@@ -113,7 +114,7 @@ def mentioned_units(question: str) -> tuple[str, ...] | None:
 
     Times of day and the general `unit` are always among them, and angles unless the question has one of the two.
     """
-    words = re.findall(r"[a-z]+", question.lower())
+    words = re.findall(r"[a-z]+", _BOXED.sub("", question.lower()))
     if not words:
         return None
     units = {_name(word) for word in words if _name(word) in _NAMES}
@@ -145,7 +146,7 @@ def _base(unit: str | None) -> str:
 def _name(word: str) -> str:
     word = word.rstrip(".")
     singular = (re.sub(ending, with_, word) for ending, with_ in (("s$", ""), ("es$", ""), ("ies$", "y")))
-    for form in (word, *(singular if len(word) > 2 else ())):
+    for form in (word, *(each for each in singular if len(each) > 1)):
         if form in _NAMES:
             return _NAMES[form]
     return word

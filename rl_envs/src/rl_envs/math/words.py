@@ -22,7 +22,10 @@ _ARTICLE = re.compile(r"(?:an?|the) ")
 _CHOICE = re.compile(r"\(?([A-Z])[).]?")
 _CHOICE_AND_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(?:\\ )?\s*([^()]{1,60})")
 _ALTERNATIVE = re.compile(r"[,;/]|\b(?:or|and|not|but|[A-Z])\b|\\(?:or|lor|vee)\b")
-_MONTH = re.compile(r"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*")
+_MONTH = re.compile(
+    r"\b(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|nov(?:ember)?"
+    r"|dec(?:ember)?)\b"
+)
 _DATE = re.compile(r"[a-z]+|\d+")
 _OF_DATE = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b|\bof\b|\bthe\b|,")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
