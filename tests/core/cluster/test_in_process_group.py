@@ -36,6 +36,11 @@ def test_an_error_keeps_the_frames_of_the_worker_for_a_debugger():
     assert caught.value.__cause__.__traceback__ is not None
 
 
+def test_a_worker_that_calls_exit_fails_like_one_that_raises_and_its_line_is_named():
+    with InProcessWorkerGroup(Worker) as group, pytest.raises(WorkerError, match=r"SystemExit: 3 \(.*cluster_workers.py:\d+\)"):
+        group.run_one("raise_on", 0, SystemExit(3))
+
+
 def test_a_restart_resets_state_and_a_group_after_shutdown_raises():
     group = InProcessWorkerGroup(Worker)
     group.run_one("add", 1)

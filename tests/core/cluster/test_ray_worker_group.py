@@ -155,6 +155,13 @@ def test_an_error_names_rank_method_and_host_and_carries_the_original_traceback(
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_a_worker_that_calls_exit_fails_like_one_that_raises_and_stays_alive(square):
+    with pytest.raises(WorkerError, match="SystemExit: 3") as caught:
+        square.run_all("raise_on", 2, SystemExit(3))
+    assert type(caught.value) is WorkerError
+    assert square.workers_alive() == [True] * 4
+
+
 def test_rlcore_errors_keep_their_exit_code_and_unpicklable_errors_their_text(square):
     with pytest.raises(WorkerError) as caught:
         square.run_one("raise_on", 1, CheckpointError("incomplete"), rank=1)

@@ -16,6 +16,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.algorithms.sft_config import SFTConfig
 from rl_train.config.loader import load_config
 from rl_train.config.schema import DataConfig, LossConfig, PromptConfig, RunConfig, SplitConfig
+from rl_train.data import processors
 from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
 from rl_train.data.processors import conversation_datum
 from rl_train.runtime.build import DataLoaders
@@ -230,6 +231,37 @@ def test_rows_that_cannot_be_tokenized_are_errors_with_location_or_are_skipped_a
     train, _ = read_data(strict, registry)
     with pytest.raises(DataError, match=r"jsonl: .*rows\.jsonl:4: record 3 has 21 tokens"):
         conversation_loader(train, run_of(strict), tokenizer, batch_size=7, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("NaN", "is nan, with which no answer can be compared"),
+        ("-Infinity", "is -inf, with which no answer can be compared"),
+        ("1e999", "is inf, with which no answer can be compared"),
+        ("[1, 2]", r"is \[1, 2\]: an expected answer is a text or a number"),
+        ('{"a": 1}', r"is \{'a': 1\}: an expected answer is a text or a number"),
+        (r'"\ud83d"', r"has an unpaired surrogate, '\\ud83d', at index 0"),
+    ],
+)
+def test_an_expected_answer_with_which_nothing_can_be_compared_is_refused_with_file_and_line(lines, registry, answer, says):
+    path = lines("rows", *sums(1, 2), f'{{"question": "1+1=", "expected_answer": {answer}}}')
+    with pytest.raises(DataError, match=rf"rows\.jsonl:3: the field 'expected_answer' \(`output_key`\) {says}"):
+        read_data(DataConfig(train=section(path)), registry)
+
+
+def test_a_text_far_beyond_the_limit_is_refused_or_dropped_without_being_tokenized(lines, registry, tokenizer, monkeypatch):
+    monkeypatch.setattr(processors, "_ALWAYS_TOKENIZED", 100)
+    rows = [*answered(sums(1, 3)), {"question": "1+" * 1000 + "1=", "answer": "1"}]
+    data = DataConfig(train=section(lines("rows", *rows), output_key=None, response_key="answer"), on_long_prompt="drop")
+    train, _ = read_data(data, registry)
+    for read in (conversation_loader, prompt_loader):
+        loader = read(train, run_of(data), tokenizer, batch_size=2, shuffle=False)
+        assert [loader.dataset[row]["loss_multiplier"] for row in range(4)] == [1.0, 1.0, 1.0, 0.0]
+        assert loader.dataset[3]["length"] <= 16
+    strict = data.model_copy(update={"on_long_prompt": "error"})
+    with pytest.raises(DataError, match=r"rows\.jsonl:4: record 3 has 2003 characters, too many for the 16 tokens"):
+        conversation_loader(train, run_of(strict), tokenizer, batch_size=2, shuffle=False)
 
 
 def test_rows_that_are_too_long_are_found_before_the_first_step_among_the_rows_that_are_drawn_first(

@@ -104,7 +104,7 @@ class ActorHost:
                 sys.modules["torch"].set_num_threads(context.num_threads)
             seed_process(context.seed, context.coords.get("data", context.rank))
             self._worker = construct(worker_class, context, kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return _record(error)
         return None
 
@@ -118,7 +118,7 @@ class ActorHost:
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
             return result if keep_result else None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return _record(error)
 
     def close(self) -> Any | Failure:
@@ -130,7 +130,7 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _record(error: Exception) -> Failure:
+def _record(error: BaseException) -> Failure:
     # Without the first frame, which belongs to this module.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))

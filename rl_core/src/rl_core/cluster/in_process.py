@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -116,7 +117,7 @@ class InProcessWorkerGroup(WorkerGroup):
     def _build(self) -> Any:
         try:
             return construct(self._class, self._context, self._kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failed("__init__", error) from error
 
     def _run(
@@ -126,16 +127,18 @@ class InProcessWorkerGroup(WorkerGroup):
             raise UserError(f"group '{self._name}' was shut down; {method}() cannot run on it")
         try:
             value = getattr(self._worker, method)(*args, **kwargs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failed = self._failed(method, error)
             failed.__cause__ = error
             return PendingCall.completed(None, failed, shape=shape)
         return PendingCall.completed(value, None, shape=shape)
 
-    def _failed(self, method: str, error: Exception) -> WorkerError:
+    def _failed(self, method: str, error: BaseException) -> WorkerError:
         self._has_died |= isinstance(error, EngineDiedError)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         failed = (WorkerDiedError if isinstance(error, EngineDiedError) else WorkerError)(
-            f"rank 0 of '{self._name}', in this process, failed in {method}(): {type(error).__name__}: {error}"
+            f"rank 0 of '{self._name}', in this process, failed in {method}(): {type(error).__name__}: {error} "
+            f"({frame.filename}:{frame.lineno})"
         )
         failed.exit_code = error.exit_code if isinstance(error, RLCoreError) else 1
         failed.group = self._name

@@ -38,7 +38,7 @@ class EnvironmentReturn(NamedTuple):
     """[B] float32, or named components of that form, which are summed. A call may omit a name that other calls return: its
     rows then get 0.0 for it. A plain tensor is the component `reward`."""
     terminateds: torch.Tensor
-    """[B], non-zero if the row has ended."""
+    """[B], 1 (or True) if the row has ended, else 0."""
     answers: list[str | None] | None = None
     """The final answer parsed from each row, as text; None if there is none, or for all rows."""
     scored: torch.Tensor | None = None

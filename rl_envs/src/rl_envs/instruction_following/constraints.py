@@ -42,10 +42,11 @@ UNSUPPORTED = frozenset({"language:response_language"})
 """Identifiers of IFEval that are not checked here, because no reliable check is available."""
 
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_PLACEHOLDER = re.compile(r"(?<!\w)\[(?! *[xX] *\])[^\[\]\n]*[^\W\d_][^\[\]\n]*\](?!\()")
-"""Not an index such as `a[i]`, a reference such as `[1]`, a link or a ticked box."""
+_IN_BRACKETS = re.compile(r"(?<!\w)\[(?! *[xX] *\])([^\[\]\n]*+)\](?!\()")
+"""Not an index such as `a[i]`, a link or a ticked box."""
+_LETTER = re.compile(r"[^\W\d_]")
 _COMMAS = ",，、،﹐︐﹑"
-_FENCE = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"^```(?:json)?[^\S\n]*\n(.*?)\n?```$", re.DOTALL | re.IGNORECASE)
 
 
 def parameters_of(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -184,7 +185,8 @@ def _first_word(answer: str, num_paragraphs: int, nth_paragraph: int, first_word
     num_placeholders=int,
 )
 def _placeholders(answer: str, num_placeholders: int) -> bool:
-    return len(_PLACEHOLDER.findall(answer)) >= num_placeholders
+    # Without a letter it is a reference such as [1].
+    return sum(_LETTER.search(content) is not None for content in _IN_BRACKETS.findall(answer)) >= num_placeholders
 
 
 @_register(

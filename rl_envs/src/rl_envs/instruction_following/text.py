@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 
 _WORD = re.compile(r"\w+(?:['’.,-]\w+)*")
-_SENTENCE_END = re.compile(r"[.!?…]+[\"'”’)\]*_]*(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]*_]*+(?=\s|$)")
 _BEFORE_NAMES = frozenset(("mr", "mrs", "ms", "dr", "prof", "e.g", "i.e", "vs", "cf"))
 """Abbreviations that never end a sentence."""
 _ANYWHERE = frozenset(("etc", "inc", "ltd", "co", "jr", "sr", "dept", "approx", "a.m", "p.m", "u.s"))
 """Abbreviations that end a sentence only before a capital letter."""
 _WRAPPED = re.compile(r"(?<![.!?…:\s])[ \t]*\n(?=[a-z])")
-_BULLET = re.compile(r"^\s*(?:[*+•-])\s+\S", re.MULTILINE)
+_BULLET = re.compile(r"^[^\S\n]*(?:[*+•-])\s+\S", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"(?<![*\w])(\*{1,2})(?!\s|\*)([^*\n]+?)(?<!\s)\1(?![*\w])")
 
 

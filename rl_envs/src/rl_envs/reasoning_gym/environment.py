@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 import pickle
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,7 +119,7 @@ def read_answer(completion: str, tag: str | None) -> str | None:
     """The text in the last pair of tags, or the whole completion if there is no tag; None if it is missing or blank."""
     completion = final_text(completion)
     if tag is not None:
-        name = re.escape(tag)
-        answers = re.findall(rf"<{name}>(.*?)</{name}>", completion, re.DOTALL)
-        completion = answers[-1] if answers else ""
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        before = completion.rpartition(closing)[0].rpartition(opening)  # a search for pairs could take quadratic time
+        completion = before[2].partition(closing)[0] if before[1] else ""
     return completion.strip() or None

@@ -15,7 +15,7 @@ from rl_envs.completions import final_text
 from rl_envs.config import read_section
 from rl_envs.single_turn import ended
 
-_PREDICTION = re.compile(r"^[\s*_#>-]*prediction[\s*_]*:(.+)$", re.IGNORECASE | re.MULTILINE)
+_PREDICTION = re.compile(r"^(?:[^\S\n]|[*_#>-])*+prediction[\s*_]*:(.+)$", re.IGNORECASE | re.MULTILINE)
 
 
 class WeatherEnvironment(EnvironmentInterface):

@@ -92,11 +92,15 @@ def _check_role(given: Mapping[str, Any], what: str) -> None:
 
 
 def _text(content: Any, what: str) -> str:
-    return _without_half_characters(text_of(content, what), what)
+    return paired_text(text_of(content, what), what)
 
 
-def _without_half_characters(text: str, what: str) -> str:
-    """Check a text for unpaired surrogates, which JSON can contain but tokenizers cannot read."""
+def paired_text(text: str, what: str) -> str:
+    """The text, checked for unpaired surrogates, which JSON can contain but tokenizers cannot read.
+
+    Raises:
+        DataError: It has one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

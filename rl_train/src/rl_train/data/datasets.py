@@ -6,6 +6,7 @@ ends with an assistant message.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record
-from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt, without_answer
+from rl_train.data.conversations import Messages, kind_of, paired_text, read_messages, with_system_prompt, without_answer
 from rl_train.data.dataset_config import RecordForm
 from rl_train.data.prompts import PromptTemplate, load_prompt
 from rl_train.data.record_functions import load_record_function
@@ -96,7 +97,8 @@ class ReadsRecords:
             messages.extend(answer)
         info = {key: _field(row, key, object, "env_keys") for key in config.env_keys}
         if config.output_key is not None:
-            info["expected_answer"] = _field(row, config.output_key, object, "output_key")
+            expected = _field(row, config.output_key, object, "output_key")
+            info["expected_answer"] = _expected_answer(expected, f"the field {config.output_key!r} (`output_key`)")
         record = Record(messages=messages, extra_env_info=info, task_name=config.task_name or "default")
         tools = tools_of(row, config.tools_key, is_named=config.names_tools)
         check_tool_use(messages, tools)
@@ -130,6 +132,8 @@ class ReadsRecords:
         messages = read_messages(made["messages"], f"the result of {name}", role="user")
         messages = with_system_prompt(messages, self._config.system_prompt)
         info = dict(made.get("extra_env_info") or {})
+        if not isinstance(info.get("expected_answer"), _CONTAINERS):  # the function may know an environment that reads them
+            _expected_answer(info.get("expected_answer"), f"`expected_answer` of the result of {name}")
         record = Record(messages=messages, extra_env_info=info, task_name=self._config.task_name or "default")
         tools = read_tools(made.get("tools"), f"`tools` of the result of {name}")
         check_tool_use(messages, tools)
@@ -165,6 +169,21 @@ def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
         raise DataError(f"the field {key!r} (`{config_key}`) is {format_value(row[key])}: expected {names}")
     return row[key]
+
+
+_CONTAINERS = (list, tuple, dict, set, bytes)
+
+
+def _expected_answer(value: Any, what: str) -> Any:
+    """A text, number or boolean, which an environment can compare with an answer."""
+    if isinstance(value, _CONTAINERS):
+        raise DataError(
+            f"{what} is {format_value(value)}: an expected answer is a text or a number. Write it as text, or name the field "
+            "in `env_keys` for an environment of yours that reads it"
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{what} is {value}, with which no answer can be compared. Write a number or a text, or remove the row")
+    return paired_text(value, what) if isinstance(value, str) else value
 
 
 def _remedy(config_key: str, row: dict[str, Any]) -> str:

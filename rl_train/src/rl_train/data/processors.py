@@ -19,6 +19,11 @@ from rl_train.data.messages import (
     trained_messages,
 )
 
+_ALWAYS_TOKENIZED = 1_000_000
+_CHARACTERS_PER_TOKEN = 100
+"""A conversation with more characters than both `_ALWAYS_TOKENIZED` and this number for each allowed token is too long without
+being tokenized, which takes a minute for 20 MB. English has about 4 characters per token."""
+
 
 def prompt_datum(
     record: Mapping[str, Any],
@@ -40,10 +45,9 @@ def prompt_datum(
     Raises:
         DataError: The prompt is too long and `on_too_long` says error, or the template cannot render it.
     """
-    log = get_formatted_message_log(
-        record["messages"], tokenizer, add_generation_prompt=True, tools=record.get("tools"), trained=()
-    )
-    return _datum(log, record, idx, max_length, on_too_long)
+    messages, is_cut = _tokenizable(record["messages"], idx, max_length, on_too_long)
+    log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True, tools=record.get("tools"), trained=())
+    return _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
 
 
 def conversation_datum(
@@ -76,11 +80,12 @@ def conversation_datum(
             f"record {idx} has messages of {roles}, none of {list(roles_to_train_on)}: nothing to train on. "
             "Set the field of the answer (`response_key`), or use whole conversations (`input_key: messages`)"
         )
-    trained = trained_messages(record["messages"], roles_to_train_on, only_unmask_final)
-    log = get_formatted_message_log(record["messages"], tokenizer, tools=record.get("tools"), trained=trained)
+    messages, is_cut = _tokenizable(record["messages"], idx, max_length, on_too_long)
+    trained = trained_messages(messages, roles_to_train_on, only_unmask_final)
+    log = get_formatted_message_log(messages, tokenizer, tools=record.get("tools"), trained=trained)
     add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
     _check_trained(log, idx)
-    return _datum(log, record, idx, max_length, on_too_long)
+    return _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
 
 
 def preference_datum(
@@ -109,9 +114,11 @@ def preference_datum(
             f"record {idx} has {sorted(record)} but not {sorted(missing)}: use a dataset of preferences, such as "
             "`dataset_name: preference`"
         )
-    tools = record.get("tools")
-    sides = [_answered(record["prompt"], record[side], tokenizer, tools) for side in ("chosen", "rejected")]
-    datums = [_datum(log, record, idx, max_length, on_too_long) for log in sides]
+    tools, datums = record.get("tools"), []
+    for side in ("chosen", "rejected"):
+        messages, is_cut = _tokenizable([*record["prompt"], *record[side]], idx, max_length, on_too_long)
+        log = _answered(messages, len(record["prompt"]), tokenizer, tools)
+        datums.append(_datum(log, record, idx, max_length, on_too_long, is_cut=is_cut))
     return PreferenceDatumSpec(
         message_log_chosen=datums[0]["message_log"],
         message_log_rejected=datums[1]["message_log"],
@@ -180,14 +187,11 @@ def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     return BatchedDataDict(columns)
 
 
-def _answered(
-    prompt: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any
-) -> MessageLog:
-    messages = [*prompt, *answer]
-    trained = [number for number in trained_messages(messages) if number >= len(prompt)]
+def _answered(messages: Sequence[Mapping[str, Any]], prompt_messages: int, tokenizer: Any, tools: Any) -> MessageLog:
+    trained = [number for number in trained_messages(messages) if number >= prompt_messages]
     log = get_formatted_message_log(messages, tokenizer, tools=tools, trained=trained)
     add_loss_mask_to_message_log([log], tokenizer=tokenizer)
-    for message in log[: len(prompt)]:
+    for message in log[:prompt_messages]:
         message["token_loss_mask"].zero_()
     return log
 
@@ -200,9 +204,30 @@ def _check_trained(log: MessageLog, idx: int) -> None:
         )
 
 
-def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int | None, on_too_long: OnTooLong) -> DatumSpec:
+def _tokenizable(
+    messages: Sequence[Mapping[str, Any]], idx: int, max_length: int | None, on_too_long: OnTooLong
+) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """The messages, and whether their texts are cut because they are too long to be tokenized, so that the row is dropped.
+
+    Raises:
+        DataError: They are too long, and `on_too_long` says error.
+    """
+    characters = sum(len(message.get("content") or "") for message in messages)
+    if max_length is None or characters <= max(_ALWAYS_TOKENIZED, _CHARACTERS_PER_TOKEN * max_length):
+        return messages, False
+    if on_too_long is OnTooLong.ERROR:
+        raise DataError(
+            f"record {idx} has {characters} characters, too many for the {max_length} tokens that are allowed: raise the "
+            "limit, or drop such rows (data.on_long_prompt: drop)"
+        )
+    return [{**message, "content": (message.get("content") or "")[:max_length]} for message in messages], True
+
+
+def _datum(
+    log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int | None, on_too_long: OnTooLong, *, is_cut: bool
+) -> DatumSpec:
     length = sum(len(message["token_ids"]) for message in log)
-    too_long = max_length is not None and length > max_length
+    too_long = is_cut or (max_length is not None and length > max_length)
     if max_length is not None and too_long:
         if on_too_long is OnTooLong.ERROR:
             raise DataError(
@@ -210,7 +235,7 @@ def _datum(log: MessageLog, record: Mapping[str, Any], idx: int, max_length: int
                 "(data.on_long_prompt: drop)"
             )
         _truncate(log, max_length)
-        length = max_length
+        length = min(length, max_length)
     datum = DatumSpec(
         message_log=log,
         length=length,

@@ -78,13 +78,15 @@ def checked_return(returned: Any, *, rows: int, task_name: str, environment_clas
         rewards = {name: _numbers(values, f"the reward {name!r}", who) for name, values in rewards.items()}
     else:
         rewards = _numbers(rewards, "rewards", who)
-    step_return = step_return._replace(rewards=rewards, terminateds=_numbers(step_return.terminateds, "terminateds", who) != 0)
+    step_return = step_return._replace(rewards=rewards, terminateds=_flags(step_return.terminateds, "terminateds", who))
     if step_return.scored is not None:
-        step_return = step_return._replace(scored=_numbers(step_return.scored, "scored", who) != 0)
+        step_return = step_return._replace(scored=_flags(step_return.scored, "scored", who))
     _check_sizes(step_return, rows, who)
     _check_finite(step_return, who)
     _check_rows(step_return, who)
-    return step_return._replace(observations=_observations(step_return, who), scored=_without_failed(step_return))
+    step_return = step_return._replace(observations=_observations(step_return, who), scored=_without_failed(step_return))
+    _check_rewarded(step_return, rows, who)
+    return step_return
 
 
 def checked_observation(returned: Any, *, task_name: str) -> Observation:
@@ -154,6 +156,16 @@ def _check_finite(step_return: EnvironmentReturn, who: str) -> None:
             raise RLCoreError(
                 f"{who} returned the {'' if name == 'reward' else 'reward '}{name} {float(values[row])} for row {row}. A "
                 "reward is a finite number: set `scored` to 0 for a row that cannot be scored."
+            )
+
+
+def _check_rewarded(step_return: EnvironmentReturn, rows: int, who: str) -> None:
+    """Check that there are rewards if a row is scored."""
+    if isinstance(step_return.rewards, Mapping) and not step_return.rewards:
+        for row in range(rows) if step_return.scored is None else step_return.scored.nonzero().flatten().tolist()[:1]:
+            raise RLCoreError(
+                f"{who} returned {{}} as rewards, so the scored row {row} has none. Return a tensor [B], or named rewards, or "
+                "set `scored` to 0 for rows that cannot be scored."
             )
 
 
@@ -260,6 +272,14 @@ def _numbers(values: Any, what: str, who: str) -> torch.Tensor:
         raise RLCoreError(f"{who} returned a tensor of shape {list(tensor.shape)} as {what}. Return one number per row: [B].")
     numbers: torch.Tensor = tensor.detach().to(device="cpu", dtype=torch.float32)
     return numbers
+
+
+def _flags(values: Any, what: str, who: str) -> torch.Tensor:
+    """Values [B] that are 0 or 1, as bool in CPU memory."""
+    numbers = _numbers(values, what, who)
+    for row in ((numbers != 0) & (numbers != 1)).nonzero().flatten().tolist()[:1]:
+        raise RLCoreError(f"{who} returned {what} {float(numbers[row]):g} for row {row}. Return 1 (or True) or 0 (or False).")
+    return numbers != 0
 
 
 def _converted(convert: Callable[[], Any]) -> Any:
