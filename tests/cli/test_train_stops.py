@@ -131,7 +131,7 @@ def test_second_signal_while_a_checkpoint_is_written_is_an_interruption_and_leav
     write = FileSystemWriter.write_data
 
     def interrupted_write(*arguments):
-        # Torch converts what is raised here, also the interruption of the main thread, to an error of its own.
+        # Torch converts what is raised here, even the interruption of the main thread, to another error.
         signal.raise_signal(first)
         signal.raise_signal(SIGTERM)
         return write(*arguments)

@@ -104,6 +104,15 @@ def test_rewriting_a_step_replaces_it(tmp_path):
     assert json.loads((store.latest() / "manifest.json").read_text())["metrics"] == {"m": 1.0}
 
 
+def test_pruning_a_checkpoint_that_is_a_link_deletes_the_link_only(tmp_path):
+    store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=1))
+    store.write(1, fill, {}).rename(tmp_path / "elsewhere")
+    store.path(1).symlink_to(tmp_path / "elsewhere")
+    store.write(2, fill, {})
+    assert [entry.name for entry in (tmp_path / "c").iterdir()] == ["step_000002"]
+    assert read_manifest(tmp_path / "elsewhere")["step"] == 1
+
+
 KILLED = textwrap.dedent(
     """
     import os, shutil, sys

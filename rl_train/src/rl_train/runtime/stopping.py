@@ -49,7 +49,7 @@ class StopSignals:
         try:
             yield
         except BaseException as error:
-            # Libraries convert the KeyboardInterrupt of `_handle` to errors of their own.
+            # Libraries convert the KeyboardInterrupt of `_handle` to other errors.
             if self._reason is None or not self._has_interrupted or isinstance(error, RunInterrupted):
                 raise
             raise RunInterrupted.at_once(self._reason) from error
