@@ -34,6 +34,18 @@ def server(url, api):
     return f"++policy.generation.openai_cfg={{base_url: '{url}/v1', api_key: '{key}', model: addition, api: {api}}}"
 
 
+def test_a_config_that_could_not_train_is_evaluated(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("A_KEY", KEY)
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(CONFIG))
+    filtered = ("--engine", "openai", server(served[0], "completions"), "policy.generation.top_p=0.95")
+    found = evaluate(config, *filtered)
+    assert found.exit_code == 0, found.output + repr(found.exception)
+    trained = CliRunner().invoke(app, ["validate", str(config), "policy.generation.top_p=0.95"])
+    assert trained.exit_code == 2
+    assert "cannot train on filtered samples" in trained.output
+
+
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_a_remote_model_has_the_scores_of_the_same_model_here(served, tmp_path, monkeypatch, api):
     monkeypatch.setenv("A_KEY", KEY)

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import torch
 from openai_servers import (
@@ -28,6 +30,11 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError, WeightSyncError
 from rl_core.http import HttpError
+from rl_serve.app import create_proxy_app
+from rl_serve.backend import Backend
+from rl_serve.sampling import Limits
+from rl_serve.settings import BackendSection
+from rl_serve.weights_api import PATHS
 from rl_train.runtime.launch import train
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.disk import DiskTransport
@@ -193,6 +200,24 @@ def running_tasks(engine):
     return engine._run(names())
 
 
+def test_a_proxy_requires_the_admin_key_and_forwards_pauses_and_refusals(tmp_path, policy):
+    with updatable(tmp_path) as (url, _), proxy_of(url) as proxy:
+        with httpx.Client(base_url=proxy, headers={"Authorization": f"Bearer {KEY}"}) as client:
+            for path in PATHS:
+                assert client.post(path, json={}).status_code == 403, path
+        with connect(proxy, tmp_path) as engine:
+            assert engine.facts["max_model_len"] == 32
+            name, *_ = weights = dict(policy.prepare_refit_info())
+            with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
+                engine.prepare_refit_info({**weights, name: ((1, 2), "float32")})
+            engine.prepare_refit_info(weights)
+            with pytest.raises(HttpError, match="The server is paused") as refused:
+                engine.generate(prompts([4, 5]))
+            assert refused.value.status == 503
+            engine.invalidate_kv_cache()
+            assert engine.generate(prompts([4, 5]))["generation_lengths"].tolist()[0] > 0
+
+
 def test_an_error_tells_if_a_server_of_vllm_could_not_be_resumed(tmp_path):
     server = PausableScript({"error": "WeightSyncError: the shapes differ"}, resumes=False)
     stack, engine = pausable(tmp_path, server)
@@ -245,14 +270,25 @@ def trained(config, tmp_path, *overrides):
     return rows, b"".join(texts)
 
 
-def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeypatch):
+@contextmanager
+def proxy_of(url):
+    """URL of a proxy of a server, which forwards weight updates."""
+    section = BackendSection(host="127.0.0.1", port=urlsplit(url).port, api_key=KEY)
+    backend = Backend(section, concurrency=64, admin_key=ADMIN)
+    app = create_proxy_app(backend, name="addition", limits=Limits(), api_keys=[KEY], admin_key=ADMIN)
+    with listening(app) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("front", [nullcontext, proxy_of], ids=["directly", "through a proxy"])
+def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeypatch, front):
     monkeypatch.setenv("A_KEY", KEY)
     monkeypatch.setenv("AN_ADMIN_KEY", ADMIN)
     updates = tmp_path / "updates"
     updates.mkdir()
     small = ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "grpo.max_val_samples=8"]
-    with updatable(updates) as (url, served):
-        rows, written = trained(run_config(url, updates, 2, api="inference"), tmp_path, *small)
+    with updatable(updates) as (url, served), front(url) as used:
+        rows, written = trained(run_config(used, updates, 2, api="inference"), tmp_path, *small)
         assert served.weight_version == 2
     steps = [row for row in rows if "refit/weight_version" in row]
     assert [row["refit/weight_version"] for row in steps][:2] == [0.0, 1.0]

@@ -6,6 +6,7 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
+from rl_core.config.schema import EnvironmentConfig
 from rl_serve.answering import Answering, started_answering
 from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
@@ -143,7 +144,7 @@ def test_the_number_of_rounds_is_bounded_and_failing_code_is_output(serve, needs
         ({}, "/generate", {}, "`question` is required: a text."),
         ({"prompt_config": "generic/math"}, "/generate", {"text": "Q"}, "The prompt config generic/math needs problem, but"),
         ({"prompt_config": "generic/math"}, "/generate", {"question": ["Q"]}, "question: Input should be a valid string"),
-        ({"prompt_config": "generic/math"}, "/generate", {"problem": ["Q"]}, "The prompt cannot be filled:"),
+        ({"prompt_config": "generic/math"}, "/generate", {"problem": ["Q"]}, "`problem` must be a string or a number"),
         ({}, "/generate", {"question": "Q", "max_tokens": 1, "tokens_to_generate": 1}, "tokens_to_generate is another name"),
         (
             {"prompt_config": "generic/math"},
@@ -182,7 +183,7 @@ def test_the_event_loop_continues_while_the_first_graded_requests_create_one_env
     started, go_on, created = threading.Event(), threading.Event(), []
 
     class SlowGrader(Grader):
-        def __init__(self, name):
+        def __init__(self, name, section=None):
             created.append(name)
             started.set()
             assert go_on.wait(20), "the event loop waited for the environment"
@@ -200,4 +201,28 @@ def test_the_event_loop_continues_while_the_first_graded_requests_create_one_env
 
     assert [found["is_correct"] for found in asyncio.run(grade_two())] == [True, True]
     assert created == ["math"]
+    answering.close()
+
+
+def test_a_run_with_several_tasks_is_graded_by_the_one_that_the_record_names(serve_scripted):
+    plain, chat = (EnvironmentConfig(name="arithmetic"), EnvironmentConfig(name="math"))
+    answering = Answering()
+    answering.use_tasks({"sums": plain, "boxes": chat})
+    client, _ = serve_scripted(lambda prompt: "4", answering=answering)
+    asked = {"question": "2+2=", "expected_answer": "4"}
+    unnamed = client.post("/generate", json=asked)
+    assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "task_name")
+    graded = [post(client, "/generate", **asked, task_name=task)["is_correct"] for task in ("sums", "boxes")]
+    assert graded == [True, False]
+    answering.close()
+
+
+def test_an_environment_that_needs_other_fields_is_an_error_without_the_words_of_datasets(serve_scripted):
+    answering = Answering(evaluator="instruction_following")
+    client, _ = serve_scripted(lambda prompt: "4", answering=answering)
+    refused = client.post("/generate", json={"question": "2+2=", "expected_answer": "4"})
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.startswith("The answer cannot be graded: the environment 'instruction_following' needs other fields")
+    assert "env_keys" not in message
     answering.close()

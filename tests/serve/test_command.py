@@ -12,9 +12,15 @@ import openai
 import pytest
 import torch
 import yaml
+from starlette.testclient import TestClient
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_serve.answering import started_answering
+from rl_serve.app import create_app
+from rl_serve.engine import EngineThread
+from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
+from rl_serve.settings import AnswerSettings
 from rl_train.runtime.launch import train
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
@@ -110,6 +116,15 @@ def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
     name, served = logprobs(run, None)
     assert name == "config"
     assert torch.equal(served, logprobs(run / "checkpoints/step_000001/policy/weights", "hf")[1])
+    # The answer is graded as in the run, whose environment expects a number without a box.
+    with started_model(str(run), backend=None) as model, started_answering(AnswerSettings(), of_run=True) as answering:
+        answering.use_tasks(model.tasks)
+        thread = EngineThread(model.generation)
+        with TestClient(create_app(model, thread, limits=Limits(), answering=answering)) as client:
+            asked = {"question": "11+22=", "expected_answer": "33", "temperature": 0}
+            found = client.post("/generate", json=asked).json()
+        thread.close()
+    assert (found["generation"], found["predicted_answer"], found["is_correct"]) == ("33", "33", True)
     # Otherwise the test would pass with the weights from before the step.
     assert not torch.equal(served, logprobs(MODEL, "hf")[1])
 

@@ -63,7 +63,7 @@ REJECTED = [
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages[0] has a part of type 'text': only text is supported.",
+        "messages[0].content must be a string or a list of",
     ),
     (
         "/v1/chat/completions",

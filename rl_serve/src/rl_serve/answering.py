@@ -6,8 +6,10 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import UserError
 from rl_core.event_loop import in_thread
 from rl_serve.code_rounds import CodeRunner, python_blocks
@@ -60,35 +62,64 @@ class Answering:
     Args:
         prompts: fills prompts.
         code: runs code; None if code is not executed.
-        evaluator: environment that compares answers with `expected_answer`.
+        evaluator: environment or task that compares answers with `expected_answer`; by default the run's own, else `math`.
     """
 
     def __init__(
-        self, prompts: PromptFilling | None = None, *, code: CodeRunner | None = None, evaluator: str = "math"
+        self, prompts: PromptFilling | None = None, *, code: CodeRunner | None = None, evaluator: str | None = None
     ) -> None:
         self.prompts = prompts if prompts is not None else PromptFilling(None)
         self.code = code
+        self._tasks: Mapping[str, EnvironmentConfig] = {}
         self._evaluator = evaluator
-        self._grader: Grader | None = None
+        self._graders: dict[str, Grader] = {}
         self._lock = threading.Lock()
 
-    def start_grader(self) -> Grader:
-        """The grader, created at the first call; threads may call this at the same time.
+    def use_tasks(self, tasks: Mapping[str, EnvironmentConfig]) -> None:
+        """Grade with these environments of a run, by task, unless another was chosen, which is started.
+
+        Raises:
+            UserError: the chosen environment does not exist.
+        """
+        self._tasks = tasks
+        if self._evaluator is not None:
+            self.start_grader(self._evaluator)
+
+    def start_grader(self, name: str) -> Grader:
+        """The grader of an environment or task, created at the first call; threads may call this at the same time.
 
         Raises:
             UserError: there is no such environment.
         """
         with self._lock:
-            if self._grader is None:
-                self._grader = Grader(self._evaluator)
-            return self._grader
+            if name not in self._graders:
+                self._graders[name] = Grader(name, self._tasks.get(name))
+            return self._graders[name]
+
+    def evaluator_of(self, record: Mapping[str, Any]) -> str:
+        """The environment or task that grades the answer to a record.
+
+        Raises:
+            ApiError: the run has several, and the record names none of them.
+        """
+        if self._evaluator is not None or not self._tasks:
+            return self._evaluator or "math"
+        task = record.get("task_name", next(iter(self._tasks)) if len(self._tasks) == 1 else None)
+        if task not in self._tasks:
+            raise ApiError(
+                400,
+                f"The run has the tasks {', '.join(self._tasks)}: send one of them as `task_name` to /generate, or start the "
+                "server with ++evaluator=TASK.",
+                param="task_name",
+            )
+        return str(task)
 
     def close(self) -> None:
         """End the sandbox and the environment."""
         if self.code is not None:
             self.code.close()
-        if self._grader is not None:
-            self._grader.close()
+        for grader in self._graders.values():
+            grader.close()
 
     async def answer(self, messages: Sequence[Mapping[str, Any]], ask: Ask) -> Answer:
         """The whole answer to a conversation."""
@@ -142,19 +173,22 @@ class Answering:
         """
         if record.get("expected_answer") is None:
             return {}
+        name = self.evaluator_of(record)
         try:
             # Creating it imports Ray and may take seconds, so the event loop does not wait for it.
-            grader: Grader = await in_thread(self.start_grader, name="rl-serve-grader")
+            grader: Grader = await in_thread(partial(self.start_grader, name), name="rl-serve-grader")
         except UserError as error:
-            raise ApiError(
-                400, f"expected_answer needs the environment {self._evaluator!r}: {error}", param="expected_answer"
-            ) from error
+            raise ApiError(400, f"expected_answer needs the environment {name!r}: {error}", param="expected_answer") from error
         return (await grader.grade(messages, answer, record)).as_json()
 
 
 @contextmanager
-def started_answering(settings: AnswerSettings) -> Iterator[Answering]:
+def started_answering(settings: AnswerSettings, *, of_run: bool = False) -> Iterator[Answering]:
     """Answer with these settings while the block runs; the sandbox and the environment are closed at its end.
+
+    Args:
+        settings: the settings.
+        of_run: whether a run is served, whose tasks are set with `use_tasks` when its config was read.
 
     Raises:
         UserError: the prompt config, the sandbox or the environment cannot be used.
@@ -164,8 +198,8 @@ def started_answering(settings: AnswerSettings) -> Iterator[Answering]:
         PromptFilling.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
     )
     try:
-        if "evaluator" in settings.model_fields_set:
-            answering.start_grader()
+        if not of_run:
+            answering.use_tasks({})
         yield answering
     finally:
         answering.close()

@@ -13,6 +13,7 @@ from rl_serve.backend import Backend
 from rl_serve.bodies import BodyRoute
 from rl_serve.engine import EngineThread
 from rl_serve.errors import add_error_handlers
+from rl_serve.forwarded_updates import add_forwarded_updates
 from rl_serve.gate import Gate, check_local_name, key_check
 from rl_serve.local_routes import LocalRoutes
 from rl_serve.model_routes import add_model_routes
@@ -71,6 +72,7 @@ def create_proxy_app(
     api_keys: Sequence[str] = (),
     answering: Answering | None = None,
     is_local: bool = False,
+    admin_key: str | None = None,
 ) -> FastAPI:
     """The application of a proxy.
 
@@ -81,9 +83,13 @@ def create_proxy_app(
         api_keys: accepted keys; without any, requests need no key.
         answering: what chat and `/generate` do with prompts and answers; by default nothing.
         is_local: refuse requests that name another host than this machine.
+        admin_key: forward weight updates that have this key.
     """
     routes = ProxyRoutes(backend, name, limits, answering or Answering())
-    return _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=backend.close)
+    app = _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=backend.close)
+    if admin_key is not None:
+        add_forwarded_updates(app, backend, admin_key=admin_key)
+    return app
 
 
 def _app(

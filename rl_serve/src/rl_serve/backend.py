@@ -13,9 +13,11 @@ from rl_core.http import HttpClient, HttpError, RequestLimits
 from rl_serve.errors import ApiError, model_not_found
 from rl_serve.event_streams import server_sent_event
 from rl_serve.settings import BackendSection
+from rl_serve.weights_api import ADMIN_HEADER
 
 _RETRY_AFTER_S = 1
 _CONNECT_S = 10.0
+_FACTS = ("max_model_len", "streams_tokens")
 MAX_RESPONSE_BYTES = 64 * 2**20
 """Size of a response of the backend, and of an event of a stream."""
 
@@ -26,9 +28,10 @@ class Backend:
     Args:
         section: its address.
         concurrency: maximum number of requests at the same time.
+        admin_key: its key for weight updates, if they are forwarded.
     """
 
-    def __init__(self, section: BackendSection, *, concurrency: int) -> None:
+    def __init__(self, section: BackendSection, *, concurrency: int, admin_key: str | None = None) -> None:
         self.section = section
         limits = RequestLimits(
             concurrency=concurrency,
@@ -40,12 +43,16 @@ class Backend:
         self._client = _Client(base_url=section.url, api_key=section.api_key, limits=limits)
         root = section.url.removesuffix("/v1")
         self._root = _Client(base_url=root, api_key=section.api_key, limits=limits)
+        admin = {ADMIN_HEADER: admin_key} if admin_key is not None else {}
+        self._admin = _Client(base_url=root, api_key=section.api_key, headers=admin, limits=limits)
         self._names: list[str] = []
+        self._facts: dict[str, dict[str, Any]] = {}
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
         await self._root.close()
+        await self._admin.close()
 
     async def names(self) -> list[str]:
         """The names of the backend's models.
@@ -57,8 +64,14 @@ class Backend:
         data = found.get("data") if isinstance(found, Mapping) else None
         if not isinstance(data, list):
             raise ApiError(502, "The backend's list of models has no `data`.", code="backend_failed")
-        self._names = [str(entry["id"]) for entry in data if isinstance(entry, Mapping) and "id" in entry]
+        entries = [entry for entry in data if isinstance(entry, Mapping) and "id" in entry]
+        self._names = [str(entry["id"]) for entry in entries]
+        self._facts = {str(entry["id"]): {name: entry[name] for name in _FACTS if name in entry} for entry in entries}
         return self._names
+
+    def facts(self, name: str | None) -> Mapping[str, Any]:
+        """`max_model_len` and `streams_tokens` of a model, by default the first, if `names` has found them."""
+        return self._facts.get(name or next(iter(self._names), ""), {})
 
     async def check(self) -> None:
         """Check that the backend answers.
@@ -124,6 +137,14 @@ class Backend:
             raise ApiError(502, f"The backend's response has no choices with `{has}`.", code="backend_failed")
         return dict(found)
 
+    async def post_admin(self, path: str, body: Any) -> Any:
+        """The backend's response to a request of a weight update, which is sent once.
+
+        Raises:
+            ApiError: as `post`.
+        """
+        return await self._admin.once("POST", path, body, timeout_s=self.section.timeout_s)
+
     @asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncGenerator[bytes, None]]:
         """The lines of the backend's stream, each with its line break.
@@ -143,11 +164,16 @@ class _Client(HttpClient):
 
     async def get_once(self, path: str, *, is_json: bool = True) -> Any:
         """The response of a GET request."""
-        found = await self._attempt("GET", path, None, timeout_s=min(_CONNECT_S, self.limits.timeout_s))
+        return await self.once("GET", path, None, timeout_s=min(_CONNECT_S, self.limits.timeout_s), is_json=is_json)
+
+    async def once(self, method: str, path: str, body: Any, *, timeout_s: float, is_json: bool = True) -> Any:
+        """The response of one attempt."""
+        found = await self._attempt(method, path, body, timeout_s=timeout_s)
         if isinstance(found, tuple):
             return found[1]
         if is_json or not 200 <= (found.status or 500) < 300:
-            raise _as_api_error(found.status, "", f"GET {self.base_url.rstrip('/')}/{path} failed: {found.reason}")
+            text = found.body if method == "POST" else ""
+            raise _as_api_error(found.status, text, f"{method} {self.base_url.rstrip('/')}/{path} failed: {found.reason}")
         return None
 
     @asynccontextmanager
@@ -215,6 +241,10 @@ def _as_api_error(status: int | None, body: str, message: str) -> ApiError:
         return ApiError(
             502, f"The backend refused the proxy's API key (server.api_key): status {status}.", code="backend_failed"
         )
+    if status == 503:  # such as a pause
+        code = _error_in(body).get("code")
+        code = code if isinstance(code, str) else "backend_unavailable"
+        return ApiError(503, f"The backend does not answer: {message}", code=code, headers=retry)
     if status >= 500 or status < 400:
         return ApiError(502, f"The backend failed: {message}", code="backend_failed")
     error = _error_in(body)

@@ -77,8 +77,12 @@ class ChatFormat:
         try:
             tokens = conversation_tokens(messages, self._tokenizer, add_generation_prompt=True, tools=list(tools or ()) or None)
         except DataError as error:
-            param = "tools" if tools else "messages"
-            raise ApiError(400, f"The messages cannot be rendered: {error}.", param=param) from error
+            reason = f": {error.__cause__}" if error.__cause__ is not None else ", or would leave out a part of them."
+            raise ApiError(
+                400,
+                f"The model's chat template does not support these messages{' and tools' if tools else ''}{reason}",
+                param="tools" if tools else "messages",
+            ) from error
         if not tokens:
             raise ApiError(400, "The messages are empty: they must have at least one token.", param="messages")
         return tokens
@@ -204,7 +208,12 @@ def _read_message(message: Mapping[str, Any], what: str) -> dict[str, Any]:
         try:
             read["content"] = text_of(content, what)
         except DataError as error:
-            raise ApiError(400, f"{error}.", param=f"{what}.content") from error
+            raise ApiError(
+                400,
+                f'{what}.content must be a string or a list of {{"type": "text", "text": STRING}}: images and other parts are '
+                "not supported.",
+                param=f"{what}.content",
+            ) from error
     elif not message.get("tool_calls"):
         raise ApiError(400, f"{what}.content is required.", param=f"{what}.content")
     for name, value in message.items():

@@ -94,7 +94,7 @@ def serve(
     from rl_serve.engine import EngineThread
     from rl_serve.listening import exit_on_sigterm, listening, run_server
     from rl_serve.sampling import Limits
-    from rl_serve.served_model import started_model
+    from rl_serve.served_model import is_run, started_model
     from rl_serve.settings import load_answer_settings, split_overrides
     from rl_serve.weights_api import WeightUpdates
 
@@ -104,9 +104,10 @@ def serve(
     with (
         exit_on_sigterm(),
         listening(address) as listener,
-        started_answering(settings) as answering,
+        started_answering(settings, of_run=is_run(Path(target))) as answering,
         started_model(target, backend=backend, overrides=others, name=name, best=best) as model,
     ):
+        answering.use_tasks(model.tasks)
         engine = EngineThread(model.generation)
         try:
             limits = Limits(max_concurrent_requests=max_concurrent)
@@ -159,6 +160,7 @@ def _serve_proxy(
     from rl_serve.listening import exit_on_sigterm, listening, run_server
     from rl_serve.sampling import Limits
     from rl_serve.settings import load_settings
+    from rl_serve.update_options import admin_key_of_environment
 
     settings, shown = load_settings(files, overrides)
     if has_port and "generate_port" in settings.model_fields_set and settings.generate_port != address.port:
@@ -167,7 +169,8 @@ def _serve_proxy(
         address = replace(address, port=settings.generate_port)
     label = name or PROXY_NAME
     with exit_on_sigterm(), started_answering(settings) as answering:
-        backend = Backend(settings.server, concurrency=max_concurrent)
+        admin_key = admin_key_of_environment() if settings.server.server_type == "vllm" else None
+        backend = Backend(settings.server, concurrency=max_concurrent, admin_key=admin_key)
         if settings.dry_run:
             _print_dry_run(settings, shown, backend, address, label)
             return
@@ -180,6 +183,7 @@ def _serve_proxy(
                 api_keys=address.api_keys,
                 answering=answering,
                 is_local=not address.api_keys,
+                admin_key=admin_key,
             )
             run_server(app, listener, address, name=f"{label} from {settings.server.url}")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface
@@ -18,6 +20,8 @@ from rl_core.plugins.registry import Registry
 from rl_serve.errors import ApiError
 from rl_train.config.section_resolver import section_of
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +42,20 @@ class Grader:
     """Grades single-turn answers with an environment that reports `accuracy`, such as `math`.
 
     Args:
-        name: a registered environment, or the path of a class; it is created for the first answer.
+        name: a registered environment, or the path of a class; it is created for the first answer. With `section`, the task.
+        section: the section of a run's environment; by default the one of `name` with its defaults.
 
     Raises:
         UserError: there is no such environment.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, section: EnvironmentConfig | None = None) -> None:
         from rl_train.runtime.environment_trial import constructor  # imports Ray, which not every server needs
 
         self.name = name
         registry = Registry(discover())
-        component = registry.find(Kind.ENVIRONMENT, name)
-        section: Any = section_of(component, Kind.ENVIRONMENT)()
+        if section is None:
+            section = cast(EnvironmentConfig, section_of(registry.find(Kind.ENVIRONMENT, name), Kind.ENVIRONMENT)())
         self._make = constructor(section, name, registry)
         self._environment: EnvironmentInterface | None = None
         self._turn = asyncio.Lock()
@@ -71,9 +76,18 @@ class Grader:
             async with self._turn:  # an environment is not safe for threads
                 return await asyncio.to_thread(self._grade, log, dict(record))
         except DataError as error:
-            raise ApiError(400, f"The answer cannot be graded: {error}", param="expected_answer") from error
+            _log.warning("an answer could not be graded: %s", error)
+            raise ApiError(
+                400,
+                f"The answer cannot be graded: the environment {self.name!r} needs other fields, or other values, than "
+                f"{', '.join(sorted(record))}. The server's log has the details.",
+                param="expected_answer",
+            ) from error
         except RLCoreError as error:
-            raise ApiError(503, f"The environment {self.name!r} failed: {error}", code="grading_failed") from error
+            _log.exception("the environment failed")
+            raise ApiError(
+                503, f"The environment {self.name!r} failed. The server's log has the details.", code="grading_failed"
+            ) from error
 
     def close(self) -> None:
         """Shut the environment down."""

@@ -257,7 +257,9 @@ class LocalRoutes:
                 async for index, row in rows:
                     yield index, row
         except DataError as error:
-            raise ApiError(400, str(error), param=plan.names.prompt) from error
+            _log.warning("the engine refused a request: %s", error)
+            reason = "The engine does not accept this request. The server's log has the details."
+            raise ApiError(400, reason, param=plan.names.prompt) from error
         except WorkerDiedError as error:
             _log.exception("a generation replica exited")
             reason = str(error).partition(". ")[0].rstrip(".")

@@ -68,6 +68,9 @@ class PromptFilling:
                 f"{', '.join(sorted(fields)) or 'no fields'}.",
                 param=missing[0],
             )
+        for name in sorted(self._template.needs):
+            if not isinstance(given[name], str | int | float):
+                raise ApiError(400, f"`{name}` must be a string or a number, because it fills the prompt config.", param=name)
         return self._filled(given)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rl_core.config.diagnostics import Problems
 from rl_core.config.python_sections import section_of_values
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import SourceLocation, dotted, node_from_plain
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
@@ -50,6 +51,8 @@ class ServedModel:
     """Maximum number of tokens of prompt and completion; None if the engine does not report it."""
     vocab_size: int
     """Number of token ids that the engine accepts."""
+    tasks: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    """The environments of a run, by task."""
 
     @cached_property
     def max_prompt_chars(self) -> int | None:
@@ -143,7 +146,7 @@ def _of_run(
     policy.load_checkpoint(given.weights)
     # The policy stays alive: an engine that replaces a dead worker needs its weights again.
     builder.weights(policy, generation, tokenizer).sync()
-    return _served(label, generation, section, tokenizer)
+    return _served(label, generation, section, tokenizer, tasks=run.env)
 
 
 def _without_limit(section: Any) -> Any:
@@ -151,7 +154,14 @@ def _without_limit(section: Any) -> Any:
     return section.model_copy(update={"max_new_tokens": _UNLIMITED})
 
 
-def _served(label: str, generation: GenerationInterface, section: Any, tokenizer: Any) -> ServedModel:
+def _served(
+    label: str,
+    generation: GenerationInterface,
+    section: Any,
+    tokenizer: Any,
+    *,
+    tasks: Mapping[str, EnvironmentConfig] | None = None,
+) -> ServedModel:
     facts = getattr(generation, "facts", {})
     return ServedModel(
         name=label,
@@ -164,6 +174,7 @@ def _served(label: str, generation: GenerationInterface, section: Any, tokenizer
         max_new_tokens=section.max_new_tokens,
         max_model_len=facts.get("max_model_len"),
         vocab_size=facts.get("vocab_size", len(tokenizer)),
+        tasks=tasks or {},
     )
 
 

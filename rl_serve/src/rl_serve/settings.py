@@ -78,8 +78,9 @@ class AnswerSettings(Section):
     """Maximum number of times per answer that code is run."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """Where code runs, and its limits."""
-    evaluator: str = "math"
-    """Environment that compares an answer with `expected_answer`."""
+    evaluator: str | None = None
+    """Environment that compares an answer with `expected_answer`; for a run, one of its tasks. By default the run's own
+    environment, and `math` for a model and a proxy."""
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> AnswerSettings:

@@ -22,6 +22,11 @@ class UpdateOptions:
     """Key that updates require; empty for vLLM's own server, which checks none."""
 
 
+def admin_key_of_environment() -> str | None:
+    """The admin key; None if there is none."""
+    return os.environ.get(ADMIN_KEY, "").strip() or None
+
+
 def read_update_options(target: str, folder: Path | None, *, is_for_vllm: bool = False) -> UpdateOptions | None:
     """Check `--allow-weight-updates`; None without it.
 
@@ -46,7 +51,7 @@ def read_update_options(target: str, folder: Path | None, *, is_for_vllm: bool =
         )
     if not folder.is_dir():
         raise ConfigError(f"--allow-weight-updates {folder}: this folder does not exist. Create it first.")
-    key = os.environ.get(ADMIN_KEY, "").strip()
-    if not key and not is_for_vllm:
+    key = admin_key_of_environment()
+    if key is None and not is_for_vllm:
         raise ConfigError(f"--allow-weight-updates requires an admin key: set the environment variable {ADMIN_KEY}.")
-    return UpdateOptions(folder=folder.resolve(), admin_key=key)
+    return UpdateOptions(folder=folder.resolve(), admin_key=key or "")

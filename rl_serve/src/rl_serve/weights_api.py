@@ -96,11 +96,6 @@ class WeightUpdates:
     """Whether some tensors of an update have arrived, but not all."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def check_key(self, key: Annotated[str | None, Header(alias=ADMIN_HEADER)] = None) -> None:
-        """Refuse a request without the admin key."""
-        if not hmac.compare_digest((key or "").encode(), self.admin_key.encode()):
-            raise ApiError(403, f"The admin key is required: send the header `{ADMIN_HEADER}`.", code="invalid_admin_key")
-
     async def start_pause(self, body: PauseRequest) -> dict[str, Any]:
         """Finish running requests and refuse new ones until `/resume`, or until the lease expires."""
         await self.pause.start(timeout_s=body.timeout_s, lease_s=body.lease_s)
@@ -236,9 +231,19 @@ class WeightUpdates:
             raise ApiError(409, str(error), code=type(error).__name__) from error
 
 
+def admin_check(admin_key: str) -> Callable[..., None]:
+    """A dependency that refuses requests without the admin key."""
+
+    def check(key: Annotated[str | None, Header(alias=ADMIN_HEADER)] = None) -> None:
+        if not hmac.compare_digest((key or "").encode(), admin_key.encode()):
+            raise ApiError(403, f"The admin key is required: send the header `{ADMIN_HEADER}`.", code="invalid_admin_key")
+
+    return check
+
+
 def add_weight_updates(app: FastAPI, updates: WeightUpdates) -> None:
     """Add the endpoints to an application that has not been started."""
-    secured = [Depends(updates.check_key)]
+    secured = [Depends(admin_check(updates.admin_key))]
     handlers: tuple[Callable[..., Any], ...] = (
         updates.start_pause,
         updates.renew,

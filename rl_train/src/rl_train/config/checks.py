@@ -27,16 +27,17 @@ from rl_train.config.transport_checks import transport_conflicts
 from rl_train.config.turn_checks import turn_conflicts
 
 
-def cross_check(run: RunConfig, layout: ConfigLayout, registry: Registry) -> Iterator[Finding]:
+def cross_check(run: RunConfig, layout: ConfigLayout, registry: Registry, *, for_training: bool = True) -> Iterator[Finding]:
     """Conflicts between sections that are each valid on their own.
 
     Args:
         run: The valid sections.
         layout: The components that the sections name.
         registry: Provides the capabilities of the components.
+        for_training: Whether the run trains; if not, rules that only concern training do not apply.
     """
     yield from _missing_sections(run)
-    yield from section_conflicts(run, registry)
+    yield from section_conflicts(run, registry, for_training=for_training)
     yield from in_process_conflicts(run)
     yield from profiling_conflicts(run)
     yield from data_conflicts(run)
@@ -44,19 +45,21 @@ def cross_check(run: RunConfig, layout: ConfigLayout, registry: Registry) -> Ite
     yield from _unmet_requirements(run, layout)
 
 
-def section_conflicts(run: RunConfig, registry: Registry) -> Iterator[Finding]:
+def section_conflicts(run: RunConfig, registry: Registry, *, for_training: bool = True) -> Iterator[Finding]:
     """Conflicts that are checked for runs from config files and from Python objects.
 
     Args:
         run: The valid sections.
         registry: Provides the capabilities of the components.
+        for_training: As in `cross_check`.
     """
     yield from run.algorithm.conflicts(run)
     yield from component_conflicts(run)
     yield from _companion_conflicts(run)
     yield from _optimizers(run)
     yield from schedule_conflicts(run)
-    yield from _sampling(run)
+    if for_training:
+        yield from _sampling(run)
     yield from _lengths(run)
     yield from turn_conflicts(run)
     yield from segment_conflicts(run)

@@ -100,7 +100,7 @@ def load_config(
         path: The YAML file, or several: the values of each override those of the files before it.
         overrides: `key=value` and `++key=value`, applied in order.
         registry: Used to look up components; the installed plugins by default.
-        for_training: Reject sections that training does not use, and engines that it cannot use.
+        for_training: Reject sections that training does not use, and engines and sampling settings that it cannot use.
 
     Raises:
         InvalidConfigError: A `ConfigError` that lists every mistake with its location.
@@ -122,7 +122,7 @@ def load_config(
     problems.raise_if_any()
     run = _build_run(sections, layout)
     of_training = (*unused_sections(run), *own_weights_conflicts(run)) if for_training else ()
-    for at, message in (*cross_check(run, layout, registry), *of_training):
+    for at, message in (*cross_check(run, layout, registry, for_training=for_training), *of_training):
         problems.add(message, location=_location(written, at), path=at)
     problems.raise_if_any()
     resolved = _resolved(run, sections)
