@@ -147,9 +147,18 @@ def test_the_command_exits_with_code_2_if_conversion_is_impossible(tmp_path):
     assert result.returncode == 2
     assert "is not a checkpoint: it has no manifest.json" in result.stderr
     assert "Traceback" not in result.stderr
-    (tmp_path / "checkpoints" / "step_000010").mkdir(parents=True)
+    (tmp_path / "checkpoints").mkdir()
     result = rlcore("convert", tmp_path, tmp_path / "out")
-    assert f"It is a run folder: use {tmp_path}/checkpoints/step_000010.\n" in result.stderr
+    assert result.returncode == 2
+    assert f"{tmp_path} has no complete checkpoint" in result.stderr
+
+
+def test_a_run_folder_is_converted_from_its_newest_checkpoint(whole, tmp_path):
+    run = whole.parent.parent
+    result = rlcore("convert", run, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"Newest checkpoint of {run}: {whole}\n")
+    assert files(tmp_path / "out") == files(whole / "policy" / "weights")
 
 
 def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):

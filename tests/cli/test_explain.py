@@ -43,6 +43,29 @@ def test_an_override_is_named_as_the_origin():
     ]
 
 
+def test_an_argument_of_the_optimizer_shows_its_type_and_range():
+    for config in ((), ("--config", GRPO)):
+        output = explain("policy.optimizer.kwargs.lr", *config).stdout
+        assert re.search(r"type +float\n +allowed +a number, 0 or more\n +default +1e-05\n", output)
+    output = explain("policy.scheduler.kwargs.num_warmup_steps").stdout
+    assert re.search(r"allowed +a whole number of optimizer steps, 0 or more\n", output)
+
+
+def test_a_key_is_explained_although_another_file_is_missing(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"defaults: {GRPO}\ndata: {{_override_: true, train_data_path: nowhere.jsonl}}\n")
+    result = explain("policy.optimizer.kwargs.lr", "--config", tmp_path / "run.yaml")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("policy.optimizer.kwargs.lr = ")
+    assert rlcore("validate", tmp_path / "run.yaml").returncode == 2
+
+
+@pytest.mark.parametrize(("section", "key"), [("data.train", "dataset_name"), ("env", "max_concurrency")])
+def test_a_common_key_shows_a_default_only_if_all_components_have_it(section, key):
+    output = explain(section).stdout
+    assert re.search(rf"  {key} +by component +\w", output)
+    assert "null" in output
+
+
 def test_a_section_lists_its_keys():
     assert "  num_prompts_per_step" in explain("grpo").stdout
     lines = explain("cluster.deadlines", "--config", GRPO).stdout.splitlines()
@@ -89,6 +112,11 @@ def test_sections_with_user_chosen_names_can_be_explained(key, heading):
         ("policy.temperature", "policy.generation.temperature"),
         ("policy.generation.temprature", "policy.generation.temperature"),
         ("clster", "cluster"),
+        ("policy.lr", "policy.optimizer.kwargs.lr"),
+        ("learning_rate", "policy.optimizer.kwargs.lr"),
+        ("policy.learning_rate", "policy.optimizer.kwargs.lr"),
+        ("policy.weight_decay", "policy.optimizer.kwargs.weight_decay"),
+        ("grpo.max_steps", "grpo.max_num_steps"),
         ("grpo.temprature", "policy.generation.temperature"),
         ("grpo.num_prompt_per_step", "grpo.num_prompts_per_step"),
     ],

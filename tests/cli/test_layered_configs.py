@@ -78,7 +78,9 @@ def test_the_weather_config_is_valid_over_the_packaged_base_with_weight_updates(
 
 @pytest.mark.usefixtures("server_files")
 def test_a_server_with_its_own_weights_is_refused_for_training_and_accepted_for_evaluation():
-    with pytest.raises(InvalidConfigError, match="'openai' has its own weights"):
+    with pytest.raises(
+        InvalidConfigError, match=r"'openai' has its own weights.* Set policy\.generation\.openai_cfg\.weight_updates"
+    ):
         load_config(["grpo.yaml", "grpo_weather.yaml"])
     assert load_config(["grpo.yaml", "grpo_weather.yaml"], for_training=False).run.policy.generation.has_own_weights
 
@@ -123,6 +125,32 @@ def test_the_packaged_sft_config_reads_json_lines(where):
     given = [f"++policy.model_name={MODEL}", f"++{where}=train.jsonl", "++data.train.response_key=expected_answer"]
     train = load_config("configs/sft.yaml", [*given, "++data.train.input_key=problem"]).run.data.train
     assert (train.dataset_name, train.path.name, train.response_key) == ("jsonl", "train.jsonl", "expected_answer")
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]}, "sharegpt"),
+        ({"instruction": "Add.", "input": "1+1=", "output": "2"}, "alpaca"),
+    ],
+)
+def test_rows_of_well_known_forms_get_a_hint_that_works(folder, row, name):
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    given = [f"++policy.model_name={MODEL}", "++data.train_data_path=rows.jsonl"]
+    with pytest.raises(InvalidConfigError, match=f"It has the fields of {name}: set `record_fn: {name}`"):
+        load_config("sft.yaml", given)
+    assert load_config("sft.yaml", [*given, f"++data.train.record_fn={name}"]).run.data.train.record_fn == name
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_empty_data_file_fails_in_validate(folder, rlcore, content):
+    (folder / "rows.jsonl").write_text(content)
+    for more in ((), ("++data.train.on_bad_row=skip",), ("++data.train.record_fn=my_data.row",)):
+        given = (f"++policy.model_name={MODEL}", "++data.train_data_path=rows.jsonl", *more)
+        (folder / "my_data.py").write_text("def row(row): return row\n")
+        code, _, err = rlcore("validate", "--config", "sft.yaml", *given)
+        assert code == 2
+        assert "rows.jsonl is empty: a dataset needs at least one row." in err
 
 
 def test_a_path_and_a_short_path_are_refused(folder):
@@ -307,26 +335,28 @@ env:
 """
 
 
+OVER_RAY = pytest.mark.full("starts Ray; the same environment is found beside the config in one process in `make test`")
+
+
+@pytest.mark.parametrize("cluster", ["in_process", pytest.param("ray", marks=[OVER_RAY, pytest.mark.ray])])
 @pytest.mark.usefixtures("one_thread")
-def test_the_documented_environment_trains_by_its_path(folder, rlcore):
+def test_the_documented_environment_trains_by_its_path_beside_the_config(folder, rlcore, cluster, monkeypatch):
     (folder / "my_environment.py").write_text(MY_ENVIRONMENT)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
     (folder / "my_task.yaml").write_text(MY_TASK)
     (folder / "digits.yaml").write_text('user: "{problem}"\n')
     given = {
         "policy.model_name": MODEL,
-        "data.train_data_path": "train.jsonl",
-        "data.prompt.prompt_config": "digits.yaml",
-        "policy.max_total_sequence_length": 16,
-        "policy.generation.max_new_tokens": 5,
-        "grpo.num_prompts_per_step": 4,
-        "grpo.max_num_steps": 1,
-        "cluster.backend": "in_process",  # which has one worker; e2e/test_promised_calls.py has the class in an actor
+        "data.train_data_path": folder / "train.jsonl",
+        "data.prompt.prompt_config": folder / "digits.yaml",
+        **SHORT_GRPO,
+        "cluster.backend": cluster,
         "env.my_task.num_workers": 1,
         "logger.run_name": "run",
     }
-    overrides = [f"++{key}={value}" for key, value in given.items()]
-    code, _, err = rlcore("train", "--config", "grpo.yaml", "--config", "my_task.yaml", *overrides)
+    code, _, err = rlcore("train", "--config", "grpo.yaml", "--config", "../my_task.yaml", *added(given))
     assert code == 0, err
-    [step] = [row for row in read_jsonl(folder / "runs" / "run" / "metrics.jsonl") if "loss" in row]
+    [step] = [row for row in read_jsonl(folder / "elsewhere" / "runs" / "run" / "metrics.jsonl") if "loss" in row]
     assert 0.0 < step["reward/mean"] <= 5.0
     assert step["env/my_task/accuracy"] == pytest.approx(step["reward/mean"])

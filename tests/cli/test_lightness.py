@@ -61,3 +61,19 @@ def test_the_cost_of_list_backends_is_printed(capsys):
     with capsys.disabled():
         print(f"\nrlcore list-backends: {min(costs):.3f} s of CPU, the least of {len(costs)} fresh interpreters")
     assert len(costs) == 5
+
+
+@pytest.mark.parametrize("command", ["train", "validate", "eval"])
+def test_a_missing_config_is_reported_before_anything_is_imported(command, tmp_path):
+    code = (
+        "import atexit, sys\n"
+        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'rl_train.runtime'}\n"
+        "atexit.register(lambda: print(sorted(heavy & set(sys.modules))))\n"
+        f"sys.argv = ['rlcore', {command!r}, 'nope.yaml', 'model=x']\n"
+        "from rlcore_cli.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert result.returncode == 2
+    assert "nope.yaml does not exist" in result.stderr
+    assert result.stdout.splitlines()[-1] == "[]"

@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 import yaml
+from command_line import rlcore
 from starlette.testclient import TestClient
 
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -199,3 +200,14 @@ with exit_on_sigterm(), contextlib.ExitStack() as exits:
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (finished.returncode, finished.stdout, finished.stderr) == (143, "shut down\n", "")
+
+
+@pytest.mark.parametrize("command", [("serve", "--port", "0"), ("chat",)])
+def test_a_path_that_does_not_exist_is_reported_before_a_backend_is_required(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    name, *options = command
+    for missing in ("./nope", "runs/nope", str(tmp_path / "nope")):
+        result = rlcore(name, missing, *options)
+        assert result.returncode == 2
+        assert f"{missing!r} does not exist" in result.stderr

@@ -33,12 +33,16 @@ def config_files(config: Path | None, bases: list[Path] | None, overrides: list[
 
     Raises:
         typer.BadParameter: There is no config file.
+        InvalidConfigError: One of them does not exist.
     """
+    from rl_train.config.sources import refuse_missing
+
     files, given = list(bases or []), list(overrides or [])
     if config is not None and files and "=" in str(config) and not config.exists():
-        return files, [str(config), *given]
-    if config is not None:
+        given.insert(0, str(config))
+    elif config is not None:
         files.append(config)
     if not files:
         raise typer.BadParameter("give a YAML file, or --config FILE.", param_hint="CONFIG")
+    refuse_missing(files)
     return files, given

@@ -13,7 +13,7 @@ def convert(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="A checkpoint (step folder) of a run, or a folder in Hugging Face format.",
+            help="A checkpoint (step folder) of a run, a run folder for its newest one, or a folder in Hugging Face format.",
             show_default=False,
         ),
     ],
@@ -38,12 +38,17 @@ def convert(
     writes the adapter in peft's format, or a full model with `--merge`.
 
     Example:
+        rlcore convert runs/sums sums-model
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
         rlcore convert runs/sums/checkpoints/step_000120 --to hf --merge sums-model
     """
+    from rl_train.runtime.checkpoint_paths import newest_step
     from rl_train.runtime.convert import convert as run
 
-    done = run(checkpoint, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
+    source = newest_step(checkpoint)
+    if source != checkpoint:
+        print(f"Newest checkpoint of {checkpoint}: {source}")
+    done = run(source, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
     how = "copied" if done.backend is None else f"by the policy backend {done.backend}"
     print(f"Wrote {done.output}: {len(done.files)} files, {done.num_bytes / 2**20:.1f} MiB, {how}")
     for name in done.files:

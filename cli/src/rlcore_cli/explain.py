@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mode
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,12 +46,15 @@ def explain(
     from rl_core.plugins.registry import Registry
     from rl_train.config.loader import load_config
     from rl_train.config.schema_index import schema_index
+    from rl_train.config.sources import refuse_missing
 
     if overrides and config is None:
         raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
     registry = Registry(discover())
     if config is not None:
-        _explain_in(load_config(config, overrides or [], registry=registry, for_training=False), key)
+        refuse_missing(config)
+        loaded = load_config(config, overrides or [], registry=registry, for_training=False, complete=False)
+        _explain_in(loaded, key)
     else:
         _explain_anywhere(schema_index(registry), key, component)
 
@@ -104,7 +108,9 @@ def _explain_anywhere(all_sections: SchemaIndex, key: str, component: str | None
         _print_sections(key, parts)
         return
     if not matches:
-        known = {dotted(field.path) for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)}
+        fields = [field for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)]
+        known = {dotted(field.path) for field in fields}
+        known |= {f"{dotted(item.path)}.{name}" for item in fields if item.model is None for name in _free_keys(item)}
         raise _no_key(key, [*known, *(dotted(part.path) for part in all_sections.parts)], where="")
     by_declaration: dict[tuple[object, ...], list[tuple[SectionSchema, Field]]] = {}
     for part, field in matches:
@@ -115,6 +121,11 @@ def _explain_anywhere(all_sections: SchemaIndex, key: str, component: str | None
         _print_field(field, [part for part, _ in group])
         if field.model is not None:
             _print_keys(list(all_fields(field.model, depth=0)))
+
+
+def _free_keys(field: Field) -> list[str]:
+    """The default keys of a free mapping, such as the arguments of an optimizer."""
+    return list(field.default) if isinstance(field.default, dict) else []
 
 
 def _holds_named_sections(path: tuple[str, ...], part: SectionSchema) -> bool:
@@ -148,11 +159,11 @@ def _print_sections(key: str, parts: list[SectionSchema]) -> None:
         _print_keys(list(all_fields(parts[0].model, depth=0)))
         return
     fields = [{field.name: field for field in all_fields(part.model, depth=0)} for part in parts]
-    shared = [field for name, field in fields[0].items() if all(name in other for other in fields)]
+    shared = {name: [own[name] for own in fields] for name in fields[0] if all(name in own for own in fields)}
     print(f"{at}: section of one of {len(parts)} components")
     if shared:
         print("\nCommon keys:")
-        _print_keys(shared)
+        print_table([_common_row(name, declared) for name, declared in shared.items()])
     print("\nComponents and their number of additional keys:")
     rows = []
     for part, own in zip(parts, fields, strict=True):
@@ -162,11 +173,23 @@ def _print_sections(key: str, parts: list[SectionSchema]) -> None:
     print(f"\nTo see the keys of one: rlcore explain {key} --component {rows[0][0].strip()}")
 
 
+def _common_row(name: str, fields: list[Field]) -> tuple[str, str, str]:
+    """A row of the table of common keys: a default only if all components have it, and the meaning that most of them share."""
+    defaults = [_short_default(field) for field in fields]
+    default = defaults[0] if len(set(defaults)) == 1 else "by component"
+    return f"  {name}", default, mode(_first_sentence(field.info.description) for field in fields)
+
+
 def _print_field(field: Field, parts: list[SectionSchema]) -> None:
+    from rl_core.config.introspection import NOTHING
+    from rl_train.config.optimizer_checks import allowed_argument
+
+    argument = allowed_argument(field.path)
+    has_no_default = argument is None or field.default is NOTHING
     rows = {
         "meaning": " ".join((field.info.description or "").split()),
-        "type": field.type_name,
-        "allowed": "" if field.model is not None else field.allowed,
+        "type": field.type_name if has_no_default else type(field.default).__name__,
+        "allowed": "" if field.model is not None else argument or field.allowed,
         "default": _default(field),
         "used by": "; ".join(dict.fromkeys(_reader(part) for part in parts)),
         "defined": f"{field.owner.__module__}:{field.owner.__qualname__}",
@@ -217,9 +240,11 @@ def _reader(part: SectionSchema) -> str:
 def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     from rl_core.config.diagnostics import nearest
     from rl_core.errors import ConfigError
+    from rl_train.config.aliases import MEANINGS
 
     section, _, last = key.rpartition(".")
     ends = [name.rpartition(".")[2] for name in known]
+    last = last if last in ends else MEANINGS.get(last, last)
     in_section = [end for name, end in zip(known, ends, strict=True) if name.rpartition(".")[0] == section]
     end = last if last in ends else nearest(last, in_section) or nearest(last, ends)
     same_end = [name for name in known if name.rpartition(".")[2] == end]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -85,6 +85,8 @@ class OpenAIServerConfig(Section):
 
 class OpenAIConfig(GenerationConfig):
     """`policy.generation` with `backend: openai`."""
+
+    weights_key: ClassVar[str | None] = "openai_cfg.weight_updates"
 
     backend: str = "openai"
     """Name of a registered generation backend, or the dotted path of its class."""

@@ -13,6 +13,7 @@ from rl_core.config.diagnostics import Problems
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import SourceLocation, dotted, node_from_plain
+from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
@@ -92,6 +93,7 @@ def started_model(
         else:
             if best:
                 raise ConfigError(f"--best chooses among the checkpoints of a run, but {target} is a model. Remove --best.")
+            require_model(target)
             yield _of_model(target, registry, backend, overrides, label, exits)
 
 

@@ -25,6 +25,9 @@ OPTIMIZER = {
     "{kwargs: {lr: fast}}": "policy.optimizer.kwargs.lr: must be a number, 0 or more; found 'fast'.",
     "{kwargs: {betas: [0.9, 1.0]}}": "policy.optimizer.kwargs.betas: must be a list of two numbers, each 0 or more and less "
     "than 1; found a list of 2.",
+    "{kwargs: {learning_rate: 0.1}}": "policy.optimizer.kwargs.learning_rate: torch.optim.AdamW has no argument "
+    "'learning_rate'. Did you mean 'lr'? Its arguments are: lr, betas, eps, weight_decay, amsgrad, maximize, foreach, "
+    "capturable, differentiable, fused, decay_matrices_only.",
     "{kwargs: {weight_decai: 0.1}}": "policy.optimizer.kwargs.weight_decai: torch.optim.AdamW has no argument 'weight_decai'. "
     "Did you mean 'weight_decay'? Its arguments are: lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, "
     "differentiable, fused, decay_matrices_only.",

@@ -20,8 +20,10 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 from ray._private.node import Node
+from ray.job_config import JobConfig
 
 from rl_core.cluster import daemons, orphan_reaper
+from rl_core.plugins.import_path import module_folders
 from rl_core.rendezvous import loopback
 
 MARKER = "RLCORE_RAY"
@@ -94,9 +96,9 @@ class _Runtime:
 
     def _connect(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # before `init`, which logs before it applies its argument
-        address = os.environ.get("RAY_ADDRESS")
+        address, job = os.environ.get("RAY_ADDRESS"), JobConfig(_py_driver_sys_path=module_folders())
         if address:
-            ray.init(address=address, logging_level=logging.ERROR)
+            ray.init(address=address, job_config=job, logging_level=logging.ERROR)
             return
         # Readable only by this user. Ray makes the folder that it is given world-readable, so it gets one inside.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
@@ -109,6 +111,7 @@ class _Runtime:
         with _variables(**inherited), _on_loopback(), _daemons_in_own_session(), _without_unused_daemons():
             ray.init(
                 address="local",
+                job_config=job,
                 include_dashboard=False,
                 object_store_memory=_object_store_bytes(),
                 logging_level=logging.ERROR,

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.plugins.component import did_you_mean
+
+_folders: list[str] = []
+
+
+def search_modules_in(folders: Iterable[str]) -> None:
+    """Search these folders for modules, after all others, here and in workers of a Ray cluster that is started later.
+
+    They replace the folders of an earlier call.
+    """
+    sys.path[:] = [entry for entry in sys.path if entry not in _folders]
+    _folders[:] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    sys.path.extend(_folders)
+
+
+def module_folders() -> list[str]:
+    """The folders of the last call of `search_modules_in`."""
+    return list(_folders)
 
 
 def resolve(dotted: str, *, key: str) -> Any:
@@ -23,7 +42,7 @@ def resolve(dotted: str, *, key: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"`{key}`: cannot import {module_name!r} of {dotted!r}: {error}. Check the spelling, or install the package; "
-            "the working directory is searched as well."
+            "the working directory and the folder of the config are searched as well."
         ) from error
     if not hasattr(module, attribute):
         public = [name for name in dir(module) if not name.startswith("_")]

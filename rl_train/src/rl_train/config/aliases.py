@@ -1,4 +1,7 @@
-"""Expands short forms in a config: `data.train_data_path` means `data.train` with the dataset `jsonl`."""
+"""Expands short forms in a config: `data.train_data_path` means `data.train` with the dataset `jsonl`.
+
+Also has the names that other libraries use for our keys, for suggestions.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,34 @@ if TYPE_CHECKING:
     from rl_train.config.schema import DataConfig
 
 DatasetT = TypeVar("DatasetT", bound="DatasetConfig")
+
+MEANINGS = {
+    "learning_rate": "lr",
+    "batch_size": "train_global_batch_size",
+    "per_device_train_batch_size": "train_micro_batch_size",
+    "micro_batch_size": "train_micro_batch_size",
+    "max_steps": "max_num_steps",
+    "num_steps": "max_num_steps",
+    "epochs": "max_num_epochs",
+    "num_epochs": "max_num_epochs",
+    "num_train_epochs": "max_num_epochs",
+    "max_length": "max_total_sequence_length",
+    "max_seq_length": "max_total_sequence_length",
+    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "num_generations": "num_generations_per_prompt",
+    "group_size": "num_generations_per_prompt",
+    "gradient_checkpointing": "activation_checkpointing",
+    "model_path": "model_name",
+    "model_name_or_path": "model_name",
+    "torch_dtype": "precision",
+    "dtype": "precision",
+    "kl_coef": "reference_policy_kl_penalty",
+    "output_dir": "log_dir",
+    "save_steps": "save_period",
+    "eval_steps": "val_period",
+}
+"""Names of other libraries, and our name for the same setting."""
 
 _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 

@@ -19,6 +19,7 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.config.validation import Validator
 from rl_core.plugins.component import Component
+from rl_core.plugins.import_path import search_modules_in
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import expand_aliases
@@ -34,7 +35,7 @@ from rl_train.config.reward_function_checks import reject_unused_functions
 from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
 from rl_train.config.section_resolver import ConfigLayout, resolve_sections
-from rl_train.config.sources import ConfigFiles, as_paths, read_sources
+from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources
 from rl_train.config.usage_checks import unused_sections
 
 
@@ -93,6 +94,7 @@ def load_config(
     *,
     registry: Registry | None = None,
     for_training: bool = True,
+    complete: bool = True,
 ) -> LoadedConfig:
     """The run that config files describe.
 
@@ -101,6 +103,7 @@ def load_config(
         overrides: `key=value` and `++key=value`, applied in order.
         registry: Used to look up components; the installed plugins by default.
         for_training: Reject sections that training does not use, and engines and sampling settings that it cannot use.
+        complete: Reject missing files and settings that do not fit together. Without it, only each section is checked.
 
     Raises:
         InvalidConfigError: A `ConfigError` that lists every mistake with its location.
@@ -111,10 +114,11 @@ def load_config(
     written = read_sources(path, problems=problems)
     if problems.is_partial:
         problems.raise_if_any()
+    search_modules_in(folders_of_files(written))
     written, applied = apply_overrides(written, overrides, problems=problems)
     values, written, interpolations = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
     layout = resolve_sections(values, written=written, registry=registry, problems=problems)
-    locate_paths(values, layout, written=written, problems=problems)
+    locate_paths(values, layout, written=written, problems=problems if complete else Problems())
     reject_items_of_missing_lists(applied, layout, written=written, problems=problems)
     reject_unused_functions(values, layout, written=written, problems=problems)
     reject_new_keys(applied, layout, problems=problems)
@@ -122,7 +126,8 @@ def load_config(
     problems.raise_if_any()
     run = _build_run(sections, layout)
     of_training = (*unused_sections(run), *own_weights_conflicts(run)) if for_training else ()
-    for at, message in (*cross_check(run, layout, registry, for_training=for_training), *of_training):
+    across = (*cross_check(run, layout, registry, for_training=for_training), *of_training) if complete else ()
+    for at, message in across:
         problems.add(message, location=_location(written, at), path=at)
     problems.raise_if_any()
     resolved = _resolved(run, sections)

@@ -12,6 +12,7 @@ from rl_core.config.schedules import SCHEDULES
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
+from rl_train.config.aliases import MEANINGS
 from rl_train.config.torch_arguments import (
     DECAY_MATRICES_ONLY,
     OPTIMIZERS,
@@ -40,6 +41,14 @@ def unused_by_frozen(model: PolicyConfig) -> Iterator[Problem]:
     for key, default in (("optimizer", OptimizerConfig()), ("scheduler", None)):
         if getattr(model, key) != default:
             yield (key,), "has no effect, since this model is never trained: remove the section."
+
+
+def allowed_argument(path: KeyPath) -> str | None:
+    """The allowed values of an argument of an optimizer or schedule; None for other keys and for unknown arguments."""
+    if len(path) < 3 or path[-2] != "kwargs":
+        return None
+    check = {"optimizer": _OPTIMIZER_VALUES, "scheduler": _SCHEDULE_VALUES}.get(str(path[-3]), {}).get(str(path[-1]))
+    return None if check is None else check[1]
 
 
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
@@ -96,9 +105,10 @@ def _class_of(name: str, prefix: str) -> str:
 def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: str, of: str) -> Iterator[Problem]:
     for key in kwargs:
         if key not in allowed:
+            meant = f" Did you mean {MEANINGS[key]!r}?" if MEANINGS.get(key) in allowed else did_you_mean(key, list(allowed))
             yield (
                 (section, "kwargs", key),
-                f"{of} has no argument {key!r}.{did_you_mean(key, list(allowed))} Its arguments are: {listed(allowed)}.",
+                f"{of} has no argument {key!r}.{meant} Its arguments are: {listed(allowed)}.",
             )
 
 

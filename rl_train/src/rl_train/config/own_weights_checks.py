@@ -40,14 +40,16 @@ def own_weights_conflicts(run: RunConfig, registry: Registry | None = None) -> I
     """
     section = run.policy.generation
     if section is not None and run.algorithm.runtime_needs.samples and declares_own_weights(section, registry):
-        yield _AT, own_weights_refused(run.algorithm_name, section.backend)
+        yield _AT, own_weights_refused(run.algorithm_name, section.backend, section.weights_key)
 
 
-def own_weights_refused(algorithm: str, engine: str) -> str:
-    """Why an algorithm that samples from the policy cannot use this engine."""
+def own_weights_refused(algorithm: str, engine: str, key: str | None = None) -> str:
+    """Why an algorithm that samples from the policy cannot use this engine; `key` as `GenerationConfig.weights_key`."""
+    other = "hoose an engine that receives the policy's weights"
+    remedy = f"C{other}" if key is None else f"Set policy.generation.{key}, so that it receives them, or c{other}"
     return (
         f"the engine {engine!r} has its own weights, which are never those of the policy, so {algorithm} would train on "
-        "samples of another model. Choose an engine that receives the policy's weights; this one can be used by `rlcore eval`."
+        f"samples of another model. {remedy}; this one can be used by `rlcore eval`."
     )
 
 

@@ -19,6 +19,7 @@ from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config import schema
 from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm
+from rl_train.config.aliases import MEANINGS
 
 FUNCTIONS = "function"
 """The environment whose rewards are plain functions."""
@@ -134,14 +135,14 @@ class ConfigLayout:
         return [found for part in self.parts.values() for found in all_fields(part.model, prefix=part.path)]
 
     def ending_in(self, name: str) -> list[KeyPath]:
-        """All full keys that end in this name, including default keys of free mappings."""
+        """All full keys that end in this name or else in our name for it, including default keys of free mappings."""
         found = []
         for item in self.fields():
             if item.name.casefold() == name.casefold():
                 found.append(item.path)
             elif isinstance(item.default, dict) and name in item.default and item.model is None:
                 found.append((*item.path, name))
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(found)) or (self.ending_in(MEANINGS[name]) if name in MEANINGS else [])
 
 
 def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> ConfigLayout:

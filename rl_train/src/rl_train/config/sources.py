@@ -52,6 +52,27 @@ def read_sources(files: ConfigFiles, *, problems: Problems) -> Node:
     return reduce(_merge, layers)
 
 
+def refuse_missing(files: ConfigFiles) -> None:
+    """Reports config files that do not exist, before anything else is imported.
+
+    Raises:
+        InvalidConfigError: A file does not exist.
+    """
+    problems = Problems()
+    for path in as_paths(files):
+        source = _existing_or_packaged(str(path))
+        if "\0" not in source and not os.path.exists(source):
+            problems.add(_unreadable(source, FileNotFoundError()), location=None, path=())
+    problems.raise_if_any()
+
+
+def folders_of_files(written: Node) -> list[str]:
+    """The folders of the files that values come from, without that of the packaged base configs."""
+    files = dict.fromkeys(node.location.file for _, node in written.leaves() if node.location.file is not None)
+    folders = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
+    return [folder for folder in folders if folder != str(BASE_CONFIGS)]
+
+
 def _existing_or_packaged(source: str, name: str | None = None) -> str:
     """The file itself, or the packaged base config of its name if there is no such file."""
     packaged = BASE_CONFIGS / (source if name is None else name).removeprefix("configs/")

@@ -85,7 +85,8 @@ class RecordForm(RowsConfig):
     input_key: str = Field("question", description="Field with the prompt: text, or a list of {role, content} messages.")
     output_key: str | None = Field(
         "expected_answer",
-        description="Field with the correct answer, which the environment receives as `expected_answer`. null for none.",
+        description="Field with the correct answer, which the environment receives as `expected_answer`. null for none. With "
+        "`response_key` and the default `expected_answer`, rows may lack the field.",
     )
     response_key: str | None = Field(
         None,
@@ -119,6 +120,11 @@ class RecordForm(RowsConfig):
     def names_tools(self) -> bool:
         """Whether `tools_key` names a field other than the default, which rows must then have."""
         return "tools_key" in self.changed()
+
+    @property
+    def may_lack_output(self) -> bool:
+        """Whether rows may lack the field of `output_key`."""
+        return self.response_key is not None and "output_key" not in self.changed()
 
     @model_validator(mode="after")
     def _keys_exclude_record_fn(self) -> RecordForm:

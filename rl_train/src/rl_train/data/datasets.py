@@ -17,7 +17,7 @@ from rl_core.interfaces.dataset import Record
 from rl_train.data.conversations import Messages, kind_of, paired_text, read_messages, with_system_prompt, without_answer
 from rl_train.data.dataset_config import RecordForm
 from rl_train.data.prompts import PromptTemplate, load_prompt
-from rl_train.data.record_functions import load_record_function
+from rl_train.data.record_functions import form_hint, load_record_function
 from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
 from rl_train.data.tool_calls import check_tool_use, read_tools, tools_of
@@ -96,7 +96,7 @@ class ReadsRecords:
                 )
             messages.extend(answer)
         info = {key: _field(row, key, object, "env_keys") for key in config.env_keys}
-        if config.output_key is not None:
+        if config.output_key is not None and not (config.may_lack_output and config.output_key not in row):
             expected = _field(row, config.output_key, object, "output_key")
             info["expected_answer"] = _expected_answer(expected, f"the field {config.output_key!r} (`output_key`)")
         record = Record(messages=messages, extra_env_info=info, task_name=config.task_name or "default")
@@ -163,7 +163,8 @@ def _texts(values: Any) -> list[str]:
 
 def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_key: str) -> Any:
     if key not in row:
-        raise DataError(f"the field {key!r} (`{config_key}`) is missing: the row has {sorted(row)}{_remedy(config_key, row)}")
+        remedy = form_hint(row) or _remedy(config_key, row)
+        raise DataError(f"the field {key!r} (`{config_key}`) is missing: the row has {sorted(row)}{remedy}")
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)

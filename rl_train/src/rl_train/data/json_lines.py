@@ -63,11 +63,11 @@ def csv_problem(path: Path) -> str | None:
     )
 
 
-def first_line(path: Path) -> tuple[int, bytes]:
-    """The number, from 1, and the content of the first line that is not blank. Does not read the rest of the file.
+def first_line(path: Path) -> tuple[int, bytes] | None:
+    """The number, from 1, and the content of the first line that is not blank; None if there is none. Reads no further.
 
     Raises:
-        DataError: The file has no such line, or is in a format that is read only as a whole.
+        DataError: The file is in a format that is read only as a whole.
         OSError: It cannot be read.
     """
     with path.open("rb") as raw:
@@ -81,7 +81,7 @@ def first_line(path: Path) -> tuple[int, bytes]:
                 if content.lstrip().startswith(b"["):
                     raise DataError(f"dataset {path} is one JSON array")
                 return number, content
-    raise DataError(f"dataset {path} is empty")
+    return None
 
 
 def _content(path: Path) -> bytes:

@@ -44,7 +44,7 @@ _RECORD = ("messages", "tools", "extra_env_info", "task_name", "stop_strings")
 def record(row: Mapping[str, Any]) -> dict[str, Any]:
     """{messages} with optional tools, extra_env_info, task_name and stop_strings: an unchanged record."""
     if row.get("messages") is None:
-        raise DataError(f"the field 'messages' is missing: the row has {sorted(row)}")
+        raise DataError(f"the field 'messages' is missing: the row has {sorted(row)}{form_hint(row)}")
     return {key: row[key] for key in _RECORD if row.get(key) is not None}
 
 
@@ -81,6 +81,15 @@ def sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PACKAGED: Mapping[str, RecordFunction] = {"alpaca": alpaca, "gsm8k": gsm8k, "record": record, "sharegpt": sharegpt}
+
+
+_FIELDS = {"sharegpt": {"conversations"}, "alpaca": {"instruction", "output"}}
+
+
+def form_hint(row: Mapping[str, Any]) -> str:
+    """The rest of an error about a row that has the fields of a packaged function; '' for other rows."""
+    found = next((name for name, fields in _FIELDS.items() if fields <= row.keys()), None)
+    return "" if found is None else f". It has the fields of {found}: set `record_fn: {found}`"
 
 
 def load_record_function(name: str) -> RecordFunction:

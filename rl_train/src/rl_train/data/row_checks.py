@@ -32,7 +32,7 @@ def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPat
     shared = data.prompt
     if shared is not None and shared.prompt_config and prompt_problem(shared.prompt_config, shared.examples_type):
         return  # reported at `data.prompt`
-    if not found and isinstance(config, JsonLinesSource) and config.on_bad_row is OnBadRow.ERROR:
+    if not found and isinstance(config, JsonLinesSource):
         yield from _first_row(config, effective)
 
 
@@ -69,17 +69,18 @@ def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple
     if (problem := csv_problem(Path(config.path))) is not None:
         yield ("path",), f"{problem}."
         return
-    if config.record_fn is not None and config.record_fn not in PACKAGED:
-        return
     try:
-        number, line = first_line(Path(config.path))
+        first = first_line(Path(config.path))
     except (DataError, OSError, EOFError, zlib.error):
         # A folder, another format, or a compression that needs a library: reported by `--deep` and by the run.
         return
-    try:
-        _read(parsed(line), effective)
-    except DataError as error:
-        yield ("path",), f"{config.path}:{number}: {error}."
+    if first is None:
+        yield ("path",), f"{config.path} is empty: a dataset needs at least one row."
+    elif config.on_bad_row is OnBadRow.ERROR and (config.record_fn is None or config.record_fn in PACKAGED):
+        try:
+            _read(parsed(first[1]), effective)
+        except DataError as error:
+            yield ("path",), f"{config.path}:{first[0]}: {error}."
 
 
 def _read(row: dict[str, Any], config: RowsConfig) -> None:

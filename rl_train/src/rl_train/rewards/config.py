@@ -59,7 +59,7 @@ class FunctionEnvironmentConfig(EnvironmentConfig):
                     self.key_of(name),
                     (
                         f"{path!r} is the path of a file: write the module and the function, such as {module}.my_function. "
-                        "The module's folder must be the working directory or on PYTHONPATH."
+                        "The module's folder must be the working directory, that of the config, or on PYTHONPATH."
                     ),
                 )
             elif (problem := missing_target(path)) is not None:

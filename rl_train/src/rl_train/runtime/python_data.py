@@ -31,6 +31,7 @@ from rl_train.data.dataset_config import (
 from rl_train.data.datasets import RecordDataset
 from rl_train.data.json_lines import csv_problem
 from rl_train.data.preferences import PreferenceDataset
+from rl_train.data.record_functions import form_hint
 from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
 from rl_train.runtime.data import BadRows, Source, read_data, read_source
@@ -210,6 +211,8 @@ def _keys_of(rows: Rows) -> dict[str, Any]:
     for wanted, keys in _FORMS:
         if wanted <= fields:
             return keys
+    if hint := form_hint(rows[0]):
+        raise DataError(f"{rows.row_location(0)} has {sorted(fields)}{hint}: {{'dataset_name': 'jsonl', 'path': ..., ...}}")
     raise DataError(
         f"{rows.row_location(0)} has {sorted(fields)}: expected `messages`, `prompt` with `completion`, or `question`. If "
         "the fields have other names, pass the section of a dataset: {'dataset_name': 'jsonl', 'path': ..., 'input_key': ...}"

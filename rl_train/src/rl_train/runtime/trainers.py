@@ -263,7 +263,8 @@ class Trainer:
         ):
             raise ConfigError(f"{self.algorithm} does not use rewards: remove `reward_fns` and `reward_weights`.")
         if self.generation is not None and self.generation.has_own_weights:
-            raise ConfigError(f"`generation`: {own_weights_refused(self.algorithm, type(self.generation).__name__)}")
+            key = getattr(self.config.policy.generation, "weights_key", None)
+            raise ConfigError(f"`generation`: {own_weights_refused(self.algorithm, type(self.generation).__name__, key)}")
         self._check_teacher()
         self._check_contracts()
         if "value" in algorithm.runtime_needs.companions and self.value is None:
