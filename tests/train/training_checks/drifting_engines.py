@@ -38,12 +38,6 @@ class FarWorker(Worker):
     offset = 2.0
 
 
-class InvalidWorker(Worker):
-    """To NaN."""
-
-    offset = float("nan")
-
-
 class EngineOf(DistributedGeneration):
     """A generation backend of `worker`, with the section of the backend `hf`."""
 
@@ -68,7 +62,3 @@ class Everywhere(EngineOf):
 
 class Far(EngineOf):
     worker = FarWorker
-
-
-class Invalid(EngineOf):
-    worker = InvalidWorker

@@ -29,13 +29,12 @@ def test_an_engine_that_drifts_after_a_refit_stops_the_run_before_the_next_step(
     assert len(metrics) == 2
 
 
-@pytest.mark.parametrize("name", ["Far", "Invalid"])
-def test_large_and_invalid_differences_stop_a_run_in_rounded_arithmetic_at_once(train, name):
+def test_a_large_difference_stops_a_run_in_rounded_arithmetic_at_once(train):
     # With a tolerance, the run is judged like one in bfloat16.
-    code, output, metrics = train(changed(engine(name, canary_tolerance=0.01)))
+    code, output, metrics = train(changed(engine("Far", canary_tolerance=0.01)))
     assert code == 1, output
     assert "Step 3: " in output
-    assert f"{name} (drifting_engines)" in output
+    assert "Far (drifting_engines)" in output
     assert len(metrics) == 2
 
 
