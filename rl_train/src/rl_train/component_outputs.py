@@ -79,8 +79,8 @@ def scored(method: Callable[..., Any], data: BatchedDataDict[Any], *arguments: A
         The output of the method, unchanged.
 
     Raises:
-        BrokenPromiseError: a column is missing or misshapen, has NaN, or log-probabilities are infinite, positive, or not 0.0
-            at position 0 and on padding; names the first wrong row.
+        BrokenPromiseError: a column is missing or misshapen, has NaN, or log-probabilities are infinite or positive; names
+            the first wrong row.
     """
     model, name, shape = getattr(method, "__self__", method), method.__name__, data["input_ids"].shape
     try:
@@ -194,21 +194,16 @@ def _value_problem(logprobs: torch.Tensor, sampled: torch.Tensor, row: int, star
 
 
 def _score_problem(column: torch.Tensor, key: str, data: Mapping[str, Any]) -> str | None:
+    """The first wrong value. Rows in another order are found by comparison with the engine."""
     if key == "topk_token_ids":
         return None
     # Tokens outside the vocabulary may be among the top K of a padded embedding, with a probability of 0.
     wrong = column.isnan().flatten(1) if key == "topk_logprobs" else ~column.isfinite()
     if key in ("logprobs", "reference_logprobs"):
-        position = torch.arange(column.shape[1])
-        outside = (position == 0) | (position >= data["input_lengths"].unsqueeze(1))
-        wrong = wrong | (outside & (column != 0)) | (column > _LARGEST_LOGPROB)
+        wrong = wrong | (column > _LARGEST_LOGPROB)
     if not wrong.any():
         return None
     row, at = divmod(int(wrong.int().argmax()), wrong.shape[1])
-    values = "NaN" if key == "topk_logprobs" else f"{float(column[row, at]):g} at position {at}"
-    promise = (
-        "Values must be finite"
-        if key == "values"
-        else ("Log-probabilities must be finite, at most 0, and 0.0 at position 0 and on padding")
-    )
-    return f"returned {values} in `{key}` of row {row}, which has {int(data['input_lengths'][row])} tokens. {promise}."
+    value = "NaN" if key == "topk_logprobs" else f"{float(column[row, at]):g} at position {at}"
+    promise = "Values must be finite" if key == "values" else "Log-probabilities must be finite and at most 0"
+    return f"returned {value} in `{key}` of row {row}, which has {int(data['input_lengths'][row])} tokens. {promise}."

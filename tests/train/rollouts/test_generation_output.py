@@ -175,8 +175,7 @@ WRONG_SCORES = {
     "a shorter row axis": (lambda scores: {"logprobs": scores["logprobs"][:, 1:]}, r"\[3, 3\] for `input_ids` \[3, 4\]"),
     "bfloat16": (lambda scores: {"logprobs": scores["logprobs"].bfloat16()}, "bfloat16 on cpu. It must be .* float32"),
     "NaN": (at("logprobs", 1, 1, float("nan")), "returned nan at position 1 in `logprobs` of row 1, which has 2 tokens"),
-    "scores of padding": (at("logprobs", 1, 3, -1.0), "returned -1 at position 3 in `logprobs` of row 1"),
-    "a score of the first token": (at("logprobs", 2, 0, -1.0), "returned -1 at position 0 in `logprobs` of row 2"),
+    "probabilities": (lambda scores: {"logprobs": scores["logprobs"].exp()}, "returned 1 at position 0 in `logprobs` of row 0"),
 }
 
 
