@@ -154,14 +154,15 @@ class HFPolicyConfig(PolicyConfig):
     def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
         from rl_backends_hf.lora import check_targets
-        from rl_backends_hf.model import model_without_weights
+        from rl_backends_hf.model import length_dependent_rope, model_without_weights
 
         if self.python is not None:
             return
         model = model_without_weights(self.model_name, options=self.hf_cfg, head=self.head)
         if self.hf_cfg.lora is not None:
             check_targets(model, self.hf_cfg.lora, head=self.head)
-        yield from ()
+        if (problem := length_dependent_rope(model, self.max_total_sequence_length)) is not None:
+            yield ("max_total_sequence_length",), problem
 
 
 class HFSamplerConfig(HFModelConfig):

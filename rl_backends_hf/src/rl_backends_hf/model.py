@@ -243,10 +243,38 @@ def _with_explained_errors(name: str, options: HFModelConfig, load: Any, *, head
                 "`policy.hf_cfg.trust_remote_code: true`; or choose a model that Transformers "
                 f"{transformers.__version__} supports natively."
             ) from error
+        if options.attn_implementation != "eager" and "eager" in str(error):
+            used = "`attn_implementation: sdpa`, the default" if options.attn_implementation is None else "this attention"
+            raise UserError(
+                f"{name} cannot be loaded with {used}: Transformers {transformers.__version__} has no such kernel for this "
+                "architecture. Set `hf_cfg.attn_implementation: eager` in the section of this model."
+            ) from error
         kind = "a causal language model" if head == "tokens" else "a model with a scalar head"
         raise UserError(
             f"Transformers {transformers.__version__} cannot load {name} as {kind}: {type(error).__name__}: {error}"
         ) from error
+
+
+def length_dependent_rope(model: PreTrainedModel, length: int) -> str | None:
+    """Why a model cannot score rows of up to `length` tokens, if its rotary frequencies depend on the longest row of a batch.
+
+    Transformers chooses them once per forward pass, so the log-probabilities of a row would depend on its neighbors in a
+    microbatch. None if rows of this length all have the same frequencies.
+    """
+    text = model.config.get_text_config(decoder=True)
+    own = getattr(text, "rope_parameters", None) or {}
+    for rope in [own, *(layer for layer in own.values() if isinstance(layer, dict))]:
+        kind = rope.get("rope_type", "default")
+        if kind != "longrope" and "dynamic" not in kind:
+            continue
+        limit = rope["original_max_position_embeddings"] if kind == "longrope" else text.max_position_embeddings
+        if length > limit:
+            return (
+                f"the rotary embeddings of the model (`rope_type: {kind}`) change for all rows of a microbatch if one has more "
+                f"than {limit} tokens, so log-probabilities would depend on which rows are computed together. Lower "
+                f"max_total_sequence_length from {length} to {limit}, or use a model with another `rope_type`."
+            )
+    return None
 
 
 def _is_gguf(name: str) -> bool:

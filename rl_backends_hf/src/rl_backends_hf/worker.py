@@ -16,7 +16,14 @@ from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.lora import LoraAdapters
 from rl_backends_hf.master_weights import MasterWeights
 from rl_backends_hf.microbatches import Microbatcher
-from rl_backends_hf.model import DTYPES, checkpoint_activations, is_quantized, load_model, load_model_with_exact_weights
+from rl_backends_hf.model import (
+    DTYPES,
+    checkpoint_activations,
+    is_quantized,
+    length_dependent_rope,
+    load_model,
+    load_model_with_exact_weights,
+)
 from rl_backends_hf.optimizer import build_optimizer
 from rl_backends_hf.parallel import Parallel, local, make_parallel
 from rl_backends_hf.prefix_support import SUPPORTED, why_not_shared
@@ -31,7 +38,7 @@ from rl_backends_hf.weights_folder import ExportedWeights, WholeModel
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import find_tokenizer
-from rl_core.errors import NotSupportedError, UserError
+from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker import GlobalCounts, StepResult
@@ -68,6 +75,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)
         model = self._load_model()
         use_cpu_sdpa(model)
+        if (problem := length_dependent_rope(model, self.config.max_total_sequence_length)) is not None:
+            raise ConfigError(f"`policy.max_total_sequence_length`: {problem}")
         if hf.device_map is not None:
             # Tokens go to the device on which the map has placed the embeddings.
             self._parallel.device = model.get_input_embeddings().weight.device

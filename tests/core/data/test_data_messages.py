@@ -149,3 +149,14 @@ def test_the_first_difference_of_two_texts():
     assert get_first_index_that_differs("abc", "abd") == 2
     assert get_first_index_that_differs("ab", "abc") == 2
     assert get_first_index_that_differs([1], [2]) == 0
+
+
+def test_token_ids_that_are_no_integers_are_refused_when_messages_are_joined():
+    log = [
+        {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
+        {"role": "assistant", "content": "b", "token_ids": torch.tensor([1.5, 2.0])},
+    ]
+    with pytest.raises(DataError, match=r"`token_ids` of a message have dtype torch.float32: \[1.5, 2.0\]. Pass integers"):
+        batched_message_log_to_flat_message([log])
+    with pytest.raises(DataError, match="Pass integers"):
+        message_log_to_flat_messages(log)

@@ -294,6 +294,10 @@ def _tensor_fields(message_logs: Iterable[Sequence[Mapping[str, Any]]]) -> dict[
             for key, value in message.items():
                 if isinstance(value, torch.Tensor):
                     fields.setdefault(key, value.dtype)
+                    if key == "token_ids" and value.is_floating_point():
+                        raise DataError(
+                            f"`token_ids` of a message have dtype {value.dtype}: {value.tolist()[:8]}. Pass integers."
+                        )
     return fields
 
 
