@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, UserError
 from rl_envs.code import testing
 from rl_envs.code.environment import CodeEnvironment
 from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import same_output
 from rl_envs.code.suites import read_suite
 from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SandboxUnavailableError, SessionInterface
+from rl_sandbox.session import LocalSession
 
 from .conftest import answered, descendants, wait_until
 
@@ -280,6 +281,16 @@ def test_results_that_take_long_to_read_stall_neither_the_grader_nor_other_rows(
     assert again.rewards["passed_share"].tolist() == [1.0]
 
 
+def test_tests_run_in_a_sandbox_that_does_not_preload_modules(monkeypatch):
+    monkeypatch.setattr(LocalSession, "preload", lambda self, code: False)
+    environment = open_environment({})
+    try:
+        result = environment.step([answered(f"```{REMOVE_OCC}```")] * 2, [MBPP] * 2)
+    finally:
+        environment.shutdown()
+    assert result.rewards["all_passed"].tolist() == [1.0, 1.0]
+
+
 def test_output_after_what_is_read_is_not_ignored(run):
     info = {"stdin_stdout": [["1 2", "3"]]}
     correct = "print(sum(map(int, input().split())))"
@@ -452,7 +463,7 @@ class TrustingSession(SessionInterface):
     def run(self, code, *, timeout_s=None):
         raise NotImplementedError
 
-    def run_program(self, code, *, stdin="", timeout_s=None, link=None):
+    def run_program(self, code, *, stdin="", timeout_s=None):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(code, {"input": lambda: stdin})
@@ -487,6 +498,8 @@ def test_another_sandbox_can_be_chosen_by_its_path(monkeypatch):
     environment = CodeEnvironment({"sandbox": chosen})
     doubled = {"stdin_stdout": [{"input": "21", "output": "42"}]}
     result = environment.step([answered("```\nprint(2 * int(input()))\n```")], [doubled])
+    with pytest.raises(UserError, match=r"TrustingSession.run_program has no argument `link`"):
+        environment.step([answered("```\nprint(1)\n```")], [MBPP])
     environment.shutdown()
     assert result.rewards["all_passed"].tolist() == [1.0]
 

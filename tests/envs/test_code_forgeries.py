@@ -48,6 +48,12 @@ MAPPED = "assert all(map(lambda x: solve(x) == x * x + 1, range(9)))\nassert [*m
 AREA = (
     "class_under_test = Circle\nassert abs(Circle(2).area() - 12.566) < 1e-3\nassert round(Circle(1).area() - 3.1416, 3) == 0"
 )
+DECIMAL = """
+from decimal import Decimal
+from fractions import Fraction
+assert abs(Circle(2).area() - Decimal('12.5')) < Decimal('0.1')
+assert abs(Circle(2).area() - Fraction(25, 2)) < 1
+"""
 CALLBACK = "expected = [2, 5]\nassert solve(lambda x: x * x + 1, [1, 2]) == expected"
 RAISES = """
 def test_a():
@@ -112,6 +118,15 @@ class Circle:
         self.r = r
     def area(self):
         return math.pi * self.r**2
+"""
+DECIMAL_CIRCLE = """
+from decimal import Decimal
+from fractions import Fraction
+class Circle:
+    def __init__(self, r):
+        self.r = r
+    def area(self, areas=[Decimal('12.5'), Fraction(25, 2)]):
+        return areas.pop(0)
 """
 LOST = "e n 0 X rl_envs.code.link LinkLostError BaseException t0 d0\\n"
 SAYS = """
@@ -195,6 +210,11 @@ TABLE = {
             + "\nZERO = None",
             LYING_FLOAT.replace("class Liar(float):", "class Circle(float):\n    def area(self): return self"),
         ],
+    ),
+    "an_object_that_is_close_to_a_decimal": (
+        DECIMAL,
+        DECIMAL_CIRCLE,
+        [LIAR.replace("class Liar:", "class Circle:\n    def __init__(self, r): pass\n    def area(self): return self")],
     ),
     "ends_an_iteration": (
         MAPPED,

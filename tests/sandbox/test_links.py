@@ -43,6 +43,12 @@ def test_a_program_that_is_killed_at_its_limit_ends_the_link(sandbox):
         assert (waits.stdout, hung.outcome) == ("b''\n", Outcome.TIMEOUT)
 
 
+def test_programs_find_preloaded_modules_but_not_each_others(session):
+    assert session.preload("import sys\nsys.modules['shared'] = type(sys)('shared')\nsys.modules['shared'].n = 1")
+    changes = "import shared\nprint(shared.n)\nshared.n = 2"
+    assert [session.run_program(changes).stdout for _ in range(2)] == ["1\n", "1\n"]
+
+
 def test_a_call_that_fails_closes_its_link(sandbox):
     session = sandbox.open_session()
     session.close()

@@ -94,6 +94,20 @@ class SessionInterface(ABC):
             SandboxError: The session did not start, was ended from outside during the call or before it, or is closed.
         """
 
+    def preload(self, code: str) -> bool:
+        """Run trusted code in the process from which programs are forked, so that they need not load the same modules again.
+
+        Args:
+            code: Source that adds modules to `sys.modules`. It must neither fail nor come from a model.
+
+        Returns:
+            Whether programs find the modules; False for a sandbox that starts each program anew.
+
+        Raises:
+            SandboxError: The session did not start, was ended from outside, or is closed.
+        """
+        return False
+
     def wait_until_started(self) -> None:
         """Wait until a call would start its program at once. A sandbox whose sessions start in `open_session` needs none.
 

@@ -68,6 +68,9 @@ class LocalSession(SessionInterface):
         finally:
             _close(ends)
 
+    def preload(self, code: str) -> bool:
+        return self._call(wire.PRELOAD, code, "", None, []).outcome is Outcome.OK
+
     def wait_until_started(self) -> None:
         with self._calls:
             self._refuse_if_closed()

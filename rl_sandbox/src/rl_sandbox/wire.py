@@ -11,7 +11,7 @@ import struct
 
 REQUEST = struct.Struct("!BdII")
 REPLY = struct.Struct("!BiBII")
-RUN, PROGRAM, LINKED = 1, 2, 3
+RUN, PROGRAM, LINKED, PRELOAD = 1, 2, 3, 4
 OK, ERROR, TIMEOUT, KILLED = 0, 1, 2, 3
 TRUNCATED, STATE_LOST = 1, 2
 LINK = b"L"

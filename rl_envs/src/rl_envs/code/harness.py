@@ -23,24 +23,25 @@ for name, code in marshal.loads(zlib.decompress(binascii.a2b_base64({compiled!r}
     sys.modules[name] = module
     setattr(sys.modules["rl_envs.code"], name.rpartition(".")[2], module)
     exec(code if matches else compile(code, "<tests>", "exec"), module.__dict__)
-sys.modules["rl_envs.code.inside"]."""
+"""
+_MAIN = 'import sys\nsys.modules["rl_envs.code.inside"].'
 
 
 def program_source(code: str) -> str:
     """The program that runs a completion's code."""
-    return f"{_boot()}run_program({code!r})\n"
+    return f"{modules_source()}{_MAIN}run_program({code!r})\n"
 
 
 def tests_source(suite: Suite) -> str:
-    """The program that runs the tests."""
+    """The program that runs the tests, if `modules_source` is preloaded or precedes it."""
     sets = set(suite.unreachable), set(suite.required), set(suite.tested)
     arguments = (suite.statements, dict(suite.owners), *sets, suite.total)
-    return f"{_boot()}run_tests(*{arguments!r})\n"
+    return f"{_MAIN}run_tests(*{arguments!r})\n"
 
 
 @functools.cache
-def _boot() -> str:
-    """Source that makes the modules of this package available; compiled if the interpreter inside has this version."""
+def modules_source() -> str:
+    """Source that loads the modules of this package; they are compiled here if the interpreter inside has this version."""
     folder = Path(__file__).parent
     sources = [(f"rl_envs.code.{name}", (folder / f"{name}.py").read_text(encoding="utf-8")) for name in _MODULES]
     compiled = [(name, compile(source, "<tests>", "exec", dont_inherit=True, optimize=2)) for name, source in sources]

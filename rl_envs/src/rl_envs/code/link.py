@@ -53,7 +53,7 @@ class Peer:
 
     Attributes:
         busy: Number of requests that wait for an answer.
-        mixed: Stand-ins that resulted from an operator with a number of this side, by id.
+        mixed: Stand-ins that resulted from an operator with a value of this side, by id.
         printed: Called for the text that was printed since the last answer; sent with the next one.
         lost: Whether the other process has ended.
     """

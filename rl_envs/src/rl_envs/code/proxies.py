@@ -9,7 +9,7 @@ A stand-in in the tests' process does not leave the result of a comparison to th
 - It equals, or is less than, other stand-ins only. Compared with a value of the tests, it is not equal.
 - Operators and `in` are forwarded only if the tests name its class by a name that begins with a capital letter. Otherwise
   `abs(area(2) - 4) < 1e-9` would be true for an object whose `-` always returns 0.
-- An operator with a number of the tests as operand must return an object, and that object has no value, length or truth.
+- An operator with a value of the tests as operand must return an object, and that object has no value, length or truth.
 - `startswith`, `isdigit`, `issubset` and the like are not called on objects of other classes.
 """
 
@@ -247,9 +247,9 @@ def _operator(name: str, base: Any) -> Any:
             own = None if base is None else getattr(base, name, None)
             return NotImplemented if own is None else own(self, other, *more)
         result = peer.request("method", self, name, (other, *more))
-        if peer.strict and isinstance(other, NUMBERS) and not isinstance(other, Stand) and result is not NotImplemented:
+        if peer.strict and not peer.is_foreign(other) and result is not NotImplemented:
             if not isinstance(result, Stand):
-                raise TypeError(f"{name} of {cls.__name__!r} and a number must return an object of the program")
+                raise TypeError(f"{name} of {cls.__name__!r} and a value must return an object of the program")
             peer.mixed[id(result)] = result
         return result
 

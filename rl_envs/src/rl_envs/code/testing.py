@@ -6,6 +6,7 @@ the data. It ends with the first tests that do not end by themselves.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from rl_envs.code.harness import program_source, tests_source
+from rl_core.errors import UserError
+from rl_envs.code.harness import modules_source, program_source, tests_source
 from rl_envs.code.suites import Suite
 from rl_sandbox.interface import Outcome, SandboxInterface, SessionInterface
 
@@ -24,6 +26,8 @@ _GRACE_S = 3.0
 @dataclass
 class _TestsSession:
     session: SessionInterface
+    modules: str = ""
+    """What precedes each program, because it is not preloaded."""
     reusable: bool = False
 
 
@@ -56,7 +60,9 @@ class SuiteRunner:
             program = self._programs.submit(
                 session.run_program, program_source(code), timeout_s=timeout_s, link=(requests, to_tests)
             )
-            result = tests.session.run_program(tests_source(suite), timeout_s=timeout_s + _GRACE_S, link=(answers, to_program))
+            result = tests.session.run_program(
+                tests.modules + tests_source(suite), timeout_s=timeout_s + _GRACE_S, link=(answers, to_program)
+            )
             tests.reusable = result.outcome is Outcome.OK
             if not tests.reusable:
                 return 0, result.outcome
@@ -72,8 +78,11 @@ class SuiteRunner:
             tests = self._idle.get_nowait()
         except Empty:
             tests = _TestsSession(self.sandbox.open_session())
-        tests.reusable = False
+        is_new, tests.reusable = not tests.reusable, False
         try:
+            if is_new:
+                _check(tests.session)
+                tests.modules = "" if tests.session.preload(modules_source()) else modules_source()
             tests.session.wait_until_started()
             yield tests
         finally:
@@ -87,3 +96,12 @@ class SuiteRunner:
         self._programs.shutdown(cancel_futures=True)
         while not self._idle.empty():
             self._idle.get().session.close()
+
+
+def _check(session: SessionInterface) -> None:
+    """Raise UserError if programs in the sandbox cannot be linked."""
+    if "link" not in inspect.signature(session.run_program).parameters:
+        raise UserError(
+            f"{type(session).__name__}.run_program has no argument `link`, so this sandbox cannot link programs to their tests. "
+            "Only rows with `stdin_stdout` work. Implement `link` (see rl_sandbox.SessionInterface), or use the sandbox `local`."
+        )
