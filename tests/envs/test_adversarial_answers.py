@@ -1,4 +1,4 @@
-"""Answers that are not the right one but look for a weakness of an environment: none is paid, none takes long."""
+"""Answers that are not the right one but look for a weakness of an environment: none is rewarded, none takes long."""
 
 import json
 
@@ -84,7 +84,7 @@ def rewards_of(environment, answers, metadata, content="{0}"):
         (ToolsEnvironment, {"expected_answer": str(NUMBER), "session_id": "one"}),
     ],
 )
-def test_an_answer_that_is_not_the_right_one_is_not_paid(environment, metadata):
+def test_an_answer_that_is_not_the_right_one_is_not_rewarded(environment, metadata):
     paid = [text for text, reward in zip(NUMBERS, rewards_of(environment(), NUMBERS, metadata), strict=True) if reward > 0]
     assert paid == []
 

@@ -1,4 +1,4 @@
-"""The example that puts a judge beside the checks of instructions: junk that follows the instructions is not rewarded."""
+"""The example that adds a judge to the checks of instructions: junk that follows the instructions is not rewarded."""
 
 from pathlib import Path
 

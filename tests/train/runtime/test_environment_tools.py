@@ -226,7 +226,7 @@ def functions(rows, monkeypatch):
     return "reward_functions_to_check"
 
 
-def test_a_reward_that_a_function_leaves_out_counts_as_0_and_is_no_mistake(rows, functions):
+def test_a_reward_that_a_function_leaves_out_counts_as_0_and_is_not_a_mistake(rows, functions):
     found = checked(f"{functions}.named", rows)
     assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == []
     assert "their mean reward is 1" in found["correct answers"][1]
@@ -239,7 +239,7 @@ def test_an_environment_that_does_not_read_the_expected_answer_need_not_reward_i
         assert CheckStatus.FAILED not in {status for status, _ in found.values()}
         status, detail = found["correct answers"]
         assert status is CheckStatus.NOTE
-        assert "reads nothing of the metadata" in detail
+        assert "does not read the metadata" in detail
 
 
 class NeverRight(Lengths):
@@ -256,10 +256,10 @@ def test_an_environment_that_reads_the_expected_answer_and_never_rewards_it_fail
     assert (status, "no form of the expected answer" in detail) == (CheckStatus.FAILED, True)
 
 
-def test_a_constant_answer_that_is_paid_on_most_problems_fails_and_near_misses_are_noted(rows, functions):
+def test_a_constant_answer_that_is_rewarded_on_most_problems_fails_and_near_misses_are_noted(rows, functions):
     found = checked(f"{functions}.any_number", rows)
     assert found["constant answers"][0] is CheckStatus.FAILED
-    assert "the answer '0' is paid like the expected one on 3 of 3 problems" in found["constant answers"][1]
+    assert "the answer '0' is rewarded like the expected one on 3 of 3 problems" in found["constant answers"][1]
     assert found["near misses"][0] is CheckStatus.NOTE
     assert "'ANSWER plus 1' 3 of 3" in found["near misses"][1]
     found = checked(f"{functions}.near", rows)

@@ -30,7 +30,7 @@ class JudgeEnvironmentConfig(EnvironmentConfig):
     system_prompt: str | None = None
     """System message to the judge; null for none."""
     score_pattern: str = (
-        r"(?im)^[^\w\n]*+(?:(?:my|the|final|overall|total)\W+){0,2}score[\s*_\"'`]*+(?:[:\uff1a=]|[-\u2013\u2014](?=\s))?"
+        r"(?im)^[^\w\n]*+(?:(?:my|the|final|overall|total)\W+){0,2}score[\s*_\"'`]*+(?:[:\uff1a=]|(?:-|\u2013|\u2014)(?=\s))?"
         r"[\s*_\"'`(\[]*+(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?[^\w%\u2030]*\Z"
     )
     """Regular expression with the score as its first group and optionally the end of its scale as its second; its last match in

@@ -34,7 +34,7 @@ def read_score(reply: str, pattern: str, *, answer: str, lowest: float, highest:
 
 
 def _is_quoted(statement: str, answer: str) -> bool:
-    """Whether a statement with a word is in the answer; a bare number says nothing."""
+    """Whether a statement with a word is in the answer; a bare number could be anything."""
     words = _words(statement)
     return any(each.isalpha() for each in words) and f" {words} " in f" {_words(answer)} "
 

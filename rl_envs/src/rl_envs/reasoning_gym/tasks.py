@@ -16,7 +16,7 @@ REFUSED = {
     "propositional_logic": "its scorer gives the full score to any conclusion, such as a premise or `(P \u2228 Q)`",
     "puzzle24": "its scorer gives the full score to any four numbers that make 24, such as `6*4*1*1`, whatever the problem",
 }
-"""Tasks that are not offered, and why: a constant answer is paid, so that training would learn it."""
+"""Tasks that are not offered, and why: a constant answer gets the full score, so that training would learn it."""
 
 
 def make_task(task: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:

@@ -63,7 +63,7 @@ class _Solved:
 
 @dataclass(frozen=True, kw_only=True)
 class _Paid:
-    """How an answer that should not be paid was rewarded."""
+    """How an answer that should not be rewarded was rewarded."""
 
     label: str
     paid: int
@@ -75,7 +75,7 @@ class _Paid:
 
     @property
     def is_on_most(self) -> bool:
-        """Whether it is paid on most rows, and on more than one."""
+        """Whether it is rewarded on most rows, and on more than one."""
         return self.paid > max(1, self.rows * _MOST)
 
 
@@ -117,7 +117,7 @@ class _SourceCheck:
         self._read |= _parameters(self._environment)
         if not self._read:
             self._solved = []
-            return CheckStatus.NOTE, "the environment reads nothing of the metadata of its rows, so no answer is the right one"
+            return CheckStatus.NOTE, "the environment does not read the metadata of its rows, so no answer is the right one"
         if self._solved:
             mean = sum(each.reward for each in self._solved) / len(self._solved)
             return CheckStatus.OK, (
@@ -141,7 +141,7 @@ class _SourceCheck:
         most, best = max(found, key=lambda each: each.paid / max(each.rows, 1)), max(found, key=lambda each: each.mean)
         if most.is_on_most:
             problem = (
-                f"the answer {most.label} is paid like the expected one on {most.paid} of {most.rows} problems for which it is "
+                f"the answer {most.label} is rewarded like the expected one on {most.paid} of {most.rows} problems for which it is "
                 "wrong. Training would learn this answer instead of the task."
             )
             if self._reads_expected:
@@ -149,7 +149,7 @@ class _SourceCheck:
             return CheckStatus.NOTE, problem
         worst = f"{most.label} is, on {most.paid} of {most.rows}," if most.paid else "none is"
         detail = (
-            f"of {len(found)} answers that do not depend on the problem, where they are wrong, {worst} paid "
+            f"of {len(found)} answers that do not depend on the problem, if they are wrong, {worst} rewarded "
             f"like the expected one; the highest mean reward is {best.mean:g}, of {best.label}"
         )
         mean = sum(each.reward for each in self._solved) / len(self._solved)
@@ -160,7 +160,7 @@ class _SourceCheck:
         found = [self._paid(label, partial(_changed, change, others)) for label, change in _NEAR_MISSES.items()]
         shown = ", ".join(f"{each.label!r} {each.paid} of {each.rows}" for each in found)
         is_noted = any(each.is_on_most for each in found)
-        return CheckStatus.NOTE if is_noted else CheckStatus.OK, f"paid like the expected answer ANSWER: {shown}"
+        return CheckStatus.NOTE if is_noted else CheckStatus.OK, f"rewarded like the expected answer ANSWER: {shown}"
 
     def _constant_answers_without_expected(self) -> tuple[CheckStatus, str]:
         in_forms = [form.format(answer) for form in ANSWER_FORMS[1:] for answer in ("0", "1", "yes")]
