@@ -10,7 +10,6 @@ import signal
 import textwrap
 
 import pytest
-import torch
 from e2e_runs import ROOT, TINY, TrainingProcess, checkpoint_of, merged, reproducible_metrics_of
 from killed_processes import kill
 
@@ -209,8 +208,6 @@ def assert_equal(expected, found, victim, where):
     assert without_refits(metrics[1]) == without_refits(metrics[0])
     assert rollouts_of(found) == rollouts_of(expected)
     assert digests_of_last(found) == digests_of_last(expected)
-    # The run takes no numbers from the generators of its process, so a restart continues with those of its first checkpoint.
-    assert generators_of(6, found) == generators_of(2, found)
     assert [path.name for path in (found / "runs").iterdir()] == ["run"]
 
 
@@ -228,11 +225,6 @@ def rollouts_of(folder):
 
 
 def digests_of_last(folder):
-    """Digests of the last checkpoint, without the generators, and `.metadata`, into which torch writes a random id."""
+    """Digests of the last checkpoint, with the states of the generators; torch writes a random id into `.metadata`."""
     files = json.loads((checkpoint_of(6, folder) / "manifest.json").read_text())["files"]
-    return {name: file["digest"] for name, file in files.items() if not name.endswith((".metadata", "rng-00000.pt"))}
-
-
-def generators_of(step, folder):
-    state = torch.load(checkpoint_of(step, folder) / "policy" / "optimizer" / "rng-00000.pt", weights_only=True)
-    return state["torch"].tolist(), state["python"]
+    return {name: file["digest"] for name, file in files.items() if not name.endswith(".metadata")}

@@ -189,7 +189,7 @@ def test_an_interrupted_replacement_is_completed_and_resumed_from(config, start,
         ("manifest is a folder", "manifest.json: not a file"),
         ("empty", "manifest.json: missing; the folder contains: nothing"),
         ("file", "step_000010: a file, not a folder"),
-        ("loop", "step_000010: a symbolic link to step_000010, where no folder is"),
+        ("loop", "step_000010: a symbolic link to step_000010, which is not a folder"),
         ("interrupted replacement", "manifest.json: missing; the folder contains: state.json"),
     ],
 )

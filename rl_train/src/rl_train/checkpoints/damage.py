@@ -74,7 +74,7 @@ def without_manifest(checkpoint: Path) -> str:
             return f"{MANIFEST}: not a file"
         return f"{MANIFEST}: missing; the folder contains: {', '.join(entries[:8]) or 'nothing'}"
     if checkpoint.is_symlink():
-        return f"{checkpoint.name}: a symbolic link to {checkpoint.readlink()}, where no folder is"
+        return f"{checkpoint.name}: a symbolic link to {checkpoint.readlink()}, which is not a folder"
     return f"{checkpoint.name}: a file, not a folder"
 
 
