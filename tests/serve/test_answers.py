@@ -130,6 +130,13 @@ def test_code_streams_its_messages_and_outputs(serve, needs_sandbox):
     assert '"finish_reason": "stop"' in lines[5]
 
 
+def test_a_stream_whose_prompt_is_too_long_has_the_status_of_the_error(serve, needs_sandbox):
+    client, _ = serve(compute_then_answer, code_execution=True)
+    asked = {"messages": [{"role": "user", "content": "1" * 30_000}], "stream": True}
+    refused = client.post("/v1/chat/completions", json=asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_the_number_of_rounds_is_bounded_and_failing_code_is_output(serve, needs_sandbox):
     client, _ = serve(lambda prompt: "```python\n1 / 0\n```", code_execution=True, max_code_rounds=2)
     found = post(client, "/generate", question="Q")

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.cluster import RayVirtualCluster
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.errors import WorkerDiedError
+from rl_core.errors import EngineDiedError, WorkerDiedError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
@@ -82,3 +82,32 @@ def test_health_reports_an_engine_in_this_process_whose_core_has_exited(scripted
             assert "The core process of the engine exited" in health.json()["reason"]
         assert client.post("/v1/completions", json=GREEDY).status_code == 200  # it was restarted
         assert client.get("/health").status_code == 200
+
+
+def test_health_reports_the_transformers_engine_in_this_process_if_it_may_not_be_restarted(monkeypatch):
+    engine = HuggingFaceGeneration(str(MODEL), max_new_tokens=8, max_restarts=0)
+    served = ServedModel(
+        name="addition",
+        generation=engine,
+        tokenizer=load_tokenizer(str(MODEL)),
+        temperature=1.0,
+        top_p=1.0,
+        max_new_tokens=8,
+        max_model_len=engine.facts["max_model_len"],
+        vocab_size=engine.facts["vocab_size"],
+    )
+
+    def dies(*arguments, **keywords):
+        raise EngineDiedError("A process that the engine depends on exited.")
+
+    thread = EngineThread(engine)
+    try:
+        with TestClient(create_app(served, thread, limits=Limits())) as client:
+            assert client.get("/health").status_code == 200
+            monkeypatch.setattr(engine.group.worker, "poll", dies)
+            assert client.post("/v1/completions", json=GREEDY).status_code == 503
+            health = client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "engine failed")
+    finally:
+        thread.close()
+        engine.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ class AnswerResponses:
         if options.n > self._limits.max_rows:
             raise ApiError(400, f"n={options.n} exceeds the {self._limits.max_rows} completions of a request.", param="n")
         if options.stream:
-            return self._stream(messages, asker, options)
+            return await self._stream(messages, asker, options, request)
         found = await unless_disconnected(request, self._choices(messages, asker, options))
         head = ResponseHead.new("chatcmpl", "chat.completion", options.model)
         return JSONResponse(head.body([choice for choice, _ in found], usage=_usage([answer for _, answer in found])))
@@ -118,7 +118,10 @@ class AnswerResponses:
 
         return await _gathered([one(index) for index in range(options.n)])
 
-    def _stream(self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions) -> EventStream:
+    async def _stream(
+        self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions, request: Request
+    ) -> EventStream:
+        """The events; an error before the first message of the model has its own status."""
         head = ResponseHead.new("chatcmpl", "chat.completion.chunk", options.model)
         replies: list[Reply] = []
 
@@ -134,7 +137,25 @@ class AnswerResponses:
                 yield server_sent_event(head.body([], usage=_counts(first, sampled)))
             yield DONE
 
-        return EventStream(ending_in_errors(events()))
+        made = events()
+        exits = AsyncExitStack()
+        exits.push_async_callback(made.aclose)
+
+        async def first() -> str:
+            return await anext(made)
+
+        try:
+            begin = await unless_disconnected(request, first())
+        except BaseException:
+            await exits.aclose()
+            raise
+
+        async def all_events() -> AsyncGenerator[str, None]:
+            yield begin
+            async for event in made:
+                yield event
+
+        return EventStream(ending_in_errors(all_events()), exits)
 
     async def _deltas(
         self, messages: Sequence[Mapping[str, Any]], ask: Ask, replies: list[Reply]
