@@ -335,12 +335,12 @@ env:
 """
 
 
-OVER_RAY = pytest.mark.full("starts Ray; the same environment is found beside the config in one process in `make test`")
+OVER_RAY = pytest.mark.full("starts Ray; the same environment is found next to the config in one process in `make test`")
 
 
 @pytest.mark.parametrize("cluster", ["in_process", pytest.param("ray", marks=[OVER_RAY, pytest.mark.ray])])
 @pytest.mark.usefixtures("one_thread")
-def test_the_documented_environment_trains_by_its_path_beside_the_config(folder, rlcore, cluster, monkeypatch):
+def test_the_documented_environment_trains_by_its_path_next_to_the_config(folder, rlcore, cluster, monkeypatch):
     (folder / "my_environment.py").write_text(MY_ENVIRONMENT)
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")

@@ -116,7 +116,7 @@ def test_every_loss_over_pairs_on_the_page_is_a_name(files):
     config = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", DPO_PAGE, flags=re.DOTALL)[0])
     config["policy"]["model_name"] = "some/model"
     for split in ("train", "validation"):
-        files.write("", f"{split}.jsonl")
+        files.write('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}', f"{split}.jsonl")
     names = re.findall(r"^\| `(\w+)`, \[", DPO_PAGE, flags=re.MULTILINE)
     assert names == ["dpo", "ipo", "dpo_hinge", "simpo", "orpo"]
     assert files.load(yaml.safe_dump(config)).run.algorithm_name == "dpo"

@@ -6,8 +6,10 @@ import jsonschema
 import pytest
 import yaml
 
+from rl_core.config.introspection import all_fields
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.config.aliases import MEANINGS
 from rl_train.config.json_schema import json_schema
 from rl_train.config.reference import reference
 from rl_train.config.schema_index import schema_index
@@ -96,3 +98,11 @@ def test_every_key_of_every_section_has_a_docstring():
         dotted(f.path) for part in sections.parts for f in all_fields(part.model, prefix=part.path) if not f.info.description
     }
     assert not silent
+
+
+def test_names_of_other_libraries_have_a_key_of_ours():
+    index = schema_index(Registry(discover()))
+    fields = [field for part in index.parts for field in all_fields(part.model, prefix=part.path)]
+    names = {str(field.path[-1]) for field in fields}
+    arguments = {name for field in fields if isinstance(field.default, dict) and field.model is None for name in field.default}
+    assert set(MEANINGS.values()) <= names | arguments

@@ -23,7 +23,7 @@ from ray._private.node import Node
 from ray.job_config import JobConfig
 
 from rl_core.cluster import daemons, orphan_reaper
-from rl_core.plugins.import_path import module_folders
+from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_core.rendezvous import loopback
 
 MARKER = "RLCORE_RAY"
@@ -96,7 +96,7 @@ class _Runtime:
 
     def _connect(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # before `init`, which logs before it applies its argument
-        address, job = os.environ.get("RAY_ADDRESS"), JobConfig(_py_driver_sys_path=module_folders())
+        address, job = os.environ.get("RAY_ADDRESS"), JobConfig(_py_driver_sys_path=list(MODULE_FOLDERS))
         if address:
             ray.init(address=address, job_config=job, logging_level=logging.ERROR)
             return

@@ -29,7 +29,8 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
     path = Path(name).expanduser()
     if path.exists():
         return
-    if path.is_absolute() or path.suffix == ".gguf" or name.startswith(".") or name.count("/") > 1 or _is_in_folder(path):
+    in_folder = path.parent.is_dir() and len(path.parts) > 1
+    if in_folder or path.is_absolute() or path.suffix == ".gguf" or name.startswith(".") or name.count("/") > 1:
         searched = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise DataError(f"{name!r} does not exist{searched}. {_FIX}")
     try:
@@ -42,10 +43,6 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
         if not is_cached:
             raise DataError(f"{name!r} is neither a local path nor in the hub's cache, and {error}. {_FIX}. {_HUB}") from error
         _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
-
-
-def _is_in_folder(path: Path) -> bool:
-    return len(path.parts) > 1 and path.parent.is_dir()
 
 
 def _query_hub(name: str) -> None:

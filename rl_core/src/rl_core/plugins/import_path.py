@@ -10,22 +10,15 @@ from typing import Any
 from rl_core.errors import ConfigError
 from rl_core.plugins.component import did_you_mean
 
-_folders: list[str] = []
+MODULE_FOLDERS: list[str] = []
+"""Folders that are searched for modules after all others, here and in workers of a Ray cluster that is started later."""
 
 
 def search_modules_in(folders: Iterable[str]) -> None:
-    """Search these folders for modules, after all others, here and in workers of a Ray cluster that is started later.
-
-    They replace the folders of an earlier call.
-    """
-    sys.path[:] = [entry for entry in sys.path if entry not in _folders]
-    _folders[:] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
-    sys.path.extend(_folders)
-
-
-def module_folders() -> list[str]:
-    """The folders of the last call of `search_modules_in`."""
-    return list(_folders)
+    """Replace `MODULE_FOLDERS`."""
+    sys.path[:] = [entry for entry in sys.path if entry not in MODULE_FOLDERS]
+    MODULE_FOLDERS[:] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    sys.path.extend(MODULE_FOLDERS)
 
 
 def resolve(dotted: str, *, key: str) -> Any:
