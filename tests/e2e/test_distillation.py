@@ -91,6 +91,22 @@ FORMS = {
 }
 
 
+def test_a_student_with_lora_learns_from_the_teacher_and_only_its_adapters_change(teacher, tmp_path):
+    steps = distil(
+        tmp_path,
+        teacher,
+        {
+            "distillation": {"max_num_steps": 4},
+            "policy": {"hf_cfg": {"lora": {"rank": 8}}, "optimizer": {"kwargs": {"lr": 3.0e-3}}},
+            "checkpointing": {"enabled": True, "save_period": 4},
+        },
+    )
+    assert steps[4]["validation/kl_forward"] < steps[0]["validation/kl_forward"]
+    weights = tmp_path / "runs" / "run" / "checkpoints" / "step_000004" / "policy" / "weights"
+    assert (weights / "adapter_model.safetensors").is_file()
+    assert not list(weights.glob("model*.safetensors"))
+
+
 @pytest.mark.full("tests/train/algorithms proves the divergences; the next test lowers the forward one in four steps")
 @pytest.mark.parametrize("form", FORMS)
 def test_distillation_reduces_kl_to_teacher(form, teacher, tmp_path):
