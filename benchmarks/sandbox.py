@@ -1,7 +1,8 @@
 """Programs per second in the sandbox, next to plain subprocesses on the same machine.
 
-Each program prints a number. A new session is a new isolation unit with a new interpreter; a warm session runs many programs.
-The plain subprocess (`python -I -S`, no isolation) is the reference: what a new interpreter costs alone.
+Each program prints a number, except those with tests of the environment `code`, which run in a second session. A new session
+is a new isolation unit with a new interpreter; a warm session runs many programs. The plain subprocess (`python -I -S`, no
+isolation) is the reference: what a new interpreter costs alone.
 
 Usage:
     python benchmarks/sandbox.py [--programs 200] [--threads 2] [--out benchmarks/results/sandbox.md]
@@ -25,6 +26,9 @@ from pathlib import Path
 
 from cpu_time import cpu_seconds
 
+from rl_envs.code.suites import read_suite
+from rl_envs.code.testing import SuiteRunner
+from rl_sandbox.interface import Outcome
 from rl_sandbox.levels import Level
 from rl_sandbox.local import LocalSandbox
 from rl_sandbox.session import LocalSession
@@ -33,6 +37,7 @@ PROGRAM = "print(sum(range(100)))"
 EXPECTED = "4950\n"
 NORMAL_USER = 61200
 _BATCH = 20
+_CALLS = 20_000
 
 
 def measure(work: Callable[[int], None], count: int, threads: int) -> tuple[float, float]:
@@ -98,6 +103,32 @@ def warm(sandbox: LocalSandbox, threads: int, method: str) -> Iterator[Callable[
             session.close()
 
 
+def measure_calls(sandbox: LocalSandbox, threads: int) -> tuple[float, float]:
+    """Calls per second from the tests of a program, and CPU-milliseconds per call, of suites with many calls."""
+    suite = read_suite(f"for i in range({_CALLS}):\n    assert double(i) == 2 * i", None)
+    runner = SuiteRunner(sandbox, threads)
+
+    def work(_: int) -> None:
+        assert runner.run("def double(x):\n    return 2 * x", suite, 600.0) == (1, Outcome.OK)
+
+    rate, cpu = measure(work, 2 * threads, threads)
+    runner.close()
+    return rate * _CALLS, cpu / _CALLS
+
+
+def measure_suites(sandbox: LocalSandbox, count: int, threads: int) -> tuple[float, float]:
+    """Like `measure`, of programs with four assertions. The CPU time of the killed sessions of the programs is lost."""
+    suite = read_suite("\n".join(f"assert add({n}, 1) == {n + 1}" for n in range(4)), None)
+    runner = SuiteRunner(sandbox, threads)
+
+    def work(_: int) -> None:
+        assert runner.run("def add(a, b):\n    return a + b", suite, 60.0) == (4, Outcome.OK)
+
+    measured = measure(work, count, threads)
+    runner.close()
+    return measured
+
+
 def table(programs: int, threads: int) -> list[str]:
     rows = [("plain subprocess, not isolated", "", *measure(plain, programs, threads))]
     with sandboxes() as available:
@@ -108,8 +139,12 @@ def table(programs: int, threads: int) -> list[str]:
             for method, words in (("run_program", "warm session, a new process"), ("run", "warm session, its interpreter")):
                 with warm(sandbox, threads, method) as work:
                     rows.append((words, level, *measure(work, 5 * programs, threads)))
+            rows.append(
+                ("program with a test suite of `code`, in two sessions", level, *measure_suites(sandbox, programs, threads))
+            )
+            rows.append(("each further call of the program by its tests", level, *measure_calls(sandbox, threads)))
     lines = ["| what | level | programs per second | CPU-ms per program |", "|---|---|---|---|"]
-    return lines + [f"| {words} | {level} | {rate:.0f} | {cpu:.1f} |" for words, level, rate, cpu in rows]
+    return lines + [f"| {words} | {level} | {rate:.0f} | {cpu:.2g} |" for words, level, rate, cpu in rows]
 
 
 def main() -> None:

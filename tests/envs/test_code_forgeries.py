@@ -1,4 +1,4 @@
-"""Programs that try to pass tests without solving them: none is paid, and a right program passes the same tests."""
+"""Programs that try to pass tests without solving them: none is rewarded, and a right program passes the same tests."""
 
 from __future__ import annotations
 
@@ -296,6 +296,6 @@ def test_a_right_program_passes(shares, name):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_no_forgery_is_paid(shares, name):
+def test_no_forgery_is_rewarded(shares, name):
     paid = [n for (suite, n), outcome in shares.items() if suite == name and n and outcome == "passed"]
     assert paid == [], [TABLE[name][2][n - 1] for n in paid]

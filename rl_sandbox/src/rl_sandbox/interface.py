@@ -101,7 +101,7 @@ class SessionInterface(ABC):
             code: Source that adds modules to `sys.modules`. It must neither fail nor come from a model.
 
         Returns:
-            Whether programs find the modules; False for a sandbox that starts each program anew.
+            Whether programs find the modules; False for a sandbox that starts a new interpreter for each.
 
         Raises:
             SandboxError: The session did not start, was ended from outside, or is closed.

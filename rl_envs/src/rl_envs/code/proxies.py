@@ -10,7 +10,7 @@ A stand-in in the tests' process does not leave the result of a comparison to th
 - Operators and `in` are forwarded only if the tests name its class by a name that begins with a capital letter. Otherwise
   `abs(area(2) - 4) < 1e-9` would be true for an object whose `-` always returns 0.
 - An operator with a value of the tests as operand must return an object, and that object has no value, length or truth.
-- `startswith`, `isdigit`, `issubset` and the like are not called on objects of other classes.
+- Methods such as `startswith`, `isdigit` and `issubset` are not called on objects of other classes.
 """
 
 from __future__ import annotations

@@ -102,6 +102,6 @@ def _check(session: SessionInterface) -> None:
     """Raise UserError if programs in the sandbox cannot be linked."""
     if "link" not in inspect.signature(session.run_program).parameters:
         raise UserError(
-            f"{type(session).__name__}.run_program has no argument `link`, so this sandbox cannot link programs to their tests. "
-            "Only rows with `stdin_stdout` work. Implement `link` (see rl_sandbox.SessionInterface), or use the sandbox `local`."
+            f"{type(session).__name__}.run_program has no argument `link`, so the sandbox cannot link a program to its tests. "
+            "Only rows with `stdin_stdout` work. Implement `link` (see rl_sandbox.SessionInterface), or use `local`."
         )
