@@ -36,7 +36,7 @@ class EnvironmentReturn(NamedTuple):
     """Stop strings of the next turn."""
     rewards: torch.Tensor | Mapping[str, torch.Tensor]
     """[B] float32, or named components of that form, which are summed. A call may omit a name that other calls return: its
-    rows then get 0.0 for it. A plain tensor is the component `reward`."""
+    rows then get 0.0 for it. If a scored row ends, there is at least one. A plain tensor is the component `reward`."""
     terminateds: torch.Tensor
     """[B], 1 (or True) if the row has ended, else 0."""
     answers: list[str | None] | None = None

@@ -85,7 +85,7 @@ def checked_return(returned: Any, *, rows: int, task_name: str, environment_clas
     _check_finite(step_return, who)
     _check_rows(step_return, who)
     step_return = step_return._replace(observations=_observations(step_return, who), scored=_without_failed(step_return))
-    _check_rewarded(step_return, rows, who)
+    _check_rewarded(step_return, who)
     return step_return
 
 
@@ -159,13 +159,14 @@ def _check_finite(step_return: EnvironmentReturn, who: str) -> None:
             )
 
 
-def _check_rewarded(step_return: EnvironmentReturn, rows: int, who: str) -> None:
-    """Check that there are rewards if a row is scored."""
+def _check_rewarded(step_return: EnvironmentReturn, who: str) -> None:
+    """Check that there are rewards if a scored row ends; turns before the last one may have none."""
     if isinstance(step_return.rewards, Mapping) and not step_return.rewards:
-        for row in range(rows) if step_return.scored is None else step_return.scored.nonzero().flatten().tolist()[:1]:
+        ended = step_return.terminateds if step_return.scored is None else step_return.terminateds & step_return.scored
+        for row in ended.nonzero().flatten().tolist()[:1]:
             raise RLCoreError(
-                f"{who} returned {{}} as rewards, so the scored row {row} has none. Return a tensor [B], or named rewards, or "
-                "set `scored` to 0 for rows that cannot be scored."
+                f"{who} returned {{}} as rewards, so row {row}, which ends and is scored, has none. Return a tensor [B], or "
+                "named rewards, or set `scored` to 0 for rows that cannot be scored."
             )
 
 

@@ -141,8 +141,8 @@ class _SourceCheck:
         most, best = max(found, key=lambda each: each.paid / max(each.rows, 1)), max(found, key=lambda each: each.mean)
         if most.is_on_most:
             problem = (
-                f"the answer {most.label} is rewarded like the expected one on {most.paid} of {most.rows} problems for which it is "
-                "wrong. Training would learn this answer instead of the task."
+                f"the answer {most.label} is rewarded like the expected one on {most.paid} of {most.rows} problems for which "
+                "it is wrong. Training would learn this answer instead of the task."
             )
             if self._reads_expected:
                 raise CheckFailedError(problem)
