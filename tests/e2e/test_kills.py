@@ -70,6 +70,7 @@ TRAP = textwrap.dedent(
         from rl_train.checkpoints import store
         from rl_train.weight_sync.synchronizer import WeightSynchronizer
         trap(DistributedPolicy, "train", "train", after=True)  # weights have changed, nothing is logged
+        trap(WeightSynchronizer, "sync", "sync")  # before a refit; in this process, the engine has the policy's own tensors
         trap(WeightSynchronizer, "_prove_fingerprint", "refit")  # the engine has new weights, and its version is not set
         trap(store, "write_manifest", "checkpoint")  # all other files are there, under the incomplete name
     """
@@ -79,11 +80,12 @@ VISITS = {
     "validation": "environment 6",
     "train": "train 3",
     "refit": "refit 4",
+    "sync": "sync 5",
     "checkpoint": "checkpoint 2",
     "agent": "agent 45",
 }
 """Each is after the checkpoint of step 2 and before that of step 4 is complete."""
-PLACES = [where for where in VISITS if where != "agent"]
+HERE, OVER_RAY = (("rollout", "validation", "train", weights, "checkpoint") for weights in ("sync", "refit"))
 SETTINGS = {
     "in process": {"cluster": {"backend": "in_process"}},
     "ray": {"cluster": {"backend": "ray"}},
@@ -97,20 +99,20 @@ CONFIG = {
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 ONE, TWO = ("SIGTERM",), ("SIGTERM", "SIGTERM")
 ROWS = [
-    *(("in process", where, "driver", ("SIGKILL",)) for where in PLACES),
-    *(("in process", where, "driver", TWO) for where in PLACES),
+    *(("in process", where, "driver", ("SIGKILL",)) for where in HERE),
+    *(("in process", where, "driver", TWO) for where in HERE),
     ("in process", "rollout", "driver", ("SIGHUP",)),
     ("in process", "train", "driver", ("SIGINT",)),
     ("in process", "checkpoint", "driver", ONE),
     ("in process", "validation", "driver", ("SIGINT", "SIGTERM")),
-    ("in process", "refit", "driver", ("SIGHUP", "SIGINT")),
-    *(("ray", where, "driver", ("SIGKILL",)) for where in PLACES),
+    ("in process", "sync", "driver", ("SIGHUP", "SIGINT")),
+    *(("ray", where, "driver", ("SIGKILL",)) for where in OVER_RAY),
     ("ray", "rollout", "driver", ONE),
     ("ray", "refit", "driver", ("SIGHUP",)),
     ("ray", "train", "driver", TWO),
     ("ray", "checkpoint", "driver", ("SIGINT", "SIGTERM")),
     ("ray", "validation", "driver", TWO),
-    *(("ray", where, "policy", ("SIGKILL",)) for where in PLACES),
+    *(("ray", where, "policy", ("SIGKILL",)) for where in OVER_RAY),
     *(("agents", "agent", "driver", signals) for signals in (("SIGKILL",), ONE, TWO)),
     ("ray", "rollout", "generation", ("SIGKILL",)),
     ("ray", "refit", "generation", ("SIGKILL",)),
