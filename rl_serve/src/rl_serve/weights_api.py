@@ -182,7 +182,10 @@ class WeightUpdates:
         if self._is_mixed:
             raise ApiError(503, _INTERRUPTED, code="unhealthy")
         async with self._one_at_a_time:
-            await self._run(self.generation.invalidate_kv_cache)
+            try:
+                await self._run(self.generation.invalidate_kv_cache)
+            except ApiError as error:
+                raise ApiError(503, error.message, code="unhealthy") from error
             if self.pause.is_expired:
                 _log.warning("a pause was not renewed and has ended: the server samples again with weights of one version")
                 self._is_prepared = False
