@@ -159,6 +159,12 @@ def test_a_run_folder_is_converted_from_its_newest_checkpoint(whole, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"Newest checkpoint of {run}: {whole}\n")
     assert files(tmp_path / "out") == files(whole / "policy" / "weights")
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints" / whole.name / "manifest.json").unlink()
+    result = rlcore("convert", copy, tmp_path / "other")
+    assert result.returncode == 2
+    assert "manifest.json" in result.stderr
 
 
 def test_wrong_input_is_explained_and_leaves_nothing_behind(whole, tmp_path):

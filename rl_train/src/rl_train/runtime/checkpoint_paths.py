@@ -86,15 +86,13 @@ def newest_step(path: Path) -> Path:
     """The newest step folder of a run folder, or of a folder of step folders; any other path itself.
 
     Raises:
-        CheckpointError: The run has no checkpoint.
+        CheckpointError: The run has no checkpoint, or the newest is damaged.
     """
     is_step = path.name.startswith("step_") or (path / "manifest.json").is_file()
     if is_step or not path.is_dir() or (path / MODEL_FILE).is_file():
         return path
     store = _store_in(path)
-    if store is None:
-        return path
-    return store.find(store.steps()[-1]) if store.steps() else find_weights(path).path
+    return path if store is None else store.latest_undamaged() or find_weights(path).path
 
 
 def _of_step(path: Path) -> CheckpointPaths:
