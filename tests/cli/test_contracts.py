@@ -55,7 +55,7 @@ number = 3
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Writes a config of the module above, beside it."""
+    """Writes a config of the module above, in its folder."""
     (tmp_path / "contract_classes.py").write_text(MODULES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -61,7 +61,7 @@ def check_columns(batch: Any, keys: Iterable[str], *, rows: int, component: obje
     Raises:
         BrokenPromiseError: it is not a batch, or a column is missing, on a device, or of another dtype, number of axes or rows.
     """
-    problem = None if isinstance(batch, Mapping) else f"returned {type(batch).__name__} in place of a BatchedDataDict."
+    problem = None if isinstance(batch, Mapping) else f"returned {type(batch).__name__} instead of a BatchedDataDict."
     for key in keys if problem is None else ():
         problem = problem or _column_problem(batch, key, rows)
     if problem is not None:

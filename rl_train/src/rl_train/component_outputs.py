@@ -1,6 +1,6 @@
 """Checks what engines and models return, once per call. Every error names the class, its distribution and the row.
 
-A component's own word proves nothing: a row in the wrong place, a probability in place of its logarithm or a missing column
+A component's own word proves nothing: a row in the wrong place, a probability instead of its logarithm or a missing column
 would otherwise be trained on, or fail much later with an error about another component.
 """
 

@@ -151,7 +151,7 @@ def test_the_first_difference_of_two_texts():
     assert get_first_index_that_differs([1], [2]) == 0
 
 
-def test_token_ids_that_are_no_integers_are_refused_when_messages_are_joined():
+def test_token_ids_that_are_not_integers_are_refused_when_messages_are_joined():
     log = [
         {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
         {"role": "assistant", "content": "b", "token_ids": torch.tensor([1.5, 2.0])},

@@ -73,7 +73,7 @@ def rows(order):
 
 WRONG = {
     "a missing column": (changed(truncated=lambda _: None), "returned no column `truncated`"),
-    "no batch": (lambda output: list(output.values()), "returned list in place of a BatchedDataDict"),
+    "no batch": (lambda output: list(output.values()), "returned list instead of a BatchedDataDict"),
     "a list": (changed(truncated=lambda o: o["truncated"].tolist()), "returned `truncated` as list.*bool"),
     "int32 tokens": (changed(output_ids=lambda o: o["output_ids"].int()), r"`output_ids` as a tensor .* int32"),
     "float64": (changed(logprobs=lambda o: o["logprobs"].double()), r"`logprobs` as a tensor .* float64.* \[B, T\] float32"),
@@ -138,7 +138,7 @@ def test_a_right_output_passes_unchanged_also_with_a_mask_of_the_prompts_and_row
 
 def test_a_streamed_row_is_checked_as_a_batch_is(engine):
     class Echoes(GenerationInterface):
-        """Written from scratch; reports probabilities in place of their logarithms."""
+        """Written from scratch; reports probabilities instead of their logarithms."""
 
         generate = prepare_for_generation = finish_generation = None
 

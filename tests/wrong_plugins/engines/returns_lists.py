@@ -1,4 +1,4 @@
-"""Returns lists in place of tensors."""
+"""Returns lists instead of tensors."""
 
 from wrong_plugins.engines.base import EngineOf
 

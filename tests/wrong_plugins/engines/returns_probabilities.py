@@ -1,4 +1,4 @@
-"""Returns probabilities in place of their logarithms."""
+"""Returns probabilities instead of their logarithms."""
 
 from wrong_plugins.engines.base import EngineOf
 

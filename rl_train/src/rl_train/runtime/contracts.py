@@ -47,7 +47,7 @@ class Contract:
     """Who calls the methods, in errors."""
 
     def problem(self, component: Any) -> str | None:
-        """What a class lacks, or None. Of a function that creates the component, only the arguments are checked."""
+        """What a class lacks, or None. For a function that creates the component, only the arguments are checked."""
         target: Any = plain_class(component)
         if not callable(target):
             return f"{component!r} is not a class. Name a class, or a function that returns the component."
