@@ -145,9 +145,9 @@ def test_rows_of_well_known_forms_get_a_hint_that_works(folder, row, name):
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_an_empty_data_file_fails_in_validate(folder, rlcore, content):
     (folder / "rows.jsonl").write_text(content)
-    for more in ((), ("++data.train.on_bad_row=skip",), ("++data.train.record_fn=my_data.row",)):
+    for more in ((), ("++data.train.on_bad_row=skip",), ("++data.train.record_fn=data_of_an_empty_file.row",)):
         given = (f"++policy.model_name={MODEL}", "++data.train_data_path=rows.jsonl", *more)
-        (folder / "my_data.py").write_text("def row(row): return row\n")
+        (folder / "data_of_an_empty_file.py").write_text("def row(row): return row\n")
         code, _, err = rlcore("validate", "--config", "sft.yaml", *given)
         assert code == 2
         assert "rows.jsonl is empty: a dataset needs at least one row." in err

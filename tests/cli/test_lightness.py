@@ -63,7 +63,7 @@ def test_the_cost_of_list_backends_is_printed(capsys):
     assert len(costs) == 5
 
 
-@pytest.mark.parametrize("command", ["train", "validate", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_missing_config_is_reported_before_anything_is_imported(command, tmp_path):
     code = (
         "import atexit, sys\n"

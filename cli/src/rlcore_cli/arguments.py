@@ -28,7 +28,9 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def config_files(config: Path | None, bases: list[Path] | None, overrides: list[str] | None) -> tuple[list[Path], list[str]]:
+def config_files(
+    config: Path | None, bases: list[Path] | None, overrides: list[str] | None, *, must_exist: bool = True
+) -> tuple[list[Path], list[str]]:
     """The config files in the order in which they are applied, and the overrides.
 
     Raises:
@@ -44,5 +46,6 @@ def config_files(config: Path | None, bases: list[Path] | None, overrides: list[
         files.append(config)
     if not files:
         raise typer.BadParameter("give a YAML file, or --config FILE.", param_hint="CONFIG")
-    refuse_missing(files)
+    if must_exist:
+        refuse_missing(files)
     return files, given

@@ -46,7 +46,7 @@ def validate(
     from rl_train.config.loader import load_config
     from rl_train.config.resource_checks import machine_conflicts
 
-    files, changes = config_files(config, bases, overrides)
+    files, changes = config_files(config, bases, overrides, must_exist=False)
     try:
         loaded = load_config(files, changes)
         loaded.refuse(machine_conflicts(loaded.run))
