@@ -194,7 +194,7 @@ def test_incompatible_components_are_rejected_before_anything_runs(policy):
     with pytest.raises(DataError, match="'rejected' is missing"):
         DPOTrainer(policy).train([{"prompt": "a", "chosen": "b"}])
     with pytest.raises(DataError, match="16 records, but a step uses 32"):
-        DPOTrainer(policy).train(PAIRS)
+        DPOTrainer(policy, config={"global_batch_size": 32}).train(PAIRS)
 
 
 def test_a_batch_that_cuts_a_pair_is_refused(policy):

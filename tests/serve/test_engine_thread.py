@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
-from rl_core.errors import NotSupportedError, RLCoreError, WorkerError
+from rl_core.errors import BrokenPromiseError, NotSupportedError, WorkerError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineClosedError, EngineThread, SamplingRow
 from rl_serve.sampling import Limits
@@ -83,7 +83,7 @@ def test_an_output_without_all_rows_fails_all_waiting_requests_and_later_ones_ar
         return await asyncio.wait_for(found, 60)
 
     failures = asyncio.run(scenario())
-    assert [type(failure) for failure in failures] == [RLCoreError] * 4
+    assert [type(failure) for failure in failures] == [BrokenPromiseError] * 4
     assert "for a call with" in str(failures[0])
     batches.generate = model.generation.generate
     assert len(asyncio.run(all_of(thread, ROWS))) == 3

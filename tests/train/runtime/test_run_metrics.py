@@ -48,7 +48,7 @@ def test_a_finished_step_is_saved_if_a_logger_raises(tmp_path, saves):
     saved = []
     store = SimpleNamespace(save=lambda step, numbers: saved.append((step, numbers["loss"])))
     config = SimpleNamespace(
-        algorithm=SimpleNamespace(max_num_steps=3),
+        algorithm=SimpleNamespace(max_num_steps=3, seed=0),
         checkpointing=SimpleNamespace(save_period=10),
         profiling=SimpleNamespace(steps=[]),
     )
