@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo_addition.yaml"
 
 
 def soak(folder: Path, steps: int) -> dict[int, float]:
-    """Train so many steps of 64 rollouts; returns the resident memory of the process in MiB after each step."""
+    """Train `steps` steps of 64 rollouts; returns the resident memory of the process in MiB after each step."""
     changes = {
         "grpo.max_num_steps": steps,
         "grpo.num_prompts_per_step": 8,

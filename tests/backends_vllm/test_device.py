@@ -49,7 +49,7 @@ def test_the_import_of_vllm_logs_at_that_level_too(monkeypatch, own, level):
     assert logger.level == level
     monkeypatch.setattr(logger, "level", logging.CRITICAL)
     quiet_import()
-    assert logger.level == logging.CRITICAL, "whoever has set it before keeps it"
+    assert logger.level == logging.CRITICAL, "a level that was set before is kept"
 
 
 def test_folders_of_dead_processes_are_removed_and_others_kept(tmp_path):

@@ -107,7 +107,7 @@ def claim(start: ResumePoint, section: CheckpointingConfig, exits: ExitStack) ->
 
 
 def claim_again_if_deleted(store: CheckpointStore, start: ResumePoint, exits: ExitStack) -> None:
-    """Let `store` lock its folder for this run again if somebody deletes the folder during the run."""
+    """Let `store` lock its folder for this run again if the folder is deleted during the run."""
 
     def claim_again() -> None:
         _log.warning("%s was deleted during the run, with its checkpoints; it is created again", store.folder)
