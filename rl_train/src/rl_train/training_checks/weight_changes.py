@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.trainable import TrainableInterface, WeightSample
+from rl_train.weight_sync.sent_weights import STEPS
 
 CERTAIN = 1e-6
 """Learning rate times gradient norm (at most 1) from which a step changes some float32 weight."""
 LEAST = 1e-9
 """Smaller steps may change no weight at all."""
-STEPS = 20
-"""Optimizer steps after which some weight must have changed if they are rounded or small."""
 
 
 def is_expected_to_change(grad_norm: float, lr: float) -> bool:
