@@ -23,9 +23,11 @@ def test_do_sample_and_the_padding_token_are_accepted_in_a_file_and_as_overrides
 def test_an_end_of_sequence_token_of_the_model_is_accepted():
     generation = {"backend": "hf", "max_new_tokens": 3}
     for accepted in (EOS, None):
-        HuggingFaceGeneration(str(MODEL), **{**generation, "eos_token_id": accepted}).shutdown()
+        engine = HuggingFaceGeneration(str(MODEL), **{**generation, "eos_token_id": accepted})
+        assert engine.generate(PROMPT)["generation_lengths"].min() > 0
+        engine.shutdown()
     policy = HuggingFacePolicy(str(MODEL), generation={**generation, "eos_token_id": EOS})
-    policy.generate(PROMPT)
+    assert policy.generate(PROMPT)["generation_lengths"].min() > 0
     policy.shutdown()
 
 
