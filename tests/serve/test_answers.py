@@ -7,12 +7,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from rl_core.config.schema import EnvironmentConfig
-from rl_serve.answering import Answering, started_answering
 from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
+from rl_serve.chat_service import ChatService, open_chat_service
 from rl_serve.grading import Grader
 from rl_serve.sampling import Limits
-from rl_serve.settings import AnswerSettings, BackendSection
+from rl_serve.settings import BackendSection, ChatSettings
 from rl_train.data.prompts import load_prompt
 
 PROBLEM = "What is 2 + 2?"
@@ -33,15 +33,15 @@ def serve(request, scripted_app, serve_http):
     opened = []
 
     def start(answer, **settings):
-        answering = started_answering(AnswerSettings.model_validate(settings))
-        given = answering.__enter__()
-        opened.append(answering)
+        service = open_chat_service(ChatSettings.model_validate(settings))
+        given = service.__enter__()
+        opened.append(service)
         if request.param == "local":
-            app, generation = scripted_app(answer, answering=given)
+            app, generation = scripted_app(answer, service=given)
         else:
             inner, generation = scripted_app(answer)
             backend = Backend(BackendSection(port=serve_http(inner), host="127.0.0.1"), concurrency=8)
-            app = create_proxy_app(backend, name="scripted", limits=Limits(), answering=given)
+            app = create_proxy_app(backend, name="scripted", limits=Limits(), service=given)
         client = TestClient(app)
         client.__enter__()
         opened.append(client)
@@ -196,40 +196,40 @@ def test_the_event_loop_continues_while_the_first_graded_requests_create_one_env
             assert go_on.wait(20), "the event loop waited for the environment"
             super().__init__(name)
 
-    monkeypatch.setattr("rl_serve.answering.Grader", SlowGrader)
-    answering = Answering()
+    monkeypatch.setattr("rl_serve.chat_service.Grader", SlowGrader)
+    service = ChatService()
     messages = [{"role": "user", "content": "2+2"}]
 
     async def grade_two():
-        gradings = [asyncio.create_task(answering.grade(messages, r"\boxed{4}", {"expected_answer": "4"})) for _ in range(2)]
+        gradings = [asyncio.create_task(service.grade(messages, r"\boxed{4}", {"expected_answer": "4"})) for _ in range(2)]
         await asyncio.to_thread(started.wait, 20)
         go_on.set()
         return await asyncio.gather(*gradings)
 
     assert [found["is_correct"] for found in asyncio.run(grade_two())] == [True, True]
     assert created == ["math"]
-    answering.close()
+    service.close()
 
 
 def test_a_run_with_several_tasks_is_graded_by_the_one_that_the_record_names(serve_scripted):
     plain, chat = (EnvironmentConfig(name="arithmetic"), EnvironmentConfig(name="math"))
-    answering = Answering()
-    answering.use_tasks({"sums": plain, "boxes": chat})
-    client, _ = serve_scripted(lambda prompt: "4", answering=answering)
+    service = ChatService()
+    service.use_tasks({"sums": plain, "boxes": chat})
+    client, _ = serve_scripted(lambda prompt: "4", service=service)
     asked = {"question": "2+2=", "expected_answer": "4"}
     unnamed = client.post("/generate", json=asked)
     assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "task_name")
     graded = [post(client, "/generate", **asked, task_name=task)["is_correct"] for task in ("sums", "boxes")]
     assert graded == [True, False]
-    answering.close()
+    service.close()
 
 
 def test_an_environment_that_needs_other_fields_is_an_error_without_the_words_of_datasets(serve_scripted):
-    answering = Answering(evaluator="instruction_following")
-    client, _ = serve_scripted(lambda prompt: "4", answering=answering)
+    service = ChatService(evaluator="instruction_following")
+    client, _ = serve_scripted(lambda prompt: "4", service=service)
     refused = client.post("/generate", json={"question": "2+2=", "expected_answer": "4"})
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert message.startswith("The answer cannot be graded: the environment 'instruction_following' needs other fields")
     assert "env_keys" not in message
-    answering.close()
+    service.close()

@@ -16,12 +16,12 @@ from command_line import rlcore
 from starlette.testclient import TestClient
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_serve.answering import started_answering
 from rl_serve.app import create_app
+from rl_serve.chat_service import open_chat_service
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
-from rl_serve.settings import AnswerSettings
+from rl_serve.settings import ChatSettings
 from rl_train.runtime.launch import train
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
@@ -118,10 +118,10 @@ def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
     assert name == "config"
     assert torch.equal(served, logprobs(run / "checkpoints/step_000001/policy/weights", "hf")[1])
     # The answer is graded as in the run, whose environment expects a number without a box.
-    with started_model(str(run), backend=None) as model, started_answering(AnswerSettings(), of_run=True) as answering:
-        answering.use_tasks(model.tasks)
+    with started_model(str(run), backend=None) as model, open_chat_service(ChatSettings(), of_run=True) as service:
+        service.use_tasks(model.tasks)
         thread = EngineThread(model.generation)
-        with TestClient(create_app(model, thread, limits=Limits(), answering=answering)) as client:
+        with TestClient(create_app(model, thread, limits=Limits(), service=service)) as client:
             asked = {"question": "11+22=", "expected_answer": "33", "temperature": 0}
             found = client.post("/generate", json=asked).json()
         thread.close()

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 from uvicorn.server import ServerState
 
-from rl_serve import gate
+from rl_serve import limits_middleware
 from rl_serve.agent_endpoint import AgentEndpoint
 from rl_serve.app import create_app, create_proxy_app
 from rl_serve.backend import Backend
@@ -123,7 +123,7 @@ def test_a_body_that_does_not_arrive_gets_status_408_and_frees_its_place():
         await send({"type": "http.response.body", "body": b""})
 
     async def scenario():
-        limited = gate.Gate(app, limits=Limits(max_concurrent_requests=1, body_timeout_s=0.01))
+        limited = limits_middleware.LimitsMiddleware(app, limits=Limits(max_concurrent_requests=1, body_timeout_s=0.01))
         sent = []
 
         async def keep(message):
@@ -158,7 +158,7 @@ def test_a_client_that_does_not_read_its_response_is_left(serve_http):
 
     app = FastAPI()
     app.post("/v1/completions")(lambda: EventStream(endless()))
-    app.add_middleware(gate.Gate, limits=Limits(read_timeout_s=0.2))
+    app.add_middleware(limits_middleware.LimitsMiddleware, limits=Limits(read_timeout_s=0.2))
     with connected(serve_http(app)) as connection:
         connection.sendall(request({}))
         assert ended.wait(60)
@@ -175,7 +175,7 @@ def test_headers_are_limited_whether_they_arrive_together_or_not(client, serve_h
 
 
 def test_without_a_key_no_body_is_awaited(model, engine, serve_http, monkeypatch):
-    monkeypatch.setattr(gate, "_READ_S", 0.1)
+    monkeypatch.setattr(limits_middleware, "_READ_S", 0.1)
     port = serve_http(create_app(model, engine, limits=Limits(), api_keys=["secret"]))
     with connected(port) as connection:
         connection.sendall(request({}, **{"Content-Length": 1000}))

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from rl_core.errors import WorkerDiedError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
-from rl_serve.gate import Gate
+from rl_serve.limits_middleware import LimitsMiddleware
 from rl_serve.sampling import Limits
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
@@ -183,7 +183,7 @@ def test_requests_over_the_limit_get_the_time_after_which_to_try_again():
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
-        gate = Gate(app, limits=Limits(max_concurrent_requests=1))
+        gate = LimitsMiddleware(app, limits=Limits(max_concurrent_requests=1))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://test") as client:
             first = asyncio.create_task(client.post("/v1/completions"))
             await entered.wait()

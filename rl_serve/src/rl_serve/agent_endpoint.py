@@ -20,17 +20,17 @@ from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
 from rl_serve.bodies import BodyRoute
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
 from rl_serve.deltas import ChatDeltas, new_delta
-from rl_serve.disconnects import unless_disconnected
+from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError, add_error_handlers
-from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
-from rl_serve.gate import Gate, bearer_key
+from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
+from rl_serve.limits_middleware import LimitsMiddleware, bearer_key
 from rl_serve.listening import server_config
 from rl_serve.model_routes import add_model_routes
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
-from rl_serve.text_threads import TextThreads
+from rl_serve.tokenizer_threads import TokenizerThreads
 from rl_train.agents.model_server import AgentRequest, AgentTurn, ModelServer, ServerSettings, TurnSource
 
 _LIMITS = Limits(max_concurrent_requests=100_000, max_body_bytes=32 * 2**20, body_timeout_s=600.0, read_timeout_s=600.0)
@@ -50,7 +50,7 @@ class AgentEndpoint(ModelServer):
         app = FastAPI(
             title="rlcore agent endpoint", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._routes.lifespan
         )
-        app.add_middleware(Gate, limits=_LIMITS, checks=[self._routes.check_key])
+        app.add_middleware(LimitsMiddleware, limits=_LIMITS, checks=[self._routes.check_key])
         add_error_handlers(app)
         add_model_routes(app, self._routes.models, responses={})
         app.router.add_api_route("/v1/chat/completions", self._routes.chat, methods=["POST"], route_class_override=BodyRoute)
@@ -93,7 +93,7 @@ class AgentRoutes:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._chat = ChatFormat(settings.tokenizer)
-        self._threads = TextThreads()
+        self._threads = TokenizerThreads()
         self.turns: dict[bytes, TurnSource] = {}
 
     @asynccontextmanager
@@ -136,7 +136,7 @@ class AgentRoutes:
         if body.stream:
             counts = body.stream_options is not None and body.stream_options.include_usage
             return await self._stream(stream_turn(turns, requested), answers, request, counts=counts)
-        turn = await unless_disconnected(request, sample_turn(turns, requested))
+        turn = await cancel_on_disconnect(request, sample_turn(turns, requested))
         row, answer = row_of(turn), answers(turn)
         head = ResponseHead.new("chatcmpl", "chat.completion", self._settings.model)
         found = await self._threads.run(lambda: answer.choices.message(0, row, answer.message(0, row)))
@@ -170,10 +170,10 @@ class AgentRoutes:
                 yield server_sent_event(head.body([], usage=usage(deltas.choices.plan, {0: row})))
             yield DONE
 
-        found = await unless_disconnected(request, first())
+        found = await cancel_on_disconnect(request, first())
         exits = AsyncExitStack()
         exits.push_async_callback(arrivals.aclose)
-        return EventStream(ending_in_errors(events(*found)), exits)
+        return EventStream(errors_as_events(events(*found)), exits)
 
     def _turns_of(self, scope: Scope) -> TurnSource:
         turns = self.turns.get(_digest(bearer_key(scope)))

@@ -8,13 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from rl_serve.answering import Answering
 from rl_serve.backend import Backend
 from rl_serve.bodies import BodyRoute
+from rl_serve.chat_service import ChatService
 from rl_serve.engine import EngineThread
 from rl_serve.errors import add_error_handlers
 from rl_serve.forwarded_updates import add_forwarded_updates
-from rl_serve.gate import Gate, check_local_name, key_check
+from rl_serve.limits_middleware import LimitsMiddleware, check_local_name, key_check
 from rl_serve.local_routes import LocalRoutes
 from rl_serve.model_routes import add_model_routes
 from rl_serve.proxy_routes import ProxyRoutes
@@ -42,7 +42,7 @@ def create_app(
     *,
     limits: Limits,
     api_keys: Sequence[str] = (),
-    answering: Answering | None = None,
+    service: ChatService | None = None,
     is_local: bool = False,
     updates: WeightUpdates | None = None,
 ) -> FastAPI:
@@ -53,11 +53,11 @@ def create_app(
         engine: its engine.
         limits: the server's limits.
         api_keys: accepted keys; without any, requests need no key.
-        answering: what chat and `/generate` do with prompts and answers; by default nothing.
+        service: what chat and `/generate` do with prompts and answers; by default nothing.
         is_local: refuse requests that name another host than this machine.
         updates: replaces the weights, if that is allowed.
     """
-    routes = LocalRoutes(model, engine, limits, answering or Answering(), updates)
+    routes = LocalRoutes(model, engine, limits, service or ChatService(), updates)
     app = _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=routes.close)
     if updates is not None:
         add_weight_updates(app, updates)
@@ -70,7 +70,7 @@ def create_proxy_app(
     name: str,
     limits: Limits,
     api_keys: Sequence[str] = (),
-    answering: Answering | None = None,
+    service: ChatService | None = None,
     is_local: bool = False,
     admin_key: str | None = None,
 ) -> FastAPI:
@@ -81,11 +81,11 @@ def create_proxy_app(
         name: name of the proxy's model.
         limits: the server's limits.
         api_keys: accepted keys; without any, requests need no key.
-        answering: what chat and `/generate` do with prompts and answers; by default nothing.
+        service: what chat and `/generate` do with prompts and answers; by default nothing.
         is_local: refuse requests that name another host than this machine.
         admin_key: forward weight updates that have this key.
     """
-    routes = ProxyRoutes(backend, name, limits, answering or Answering())
+    routes = ProxyRoutes(backend, name, limits, service or ChatService())
     app = _app(routes, limits=limits, api_keys=api_keys, is_local=is_local, at_end=backend.close)
     if admin_key is not None:
         add_forwarded_updates(app, backend, admin_key=admin_key)
@@ -107,7 +107,7 @@ def _app(
 
     app = FastAPI(title="rlcore serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     checks = [*([check_local_name] if is_local else ()), *([key_check(api_keys)] if api_keys else ())]
-    app.add_middleware(Gate, limits=limits, checks=checks)
+    app.add_middleware(LimitsMiddleware, limits=limits, checks=checks)
     add_error_handlers(app)
     app.get("/health", responses={503: _ERRORS[503]})(routes.health)
     add_model_routes(app, routes.models, responses={code: _ERRORS[code] for code in (401, 502, 503)})

@@ -84,30 +84,30 @@ class Backend:
         else:
             await self._client.get_once("models")
 
-    async def model_for(self, asked: str | None, name: str) -> str:
+    async def model_for(self, requested: str | None, name: str) -> str:
         """The backend's name of a requested model.
 
         Args:
-            asked: the requested name.
+            requested: the requested name.
             name: the proxy's own name, which stands for the backend's model.
 
         Raises:
             ApiError: there is no such model, or the backend does not answer.
         """
         own = self.section.model
-        if asked in (None, name) and own is not None:
+        if requested in (None, name) and own is not None:
             return own
         known = [own] if own is not None else self._names
-        if asked in known or (known and asked in (None, name)):
-            return known[0] if asked is None or asked == name else asked
+        if requested in known or (known and requested in (None, name)):
+            return known[0] if requested is None or requested == name else requested
         known = await self.names()
-        if asked in (None, name):
+        if requested in (None, name):
             if not known:
                 raise ApiError(502, "The backend lists no models. Set server.model.", code="backend_failed")
             return known[0]
-        if asked not in known:
-            raise model_not_found(asked, (name, *known))
-        return asked
+        if requested not in known:
+            raise model_not_found(requested, (name, *known))
+        return requested
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The backend's response to a request.

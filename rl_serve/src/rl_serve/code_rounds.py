@@ -45,9 +45,9 @@ class CodeRunner:
         self._sandbox.close()
 
     @asynccontextmanager
-    async def answer(self) -> AsyncIterator[AnswerSession]:
+    async def answer(self) -> AsyncIterator[CodeSession]:
         """The session of one answer, which starts when the first code runs."""
-        session = AnswerSession(self._sandbox)
+        session = CodeSession(self._sandbox)
         try:
             yield session
         finally:
@@ -55,7 +55,7 @@ class CodeRunner:
             await asyncio.shield(asyncio.to_thread(session.close))
 
 
-class AnswerSession:
+class CodeSession:
     """The sandbox session of one answer.
 
     Args:

@@ -89,25 +89,25 @@ def serve(
         refused = {"--backend": backend, "--best": best, "--config": config, "KEY=VALUE": overrides}
         print(vllm_command(target, updates=updates, name=name, host=host, port=address.port, refused=refused))
         return
-    from rl_serve.answering import started_answering
     from rl_serve.app import create_app
+    from rl_serve.chat_service import open_chat_service
     from rl_serve.engine import EngineThread
     from rl_serve.listening import exit_on_sigterm, listening, run_server
     from rl_serve.sampling import Limits
     from rl_serve.served_model import is_run, started_model
-    from rl_serve.settings import load_answer_settings, split_overrides
+    from rl_serve.settings import load_chat_settings, split_overrides
     from rl_serve.weights_api import WeightUpdates
 
     own, others = split_overrides(overrides)
-    settings = load_answer_settings(config or [], own)
+    settings = load_chat_settings(config or [], own)
     # Before the model is loaded, so that a port in use is reported at once.
     with (
         exit_on_sigterm(),
         listening(address) as listener,
-        started_answering(settings, of_run=is_run(Path(target))) as answering,
+        open_chat_service(settings, of_run=is_run(Path(target))) as service,
         started_model(target, backend=backend, overrides=others, name=name, best=best) as model,
     ):
-        answering.use_tasks(model.tasks)
+        service.use_tasks(model.tasks)
         engine = EngineThread(model.generation)
         try:
             limits = Limits(max_concurrent_requests=max_concurrent)
@@ -116,7 +116,7 @@ def serve(
                 engine,
                 limits=limits,
                 api_keys=address.api_keys,
-                answering=answering,
+                service=service,
                 is_local=not address.api_keys,
                 updates=updates
                 if updates is None
@@ -154,9 +154,9 @@ def _serve_proxy(
     from dataclasses import replace
 
     from rl_core.errors import ConfigError
-    from rl_serve.answering import started_answering
     from rl_serve.app import create_proxy_app
     from rl_serve.backend import Backend
+    from rl_serve.chat_service import open_chat_service
     from rl_serve.listening import exit_on_sigterm, listening, run_server
     from rl_serve.sampling import Limits
     from rl_serve.settings import load_settings
@@ -168,7 +168,7 @@ def _serve_proxy(
     if not has_port:
         address = replace(address, port=settings.generate_port)
     label = name or PROXY_NAME
-    with exit_on_sigterm(), started_answering(settings) as answering:
+    with exit_on_sigterm(), open_chat_service(settings) as service:
         admin_key = admin_key_of_environment() if settings.server.server_type == "vllm" else None
         backend = Backend(settings.server, concurrency=max_concurrent, admin_key=admin_key)
         if settings.dry_run:
@@ -181,7 +181,7 @@ def _serve_proxy(
                 name=label,
                 limits=limits,
                 api_keys=address.api_keys,
-                answering=answering,
+                service=service,
                 is_local=not address.api_keys,
                 admin_key=admin_key,
             )
@@ -209,9 +209,9 @@ def _print_dry_run(settings: ServeSettings, shown: str, backend: object, address
     print(f"  settings: valid; listens on {address.url}/v1 as {name}")
     print(f"  server {settings.server.url}: {asyncio.run(state())}")
     if settings.prompt_config is not None:
-        from rl_serve.prompt_filling import PromptFilling
+        from rl_serve.prompt_filler import PromptFiller
 
-        filling = PromptFilling.load(settings.prompt_config, settings.examples_type)
+        filling = PromptFiller.load(settings.prompt_config, settings.examples_type)
         print(f"  prompt_config {settings.prompt_config}: needs {', '.join(filling.needs)}; an example:")
         for message in filling.example():
             print(f"    [{message['role']}]")

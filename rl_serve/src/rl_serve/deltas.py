@@ -11,7 +11,7 @@ from rl_serve.engine import SampledRow
 from rl_serve.errors import ApiError
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop
 from rl_serve.responses import ChoiceFormat
-from rl_serve.text_threads import TextThreads
+from rl_serve.tokenizer_threads import TokenizerThreads
 
 
 class RowDeltas:
@@ -152,7 +152,7 @@ class ChatDeltas:
 
 
 async def new_delta(
-    deltas: CompletionDeltas | ChatDeltas, index: int, row: SampledRow, threads: TextThreads
+    deltas: CompletionDeltas | ChatDeltas, index: int, row: SampledRow, threads: TokenizerThreads
 ) -> Mapping[str, Any] | None:
     """The delta of a completion; raises as `CompletionDeltas.choice`.
 

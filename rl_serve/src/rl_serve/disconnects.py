@@ -13,7 +13,7 @@ from rl_serve.errors import ApiError
 ResultT = TypeVar("ResultT")
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """The result of `work`, which is cancelled if the client closes its connection.
 
     Raises:

@@ -45,7 +45,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def ending_in_errors(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def errors_as_events(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The events, and an event with the error that ended them: the status was already sent."""
     async with aclosing(events):
         try:

@@ -15,20 +15,20 @@ from fastapi.responses import JSONResponse, Response
 from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
-from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
-from rl_serve.answering import Answering, Ask, Reply
 from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
+from rl_serve.chat_responses import ChatOptions, ChatResponses, refuse_with_code
+from rl_serve.chat_service import ChatService, CompleteChat, Completion
 from rl_serve.deltas import ChatDeltas, CompletionDeltas, new_delta
-from rl_serve.disconnects import unless_disconnected
+from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
+from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
 from rl_serve.health import SharedCheck, read_engine_state
 from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, new_seed, plan_sampling, refuse_long_text, refuse_many_rows
 from rl_serve.served_model import ServedModel
-from rl_serve.text_threads import TextThreads
+from rl_serve.tokenizer_threads import TokenizerThreads
 from rl_serve.weights_api import WeightUpdates
 from rl_train.rollouts.seeds import sample_seed
 
@@ -42,7 +42,7 @@ class LocalRoutes:
         model: the served model.
         engine: its engine.
         limits: the server's limits.
-        answering: what chat and `/generate` do with prompts and answers.
+        service: what chat and `/generate` do with prompts and answers.
         updates: replaces the weights, if that is allowed.
     """
 
@@ -51,14 +51,14 @@ class LocalRoutes:
         model: ServedModel,
         engine: EngineThread,
         limits: Limits,
-        answering: Answering,
+        service: ChatService,
         updates: WeightUpdates | None = None,
     ) -> None:
-        self._model, self._engine, self._limits, self._answering = model, engine, limits, answering
+        self._model, self._engine, self._limits, self._service = model, engine, limits, service
         self._updates = updates
         self._chat = ChatFormat(model.tokenizer)
-        self._threads = TextThreads()
-        self._responses = AnswerResponses(answering, limits)
+        self._threads = TokenizerThreads()
+        self._responses = ChatResponses(service, limits)
         # Not in the threads of asyncio, which may all wait for code in the sandbox.
         self._state = SharedCheck(
             lambda: in_thread(partial(read_engine_state, model.generation, engine.death), name="rl-serve-health")
@@ -102,11 +102,11 @@ class LocalRoutes:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         record = body.record()
         messages = await self._threads.run(self._messages_of, body)
-        if self._answering.code is not None:
+        if self._service.code is not None:
             refuse_with_code(body.model_dump())
             options = ChatOptions.of(body, record=record, model=self._model.name)
             names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
-            return await self._responses.chat(messages, self._asker(body, most, names), options, request)
+            return await self._responses.chat(messages, self._completer(body, most, names), options, request)
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
         plan = self._plan(body, [await self._threads.run(self._prompt, messages, tools)], max_tokens=most, names=names)
@@ -121,33 +121,35 @@ class LocalRoutes:
             lambda: [choices.message(index, row, deltas.message(index, row)) for index, row in sorted(rows.items())]
         )
         for each in found:
-            each |= await self._answering.grade(messages, each["message"]["content"] or "", record)
+            each |= await self._service.grade(messages, each["message"]["content"] or "", record)
         return JSONResponse(head.body(found, usage=usage(plan, rows)))
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
         """Answer a record, whose fields fill the prompt config."""
         record = body.record()
-        asking = body.as_sampling()
-        self._check(asking)
-        messages = self._answering.prompts.record(record)
-        ask = self._asker(asking, body.new_tokens(), ParameterNames(prompt="question", max_tokens=body.limit_name))(0)
-        return await self._responses.generate(messages, ask, record, request)
+        sampling = body.as_sampling()
+        self._check(sampling)
+        messages = self._service.prompts.record(record)
+        complete = self._completer(sampling, body.new_tokens(), ParameterNames(prompt="question", max_tokens=body.limit_name))(
+            0
+        )
+        return await self._responses.generate(messages, complete, record, request)
 
     async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
         """Sample from token ids; returns token ids and log-probabilities, without text."""
-        asked = body.sampling_params
+        requested = body.sampling_params
         as_text = SamplingRequest(
             model=body.model,
-            n=asked.n,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            seed=asked.seed,
-            stop=asked.stop,
+            n=requested.n,
+            temperature=requested.temperature,
+            top_p=requested.top_p,
+            top_k=requested.top_k,
+            seed=requested.seed,
+            stop=requested.stop,
         )
         self._check(as_text)
         names = ParameterNames(prompt="token_ids", max_tokens="sampling_params.max_tokens")
-        plan = self._plan(as_text, [body.token_ids], max_tokens=asked.max_tokens, names=names)
+        plan = self._plan(as_text, [body.token_ids], max_tokens=requested.max_tokens, names=names)
         rows = await self._sample_all(plan, request)
         choices = [
             {
@@ -167,30 +169,30 @@ class LocalRoutes:
         identity = {"request_id": body.request_id or uuid.uuid4().hex, "model": self._model.name}
         return JSONResponse({**identity, "choices": choices, "usage": usage(plan, rows)})
 
-    def _asker(self, body: SamplingRequest, max_tokens: int | None, names: ParameterNames) -> Callable[[int], Ask]:
+    def _completer(self, body: SamplingRequest, max_tokens: int | None, names: ParameterNames) -> Callable[[int], CompleteChat]:
         """Makes the function that continues a conversation, for each choice."""
         base = new_seed() if body.seed is None else body.seed
 
-        def of_choice(choice: int) -> Ask:
-            async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
+        def of_choice(choice: int) -> CompleteChat:
+            async def complete(messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
                 seeded = body.model_copy(update={"n": 1, "seed": sample_seed(base, number, choice)})
                 prompt = await self._threads.run(self._prompt, messages)
                 plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names)
                 row = (await self._collect(plan))[0]
-                return Reply(
+                return Completion(
                     content=await self._threads.run(self._format(plan, seeded, logprobs=False).text, 0, row),
                     finish_reason="length" if row.truncated else "stop",
                     prompt_tokens=len(plan.prompts[0]),
                     completion_tokens=len(row.token_ids),
                 )
 
-            return ask
+            return complete
 
         return of_choice
 
     def _messages_of(self, body: ChatRequest) -> list[dict[str, Any]]:
         self._check(body)
-        return self._answering.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
+        return self._service.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
 
     def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
         refuse_long_text(self._model, (message["content"] for message in messages), param="messages")
@@ -243,7 +245,7 @@ class LocalRoutes:
 
     async def _sample_all(self, plan: SamplingPlan, request: Request) -> dict[int, SampledRow]:
         """All completions, unless the client hangs up, which cancels them."""
-        return await unless_disconnected(request, self._collect(plan))
+        return await cancel_on_disconnect(request, self._collect(plan))
 
     async def _collect(self, plan: SamplingPlan) -> dict[int, SampledRow]:
         rows: dict[int, SampledRow] = {}
@@ -284,4 +286,4 @@ class LocalRoutes:
                 yield server_sent_event(head.body([], usage=usage(plan, rows)))
             yield DONE
 
-        return EventStream(ending_in_errors(events()))
+        return EventStream(errors_as_events(events()))

@@ -99,7 +99,7 @@ class Pause:
         self._starting.clear()
 
 
-class PauseGate:
+class PauseMiddleware:
     """ASGI middleware that counts sampling requests and refuses them in a pause.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from rl_serve.answer_responses import AnswerResponses, ChatOptions, refuse_with_code
-from rl_serve.answering import Answering, Ask, Reply
 from rl_serve.backend import Backend
 from rl_serve.chat_format import read_messages
-from rl_serve.disconnects import unless_disconnected
+from rl_serve.chat_responses import ChatOptions, ChatResponses, refuse_with_code
+from rl_serve.chat_service import ChatService, CompleteChat, Completion
+from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.errors import ApiError
 from rl_serve.event_streams import EventStream
 from rl_serve.health import SharedCheck
@@ -30,12 +30,12 @@ class ProxyRoutes:
         backend: the server that requests are forwarded to.
         name: the proxy's name for the backend's model.
         limits: the server's limits.
-        answering: what chat and `/generate` do with prompts and answers.
+        service: what chat and `/generate` do with prompts and answers.
     """
 
-    def __init__(self, backend: Backend, name: str, limits: Limits, answering: Answering) -> None:
-        self._backend, self._name, self._answering = backend, name, answering
-        self._responses = AnswerResponses(answering, limits)
+    def __init__(self, backend: Backend, name: str, limits: Limits, service: ChatService) -> None:
+        self._backend, self._name, self._service = backend, name, service
+        self._responses = ChatResponses(service, limits)
         self._check = SharedCheck(backend.check)
 
     async def health(self) -> Response:
@@ -69,28 +69,28 @@ class ProxyRoutes:
         record = body.record()
         plain = body.fields()
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-        if self._answering.prompts.is_used or self._answering.code is not None or record:
-            messages = self._answering.prompts.conversation(read_messages(messages))
+        if self._service.prompts.is_used or self._service.code is not None or record:
+            messages = self._service.prompts.conversation(read_messages(messages))
         given = {name: value for name, value in plain.items() if name not in _NOT_FORWARDED}
-        if self._answering.code is not None:
+        if self._service.code is not None:
             refuse_with_code(plain)
             options = ChatOptions.of(body, record=record, model=self._name)
             given["model"] = await self._backend.model_for(body.model, self._name)
-            return await self._responses.chat(messages, self._asker(given), options, request)
+            return await self._responses.chat(messages, self._completer(given), options, request)
         forwarded = {**plain, "messages": _as_sent(messages)}
         forwarded.pop("expected_answer", None)
         if not record:
             return await self._forward("chat/completions", forwarded, request, has="message")
-        return as_json(await unless_disconnected(request, self._graded(forwarded, messages, record)))
+        return as_json(await cancel_on_disconnect(request, self._graded(forwarded, messages, record)))
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
         """Answer a record, whose fields fill the prompt config."""
         record = body.record()
-        messages = self._answering.prompts.record(record)
+        messages = self._service.prompts.record(record)
         given = {"model": await self._backend.model_for(body.model, self._name), **body.sampling()}
         if (most := body.new_tokens()) is not None:
             given["max_tokens"] = most
-        return await self._responses.generate(messages, self._asker(given)(0), record, request)
+        return await self._responses.generate(messages, self._completer(given)(0), record, request)
 
     async def _graded(
         self, forwarded: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
@@ -98,37 +98,37 @@ class ProxyRoutes:
         model = await self._backend.model_for(forwarded.get("model"), self._name)
         found = await self._backend.completions("chat/completions", {**forwarded, "model": model}, has="message")
         for choice in found["choices"]:
-            choice |= await self._answering.grade(messages, str(choice["message"].get("content") or ""), record)
+            choice |= await self._service.grade(messages, str(choice["message"].get("content") or ""), record)
         return found
 
     async def _forward(self, path: str, body: Mapping[str, Any], request: Request, *, has: str) -> Response:
         sent = {**body, "model": await self._backend.model_for(body.get("model"), self._name)}
         if not sent.get("stream"):
-            return as_json(await unless_disconnected(request, self._backend.completions(path, sent, has=has)))
+            return as_json(await cancel_on_disconnect(request, self._backend.completions(path, sent, has=has)))
         exits = AsyncExitStack()
         # The backend may not respond before its first token.
-        lines = await unless_disconnected(request, exits.enter_async_context(self._backend.stream(path, sent)))
+        lines = await cancel_on_disconnect(request, exits.enter_async_context(self._backend.stream(path, sent)))
         return EventStream(lines, exits)
 
-    def _asker(self, given: Mapping[str, Any]) -> Callable[[int], Ask]:
+    def _completer(self, given: Mapping[str, Any]) -> Callable[[int], CompleteChat]:
         """Makes the function that continues a conversation, for each choice; with a seed, choices differ."""
 
-        def of_choice(choice: int) -> Ask:
-            async def ask(messages: Sequence[Mapping[str, Any]], number: int) -> Reply:
+        def of_choice(choice: int) -> CompleteChat:
+            async def complete(messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
                 seed = given.get("seed")
                 seeded = {} if seed is None or choice == 0 else {"seed": (seed + choice) % 2**31}
                 body = {**given, **seeded, "messages": _as_sent(messages)}
                 found = await self._backend.completions("chat/completions", body, has="message")
                 choice_found = found["choices"][0]
                 usage = found.get("usage")
-                return Reply(
+                return Completion(
                     content=str(choice_found["message"].get("content") or ""),
                     finish_reason="length" if choice_found.get("finish_reason") == "length" else "stop",
                     prompt_tokens=_count(usage, "prompt_tokens"),
                     completion_tokens=_count(usage, "completion_tokens"),
                 )
 
-            return ask
+            return complete
 
         return of_choice
 

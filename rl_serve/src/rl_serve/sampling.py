@@ -141,14 +141,14 @@ def refuse_many_rows(limits: Limits, prompts: int, n: int) -> None:
         raise ApiError(400, f"{prompts} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n")
 
 
-def _own_sampling(model: ServedModel, asked: Mapping[str, float | None]) -> dict[str, float]:
+def _own_sampling(model: ServedModel, requested: Mapping[str, float | None]) -> dict[str, float]:
     """The parameters that differ from the engine's.
 
     Raises:
         ApiError: the engine samples all rows with its own.
     """
     engine = {"temperature": model.temperature, "top_p": model.top_p, "top_k": model.top_k}
-    own = {name: value for name, value in asked.items() if value is not None and value != engine[name]}
+    own = {name: value for name, value in requested.items() if value is not None and value != engine[name]}
     if own and not model.reads_sampling:
         name, value = next(iter(own.items()))
         allowed = "unset" if engine[name] is None else f"{engine[name]:g}"
@@ -169,15 +169,15 @@ def new_seed() -> int:
     return secrets.randbits(63)
 
 
-def _new_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None, names: ParameterNames) -> int:
+def _new_tokens(model: ServedModel, prompt: Sequence[int], requested: int | None, names: ParameterNames) -> int:
     if not prompt:
         raise ApiError(400, "The prompt is empty: it must have at least one token.", param=names.prompt)
     free = None if model.max_model_len is None else model.max_model_len - len(prompt)
-    if free is not None and free < (asked or 1):
+    if free is not None and free < (requested or 1):
         raise ApiError(
             400,
-            f"The prompt has {len(prompt)} tokens and {names.max_tokens} is {asked or 'not set'}, but the model's context has "
-            f"{model.max_model_len} tokens.",
+            f"The prompt has {len(prompt)} tokens and {names.max_tokens} is {requested or 'not set'}, but the model's context "
+            f"has {model.max_model_len} tokens.",
             param=names.prompt if free < 1 else names.max_tokens,
             code="context_length_exceeded",
         )
@@ -185,5 +185,5 @@ def _new_tokens(model: ServedModel, prompt: Sequence[int], asked: int | None, na
         raise ApiError(
             400, f"Token id {max(prompt)} is not in the vocabulary of {model.vocab_size} tokens.", param=names.prompt
         )
-    wanted = model.max_new_tokens if asked is None else asked
+    wanted = model.max_new_tokens if requested is None else requested
     return wanted if free is None else min(wanted, free)

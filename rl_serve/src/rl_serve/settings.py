@@ -65,7 +65,7 @@ class BackendSection(Section):
         return self.base_url or f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}/v1"
 
 
-class AnswerSettings(Section):
+class ChatSettings(Section):
     """What chat completions and `/generate` do with prompts and answers. Token endpoints ignore it."""
 
     prompt_config: str | None = None
@@ -83,7 +83,7 @@ class AnswerSettings(Section):
     environment, and `math` for a model and a proxy."""
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> AnswerSettings:
+    def _has_an_effect(self) -> ChatSettings:
         if self.examples_type is not None and self.prompt_config is None:
             raise ValueError("examples_type requires prompt_config")
         if self.prompt_config is not None and (problem := prompt_problem(self.prompt_config, self.examples_type)):
@@ -94,7 +94,7 @@ class AnswerSettings(Section):
         return self
 
 
-class ServeSettings(AnswerSettings):
+class ServeSettings(ChatSettings):
     """The settings of a proxy."""
 
     start_server: Literal[True] = True
@@ -107,7 +107,7 @@ class ServeSettings(AnswerSettings):
     """Print the settings and check them, without listening."""
 
 
-OF_ANSWERS = frozenset(AnswerSettings.model_fields)
+CHAT_KEYS = frozenset(ChatSettings.model_fields)
 """Keys that also apply to a local model."""
 
 
@@ -128,13 +128,13 @@ def load_settings(files: Sequence[Path], overrides: Sequence[str]) -> tuple[Serv
     return settings, yaml.safe_dump(escape(shown), sort_keys=False, allow_unicode=True, width=120)
 
 
-def load_answer_settings(files: Sequence[Path], overrides: Sequence[str]) -> AnswerSettings:
+def load_chat_settings(files: Sequence[Path], overrides: Sequence[str]) -> ChatSettings:
     """The settings of a local model.
 
     Raises:
         InvalidConfigError: as `load_settings`.
     """
-    settings: AnswerSettings = _load(AnswerSettings, files, overrides)[0]
+    settings: ChatSettings = _load(ChatSettings, files, overrides)[0]
     return settings
 
 
@@ -148,11 +148,11 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     others: list[str] = []
     for text in overrides:
         key = text.lstrip("+").partition("=")[0].partition(".")[0]
-        if key in ServeSettings.model_fields and key not in OF_ANSWERS:
+        if key in ServeSettings.model_fields and key not in CHAT_KEYS:
             raise ConfigError(
                 f"override `{text}`: {key} is a setting of a proxy, but a model is served here. Remove one of them."
             )
-        (own if key in OF_ANSWERS else others).append(text)
+        (own if key in CHAT_KEYS else others).append(text)
     return own, others
 
 

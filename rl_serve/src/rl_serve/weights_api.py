@@ -28,7 +28,7 @@ from rl_core.weights.disk import resolve_below
 from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
 from rl_serve.health import EngineState
-from rl_serve.pausing import Pause, PauseGate
+from rl_serve.pausing import Pause, PauseMiddleware
 
 ADMIN_HEADER = "X-Rlcore-Admin-Key"
 PATHS = ("/pause", "/pause/renew", "/resume", "/weights/prepare", "/weights/update", "/weights/version", "/weights/fingerprint")
@@ -259,5 +259,5 @@ def add_weight_updates(app: FastAPI, updates: WeightUpdates) -> None:
     for path, handler in zip(PATHS, handlers, strict=True):
         app.post(path, dependencies=secured)(handler)
     # After the checks of the API key: only accepted requests delay a pause.
-    gate = Middleware(PauseGate, pause=updates.pause, end_expired=updates.end_expired, open_paths=PATHS)
+    gate = Middleware(PauseMiddleware, pause=updates.pause, end_expired=updates.end_expired, open_paths=PATHS)
     app.user_middleware.append(gate)

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from rl_serve.answering import Answer, Answering, Ask, Reply
-from rl_serve.disconnects import unless_disconnected
+from rl_serve.chat_service import ChatService, CompleteChat, Completion, Transcript
+from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import DONE, EventStream, ending_in_errors, server_sent_event
+from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
 from rl_serve.requests import ChatRequest, ForwardedChatRequest
 from rl_serve.responses import ResponseHead
 from rl_serve.sampling import Limits
@@ -56,39 +56,39 @@ def refuse_with_code(body: Mapping[str, Any]) -> None:
             )
 
 
-class AnswerResponses:
+class ChatResponses:
     """Makes the responses.
 
     Args:
-        answering: fills prompts, runs code and grades.
+        service: fills prompts, runs code and grades.
         limits: the server's limits.
     """
 
-    def __init__(self, answering: Answering, limits: Limits) -> None:
-        self._answering, self._limits = answering, limits
+    def __init__(self, service: ChatService, limits: Limits) -> None:
+        self._service, self._limits = service, limits
 
     async def generate(
-        self, messages: Sequence[Mapping[str, Any]], ask: Ask, record: Mapping[str, Any], request: Request
+        self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat, record: Mapping[str, Any], request: Request
     ) -> Response:
         """The response of `/generate`."""
 
         async def work() -> dict[str, Any]:
-            answer = await self._answering.answer(messages, ask)
-            rounds = {} if self._answering.code is None else {"code_rounds": answer.code_rounds}
+            answer = await self._service.answer(messages, complete)
+            rounds = {} if self._service.code is None else {"code_rounds": answer.code_rounds}
             return {
                 "generation": answer.text,
                 "num_generated_tokens": answer.completion_tokens,
                 "finish_reason": answer.finish_reason,
                 **rounds,
-                **await self._answering.grade(messages, answer.last, record),
+                **await self._service.grade(messages, answer.last, record),
             }
 
-        return JSONResponse(await unless_disconnected(request, work()))
+        return JSONResponse(await cancel_on_disconnect(request, work()))
 
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        asker: Callable[[int], Ask],
+        completer: Callable[[int], CompleteChat],
         options: ChatOptions,
         request: Request,
     ) -> Response:
@@ -96,44 +96,48 @@ class AnswerResponses:
         if options.n > self._limits.max_rows:
             raise ApiError(400, f"n={options.n} exceeds the {self._limits.max_rows} completions of a request.", param="n")
         if options.stream:
-            return await self._stream(messages, asker, options, request)
-        found = await unless_disconnected(request, self._choices(messages, asker, options))
+            return await self._stream(messages, completer, options, request)
+        found = await cancel_on_disconnect(request, self._choices(messages, completer, options))
         head = ResponseHead.new("chatcmpl", "chat.completion", options.model)
         return JSONResponse(head.body([choice for choice, _ in found], usage=_usage([answer for _, answer in found])))
 
     async def _choices(
-        self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions
-    ) -> list[tuple[dict[str, Any], Answer]]:
-        async def one(index: int) -> tuple[dict[str, Any], Answer]:
-            answer = await self._answering.answer(messages, asker(index))
+        self, messages: Sequence[Mapping[str, Any]], completer: Callable[[int], CompleteChat], options: ChatOptions
+    ) -> list[tuple[dict[str, Any], Transcript]]:
+        async def one(index: int) -> tuple[dict[str, Any], Transcript]:
+            answer = await self._service.answer(messages, completer(index))
             choice = {
                 "index": index,
                 "message": {"role": "assistant", "content": answer.text},
                 "finish_reason": answer.finish_reason,
                 "logprobs": None,
                 "code_rounds": answer.code_rounds,
-                **await self._answering.grade(messages, answer.last, options.record),
+                **await self._service.grade(messages, answer.last, options.record),
             }
             return choice, answer
 
         return await _gathered([one(index) for index in range(options.n)])
 
     async def _stream(
-        self, messages: Sequence[Mapping[str, Any]], asker: Callable[[int], Ask], options: ChatOptions, request: Request
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        completer: Callable[[int], CompleteChat],
+        options: ChatOptions,
+        request: Request,
     ) -> EventStream:
         """The events; an error before the first message of the model has its own status."""
         head = ResponseHead.new("chatcmpl", "chat.completion.chunk", options.model)
-        replies: list[Reply] = []
+        completions: list[Completion] = []
 
         async def events() -> AsyncGenerator[str, None]:
             for index in range(options.n):
-                async with aclosing(self._deltas(messages, asker(index), replies)) as deltas:
+                async with aclosing(self._deltas(messages, completer(index), completions)) as deltas:
                     async for delta, reason in deltas:
                         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
                         yield server_sent_event(head.body([choice]))
             if options.include_usage:
-                first = replies[0].prompt_tokens
-                sampled = sum(reply.completion_tokens for reply in replies)
+                first = completions[0].prompt_tokens
+                sampled = sum(completion.completion_tokens for completion in completions)
                 yield server_sent_event(head.body([], usage=_counts(first, sampled)))
             yield DONE
 
@@ -145,7 +149,7 @@ class AnswerResponses:
             return await anext(made)
 
         try:
-            begin = await unless_disconnected(request, first())
+            begin = await cancel_on_disconnect(request, first())
         except BaseException:
             await exits.aclose()
             raise
@@ -155,18 +159,18 @@ class AnswerResponses:
             async for event in made:
                 yield event
 
-        return EventStream(ending_in_errors(all_events()), exits)
+        return EventStream(errors_as_events(all_events()), exits)
 
     async def _deltas(
-        self, messages: Sequence[Mapping[str, Any]], ask: Ask, replies: list[Reply]
+        self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat, completions: list[Completion]
     ) -> AsyncGenerator[tuple[dict[str, Any], str | None], None]:
         separator, reason = "", "length"
-        async with aclosing(self._answering.stream(messages, ask)) as parts:
+        async with aclosing(self._service.stream(messages, complete)) as parts:
             async for part in parts:
                 text = part if isinstance(part, str) else part.content
                 yield {"role": "assistant", "content": f"{separator}{text}"}, None
                 separator, reason = "\n\n", "length" if isinstance(part, str) else part.finish_reason
-                replies += [] if isinstance(part, str) else [part]
+                completions += [] if isinstance(part, str) else [part]
         yield {}, reason
 
 
@@ -181,7 +185,7 @@ async def _gathered(works: Sequence[Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+def _usage(answers: Sequence[Transcript]) -> dict[str, int]:
     return _counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))
 
 

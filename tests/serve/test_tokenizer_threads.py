@@ -9,13 +9,13 @@ from starlette.testclient import TestClient
 
 from rl_core.data.tokenizer import load_tokenizer
 from rl_serve.agent_endpoint import AgentEndpoint
-from rl_serve.text_threads import TextThreads
+from rl_serve.tokenizer_threads import TokenizerThreads
 from rl_train.agents.model_server import AgentTurn, ServerSettings, TurnSource
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 
 
-def text_threads_since(before):
+def tokenizer_threads_since(before):
     """The names of the threads for texts that were not there before."""
     return [thread.name for thread in threading.enumerate() if thread not in before and thread.name.startswith("rl-serve-text")]
 
@@ -26,8 +26,8 @@ def test_no_thread_is_left_after_a_server_has_ended_which_may_then_be_started_ag
     for _ in range(2):
         with TestClient(app) as client:
             assert client.post("/v1/completions", json={"prompt": "Go."}).json()["choices"][0]["text"] == "yes"
-            assert text_threads_since(before)
-        assert text_threads_since(before) == []
+            assert tokenizer_threads_since(before)
+        assert tokenizer_threads_since(before) == []
 
 
 class Always46(TurnSource):
@@ -50,10 +50,10 @@ def test_no_thread_is_left_after_the_endpoint_of_agents_has_ended():
         client = openai.OpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0)
         answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "12+34="}])
         assert answer.choices[0].message.content == "46"
-        assert text_threads_since(before)
+        assert tokenizer_threads_since(before)
     finally:
         endpoint.shutdown()
-    assert text_threads_since(before) == []
+    assert tokenizer_threads_since(before) == []
 
 
 def test_the_end_waits_for_what_runs_while_the_event_loop_continues():
@@ -65,7 +65,7 @@ def test_the_end_waits_for_what_runs_while_the_event_loop_continues():
         return go_on.wait(60)
 
     async def scenario():
-        threads = TextThreads()
+        threads = TokenizerThreads()
         working = asyncio.ensure_future(threads.run(work))
         await asyncio.to_thread(started.wait, 60)
         ending = asyncio.ensure_future(threads.close())
@@ -77,4 +77,4 @@ def test_the_end_waits_for_what_runs_while_the_event_loop_continues():
         await threads.close()
 
     asyncio.run(scenario())
-    assert text_threads_since(before) == []
+    assert tokenizer_threads_since(before) == []

@@ -23,7 +23,7 @@ Check = Callable[[Scope], None]
 """Raises ApiError for a request that is refused before its body is read."""
 
 
-class Gate:
+class LimitsMiddleware:
     """ASGI middleware.
 
     Args:

@@ -15,12 +15,12 @@ from rl_core.event_loop import in_thread
 from rl_serve.code_rounds import CodeRunner, python_blocks
 from rl_serve.errors import ApiError
 from rl_serve.grading import Grader
-from rl_serve.prompt_filling import PromptFilling
-from rl_serve.settings import AnswerSettings
+from rl_serve.prompt_filler import PromptFiller
+from rl_serve.settings import ChatSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class Completion:
     """One message of the model."""
 
     content: str
@@ -30,12 +30,12 @@ class Reply:
     completion_tokens: int
 
 
-Ask = Callable[[Sequence[Mapping[str, Any]], int], Awaitable[Reply]]
+CompleteChat = Callable[[Sequence[Mapping[str, Any]], int], Awaitable[Completion]]
 """Continues a conversation; the second argument is the number of the round, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Transcript:
     """The messages of the model, with the output of their code between them."""
 
     texts: Sequence[str]
@@ -56,8 +56,8 @@ class Answer:
         return "\n\n".join(self.texts)
 
 
-class Answering:
-    """What happens to prompts and answers.
+class ChatService:
+    """Fills prompts, runs the code of answers and grades them.
 
     Args:
         prompts: fills prompts.
@@ -66,9 +66,9 @@ class Answering:
     """
 
     def __init__(
-        self, prompts: PromptFilling | None = None, *, code: CodeRunner | None = None, evaluator: str | None = None
+        self, prompts: PromptFiller | None = None, *, code: CodeRunner | None = None, evaluator: str | None = None
     ) -> None:
-        self.prompts = prompts if prompts is not None else PromptFilling(None)
+        self.prompts = prompts if prompts is not None else PromptFiller(None)
         self.code = code
         self._tasks: Mapping[str, EnvironmentConfig] = {}
         self._evaluator = evaluator
@@ -121,25 +121,27 @@ class Answering:
         for grader in self._graders.values():
             grader.close()
 
-    async def answer(self, messages: Sequence[Mapping[str, Any]], ask: Ask) -> Answer:
+    async def answer(self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat) -> Transcript:
         """The whole answer to a conversation."""
         texts: list[str] = []
-        replies: list[Reply] = []
-        async with aclosing(self.stream(messages, ask)) as parts:
+        completions: list[Completion] = []
+        async with aclosing(self.stream(messages, complete)) as parts:
             async for part in parts:
                 texts.append(part if isinstance(part, str) else part.content)
-                replies += [] if isinstance(part, str) else [part]
+                completions += [] if isinstance(part, str) else [part]
         cut_off = len(texts) % 2 == 0
-        return Answer(
+        return Transcript(
             texts=texts,
-            last=replies[-1].content,
-            finish_reason="length" if cut_off else replies[-1].finish_reason,
-            prompt_tokens=replies[0].prompt_tokens,
-            completion_tokens=sum(reply.completion_tokens for reply in replies),
-            code_rounds=len(texts) - len(replies),
+            last=completions[-1].content,
+            finish_reason="length" if cut_off else completions[-1].finish_reason,
+            prompt_tokens=completions[0].prompt_tokens,
+            completion_tokens=sum(completion.completion_tokens for completion in completions),
+            code_rounds=len(texts) - len(completions),
         )
 
-    async def stream(self, messages: Sequence[Mapping[str, Any]], ask: Ask) -> AsyncGenerator[Reply | str, None]:
+    async def stream(
+        self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat
+    ) -> AsyncGenerator[Completion | str, None]:
         """The messages of the model and, as text, the output of their code between them.
 
         Ends with an output if the conversation has no space for another message.
@@ -152,18 +154,18 @@ class Answering:
         async with self.code.answer() if self.code is not None else nullcontext() as session:
             for number in range(most + 1):
                 try:
-                    reply = await ask(log, number)
+                    completion = await complete(log, number)
                 except ApiError as error:
                     if number > 0 and error.code == "context_length_exceeded":
                         return
                     raise
-                yield reply
-                blocks = python_blocks(reply.content) if session is not None and reply.finish_reason == "stop" else []
+                yield completion
+                blocks = python_blocks(completion.content) if session is not None and completion.finish_reason == "stop" else []
                 if session is None or not blocks or number == most:
                     return
                 output = await session.run(blocks)
                 yield output
-                log += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": output}]
+                log += [{"role": "assistant", "content": completion.content}, {"role": "user", "content": output}]
 
     async def grade(self, messages: Sequence[Mapping[str, Any]], answer: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """`predicted_answer` and `is_correct` of an answer; empty if the record has no expected answer.
@@ -183,7 +185,7 @@ class Answering:
 
 
 @contextmanager
-def started_answering(settings: AnswerSettings, *, of_run: bool = False) -> Iterator[Answering]:
+def open_chat_service(settings: ChatSettings, *, of_run: bool = False) -> Iterator[ChatService]:
     """Answer with these settings while the block runs; the sandbox and the environment are closed at its end.
 
     Args:
@@ -194,12 +196,12 @@ def started_answering(settings: AnswerSettings, *, of_run: bool = False) -> Iter
         UserError: the prompt config, the sandbox or the environment cannot be used.
     """
     code = CodeRunner(settings.sandbox, max_rounds=settings.max_code_rounds) if settings.code_execution else None
-    answering = Answering(
-        PromptFilling.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
+    service = ChatService(
+        PromptFiller.load(settings.prompt_config, settings.examples_type), code=code, evaluator=settings.evaluator
     )
     try:
         if not of_run:
-            answering.use_tasks({})
-        yield answering
+            service.use_tasks({})
+        yield service
     finally:
-        answering.close()
+        service.close()

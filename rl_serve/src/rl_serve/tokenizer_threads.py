@@ -15,7 +15,7 @@ _THREADS = 32
 ResultT = TypeVar("ResultT")
 
 
-class TextThreads:
+class TokenizerThreads:
     """Tokenizes and decodes in separate threads, because those of asyncio may all wait for code in the sandbox.
 
     Tokenizers of the library `tokenizers` release the interpreter's lock while they work.

@@ -13,7 +13,7 @@ _QUESTION = ("question", "problem")
 """Names of the question; each stands in for the other."""
 
 
-class PromptFilling:
+class PromptFiller:
     """Makes messages of records, and fills the first user message of a conversation.
 
     Args:
@@ -24,7 +24,7 @@ class PromptFilling:
         self._template = template
 
     @classmethod
-    def load(cls, prompt_config: str | None, examples_type: str | None) -> PromptFilling:
+    def load(cls, prompt_config: str | None, examples_type: str | None) -> PromptFiller:
         """Load a prompt config by name or path; None for no prompt config.
 
         Raises:
