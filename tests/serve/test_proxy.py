@@ -64,6 +64,9 @@ def test_the_official_client_uses_the_backend_through_the_proxy(scripted_app, se
     assert (choice.message.content, choice.finish_reason, len(choice.logprobs.content)) == ("four", "stop", 5)
     stream = client.chat.completions.create(model="scripted", messages=QUESTION, stream=True)
     assert "".join(chunk.choices[0].delta.content for chunk in stream) == "four"
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.chat.completions.create(model="scripted", messages=QUESTION, **with_usage)
+    assert last.usage.completion_tokens == 5
     choice = client.chat.completions.create(model="nemo-skills", messages=QUESTION, tools=[TOOL]).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls[0].function.name) == ("tool_calls", "f")
     completion = client.completions.create(model="nemo-skills", prompt="2+2=", n=2, extra_body={"return_token_ids": True})

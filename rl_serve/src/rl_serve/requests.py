@@ -97,8 +97,12 @@ class RequestBody(BaseModel):
         return body
 
     def fields(self) -> dict[str, Any]:
-        """The fields that the request has, as they were sent; nothing is copied."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
+        """The fields that the request has, as they were sent; lists are not copied."""
+        sent = {name: getattr(self, name) for name in self.model_fields_set}
+        return {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+            for name, value in sent.items()
+        }
 
 
 class SamplingRequest(RequestBody):
