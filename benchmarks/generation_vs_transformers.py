@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 
-from rl_backends_hf.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 SMOLLM2_135M = {

@@ -185,7 +185,7 @@ def run_ours(arguments):
     import torch
     from transformers import AutoTokenizer
 
-    from rl_train.runtime.launch import train
+    from rl_train.launch.train import train
 
     torch.set_num_threads(arguments.threads)
     sys.path.insert(0, str(Path(__file__).parent))

@@ -16,7 +16,7 @@ import time
 import torch
 from generation_vs_transformers import load
 
-from rl_backends_hf.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 

@@ -32,9 +32,9 @@ from tiny_model import make_tokenizer, write_untrained_model
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.run_assembly import read_sources
 from rl_train.config.loader import load_config
 from rl_train.metrics.jsonl import read_jsonl
-from rl_train.runtime.build import read_sources
 from rlcore_cli.main import app
 
 HERE = Path(__file__).parent

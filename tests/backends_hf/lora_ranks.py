@@ -16,7 +16,7 @@ sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from conftest import NLL, counts_of, make_config, make_context, make_rows
 from rank_processes import fork_ranks
 
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 
 FIELDS = {"hf": {"lora": {"rank": 4}}, "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}}, "max_grad_norm": None}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction
 from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, NLLLossFn

@@ -172,7 +172,7 @@ def test_two_replicas_on_a_cluster_give_the_rows_of_one(model_folder, local_ray)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return freed memory by themselves")
 def test_ranks_of_a_policy_draw_different_rows_from_the_seed_of_the_engine_section(parts, model_folder):
-    from rl_backends_hf.worker import HFPolicyWorker
+    from rl_backends_hf.training.worker import HFPolicyWorker
 
     def sampled(rank, seed):
         section = HFGenerationConfig(max_new_tokens=12, hf_cfg=HFSamplerConfig(seed=seed))

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster import RayVirtualCluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

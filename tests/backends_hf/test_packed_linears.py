@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_backends_hf.packed_linears import packed_linears, padded_rows
+from rl_backends_hf.sampling.packed_linears import packed_linears, padded_rows
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 """Sums of 32 products of numbers below 1: their order, and one rounding to bfloat16."""

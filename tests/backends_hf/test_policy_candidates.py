@@ -6,8 +6,8 @@ import pytest
 import torch
 from policy_cases import LargestTensor, plain_distributions, plain_model
 
-from rl_backends_hf.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
 from rl_backends_hf.policy import HuggingFacePolicy
+from rl_backends_hf.scoring.lm_head import LogitTransform, chunked_token_logprobs, chunked_topk_logprobs
 from rl_core.errors import DataError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_train.algorithms import DistillationLossFn

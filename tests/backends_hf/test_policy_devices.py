@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from rl_backends_hf.master_weights import MasterWeights
-from rl_backends_hf.training_state import TrainingState, _empty_like_stored
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.master_weights import MasterWeights
+from rl_backends_hf.training.training_state import TrainingState, _empty_like_stored
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
 from rl_core.training.optimizer_settings import OptimizerSettings

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.model import checkpoint_activations, load_model
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NotSupportedError, UserError
 
 
@@ -169,7 +169,7 @@ def test_quantisation_without_bitsandbytes_names_the_package(monkeypatch, model_
 
 
 def test_quantised_weights_are_scored_and_not_trained(parts, model_folder, monkeypatch):
-    monkeypatch.setattr("rl_backends_hf.worker.is_quantized", lambda model: True)
+    monkeypatch.setattr("rl_backends_hf.training.worker.is_quantized", lambda model: True)
     worker = HFPolicyWorker(parts.make_context(), parts.make_config(model_folder("llama")))
     worker.setup()
     rows = parts.make_rows()

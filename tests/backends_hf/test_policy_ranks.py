@@ -5,7 +5,7 @@ import torch
 import transformers
 from rank_processes import RankProgram
 
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
 
 MODES = ("replicate", "fsdp2")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.convert import to_folder
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import CheckpointError, NotSupportedError, UserError, WorkerError

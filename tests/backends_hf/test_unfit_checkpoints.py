@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_backends_hf import HuggingFacePolicy
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError
 from rl_core.training.finite import first_non_finite
 from rl_train.checkpoints.damage import verify_checkpoint

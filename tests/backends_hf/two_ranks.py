@@ -17,7 +17,7 @@ sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from conftest import NLL, SGD, counts_of, make_config, make_context, make_prompt_rows, make_rows
 from rank_processes import fork_ranks
 
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NonFiniteError, NotSupportedError
 
 BUDGET = {"input_key": "input_ids", "input_lengths_key": "input_lengths", "max_tokens_per_microbatch": 40}

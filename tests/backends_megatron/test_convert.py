@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_backends_megatron import hf_folder
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
-from rl_train.runtime.convert import convert
+from rl_train.run_folders.convert import convert
 
 pytestmark = pytest.mark.megatron
 

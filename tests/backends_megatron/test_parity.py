@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
 

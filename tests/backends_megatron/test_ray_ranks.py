@@ -32,7 +32,7 @@ from rl_train.algorithms import (
 )
 from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
-from rl_train.runtime.convert import convert
+from rl_train.run_folders.convert import convert
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("local_ray")]
 

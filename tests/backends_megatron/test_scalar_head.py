@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
 pytestmark = pytest.mark.megatron

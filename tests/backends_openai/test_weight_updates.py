@@ -35,7 +35,7 @@ from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
 from rl_serve.settings import BackendSection
 from rl_serve.weights_api import PATHS
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.disk import DiskTransport
 

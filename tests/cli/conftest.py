@@ -68,7 +68,7 @@ def write_run():
 @pytest.fixture(scope="session")
 def real_run(tmp_path_factory):
     """Four steps of the quickstart with every logger, in this process."""
-    from rl_train.runtime.launch import train
+    from rl_train.launch.train import train
 
     folder = tmp_path_factory.mktemp("real")
     config = folder / "sums.yaml"
@@ -92,7 +92,7 @@ def real_run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def real_sft_run(tmp_path_factory):
     """Two steps of supervised training on the same model."""
-    from rl_train.runtime.launch import train
+    from rl_train.launch.train import train
 
     folder = tmp_path_factory.mktemp("sft")
     overrides = {

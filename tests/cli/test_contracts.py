@@ -10,7 +10,7 @@ from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.errors import ConfigError
 from rl_core.interfaces import GenerationInterface
-from rl_train.runtime.trainers import DPOTrainer, GRPOTrainer
+from rl_train.trainers.trainers import DPOTrainer, GRPOTrainer
 
 MODEL = str(Path(__file__).parents[2] / "examples/addition/model")
 MODULES = """

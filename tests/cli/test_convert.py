@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.interfaces.worker_context import WorkerContext
@@ -21,8 +21,8 @@ from rl_core.plugins.component import Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.manifest import write_manifest
-from rl_train.runtime.convert import convert
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
+from rl_train.run_folders.convert import convert
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "addition" / "model"

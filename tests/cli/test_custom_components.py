@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_train.config.loader import load_config
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 from rlcore_cli.main import app
 
 pytestmark = pytest.mark.slow

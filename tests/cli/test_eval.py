@@ -69,7 +69,7 @@ class Own(HuggingFaceGeneration):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Folder of a short run in this process; its config is next to it."""
-    from rl_train.runtime.launch import train
+    from rl_train.launch.train import train
 
     folder = tmp_path_factory.mktemp("eval")
     path = folder / "config.yaml"

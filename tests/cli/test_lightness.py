@@ -67,7 +67,7 @@ def test_the_cost_of_list_backends_is_printed(capsys):
 def test_a_missing_config_is_reported_before_anything_is_imported(command, tmp_path):
     code = (
         "import atexit, sys\n"
-        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'rl_train.runtime'}\n"
+        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'rl_train.assembly'}\n"
         "atexit.register(lambda: print(sorted(heavy & set(sys.modules))))\n"
         f"sys.argv = ['rlcore', {command!r}, 'nope.yaml', 'model=x']\n"
         "from rlcore_cli.main import main\n"

@@ -47,7 +47,7 @@ class Planted:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder with a config and a finished two-step run."""
-    from rl_train.runtime.launch import train
+    from rl_train.launch.train import train
 
     folder = tmp_path_factory.mktemp("run")
     (folder / "run.yaml").write_text(json.dumps(CONFIG))

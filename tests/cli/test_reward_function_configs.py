@@ -10,8 +10,8 @@ import yaml
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.deep_checks import deep_conflicts
 from rl_train.config.loader import load_config
-from rl_train.runtime.deep_checks import deep_conflicts
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 FUNCTIONS = """

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.durations import parse_duration
 from rl_train.errors import RunInterrupted, StopReason
-from rl_train.runtime.stopping import StopSignals
+from rl_train.launch.stopping import StopSignals
 from rlcore_cli.main import main
 
 ROOT = Path(__file__).parents[2]

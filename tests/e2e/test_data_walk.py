@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 from e2e_runs import MODEL, merged
 
 from rl_core.errors import UserError
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 from rlcore_cli.main import main
 
 BASE = {

@@ -11,7 +11,7 @@ from rl_core.errors import ConfigError, DataError, UserError
 from rl_envs import ArithmeticEnvironment
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.algorithms import DistillationTrainer
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow
 

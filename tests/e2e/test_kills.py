@@ -65,7 +65,7 @@ TRAP = textwrap.dedent(
             return result
         setattr(owner, name, passing)
 
-    if "rl_train.runtime.launch" in sys.modules:  # the driver
+    if "rl_train.launch.train" in sys.modules:  # the driver
         from rl_core.dispatch.policy import DistributedPolicy
         from rl_train.checkpoints import store
         from rl_train.weight_sync.synchronizer import WeightSynchronizer

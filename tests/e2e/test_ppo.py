@@ -18,7 +18,7 @@ from rl_train.algorithms import MseValueLossFn, PPOTrainer
 from rl_train.algorithms.critic import compute_gae_targets, critic_rows
 from rl_train.algorithms.epochs import train_epochs
 from rl_train.algorithms.ppo_config import GAEConfig
-from rl_train.runtime import launch
+from rl_train.launch import train as launch
 
 pytestmark = pytest.mark.slow
 

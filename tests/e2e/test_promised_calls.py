@@ -30,9 +30,9 @@ from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train import diagnostics
 from rl_train.algorithms import DPOLossFn, DPOTrainer, GRPOLossFn, GRPOTrainer, NLLLossFn
 from rl_train.data import BatchedDataLoader
+from rl_train.logprob_agreement import compare_log_probabilities, validate_log_probability_consistency
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
-from rl_train.validation import compare_log_probabilities, validate_log_probability_consistency
 
 pytestmark = pytest.mark.slow
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"

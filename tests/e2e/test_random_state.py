@@ -6,7 +6,7 @@ import shutil
 import pytest
 from e2e_runs import MODEL, merged, reproducible_metrics_of
 
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 DRAWS = """
 import random

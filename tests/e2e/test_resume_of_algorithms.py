@@ -8,7 +8,7 @@ import pytest
 from e2e_runs import MODEL, ROOT, reproducible_metrics_of
 from safetensors.torch import load_file
 
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow
 

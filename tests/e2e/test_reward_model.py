@@ -14,7 +14,7 @@ from rl_core.errors import ConfigError
 from rl_envs import RewardModelEnvironment
 from rl_train.algorithms import BradleyTerryLossFn, DPOTrainer, RewardModelTrainer
 from rl_train.data.messages import batched_message_log_to_flat_message, get_formatted_message_log
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from e2e_runs import merged
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 from rlcore_cli.main import main
 
 PLAIN = (

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 from rlcore_cli.main import main
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "tools" / "model" / "chat_template.jinja"

@@ -14,7 +14,7 @@ from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.algorithms import ClippedPGLossFn, DPOLossFn, DPOTrainer, GRPOTrainer, NLLLossFn, SFTTrainer
 from rl_train.algorithms.losses.config import CISPOLossConfig, ClippedPGLossConfig, DrGRPOLossConfig, GSPOLossConfig
 from rl_train.algorithms.losses.preference_config import DPOLossConfig
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from e2e_runs import MODEL, merged, metrics_of
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import ConfigError
 from rl_train.algorithms import DPOTrainer, SFTTrainer
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 LIMITS = {"max_total_sequence_length": 16, "train_micro_batch_size": 8, "logprob_batch_size": 8}
 SECTION = {"max_num_steps": 2, "global_batch_size": 8}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from loopback_judge import reply, serving
 
-from rl_train.runtime.check_results import CheckStatus
-from rl_train.runtime.environment_check import check_environment
-from rl_train.runtime.environment_trial import open_trial
+from rl_train.workbench.check import check_environment
+from rl_train.workbench.results import CheckStatus
+from rl_train.workbench.trial import open_trial
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "instructions_and_judge" / "train.yaml"

@@ -10,8 +10,8 @@ import pytest
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.run_assembly import read_sources
 from rl_train.config.loader import load_config
-from rl_train.runtime.build import read_sources
 
 LEARNING = Path(__file__).parents[2] / "benchmarks" / "learning"
 TASKS = ("code", "reasoning_gym", "sliding_puzzle", "tools")

@@ -22,7 +22,7 @@ from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
 from rl_serve.settings import ChatSettings
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 SERVE = [sys.executable, "-m", "rlcore_cli.main", "serve"]

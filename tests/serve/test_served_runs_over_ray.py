@@ -14,7 +14,7 @@ from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
 from rl_serve.served_model import started_model
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 pytestmark = [
     pytest.mark.full("trains and starts workers over Ray; test_dead_replicas.py and core/dispatch have restarts of replicas"),

@@ -53,9 +53,9 @@ def check_env(
         rlcore check env my_rewards.short --rows rows.jsonl
         rlcore check env my_task --config config.yaml
     """
-    from rl_train.runtime.check_results import CheckStatus
-    from rl_train.runtime.environment_check import check_environment
-    from rl_train.runtime.environment_trial import open_trial
+    from rl_train.workbench.check import check_environment
+    from rl_train.workbench.results import CheckStatus
+    from rl_train.workbench.trial import open_trial
 
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=num_rows)
     results = []

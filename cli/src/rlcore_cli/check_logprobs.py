@@ -13,8 +13,8 @@ import typer
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
-    from rl_train.runtime.policy_and_engine import PolicyAndEngine, PolicyAndEnginePlan
-    from rl_train.validation import LogProbabilityAgreement
+    from rl_train.assembly.policy_and_engine import PolicyAndEngine, PolicyAndEnginePlan
+    from rl_train.logprob_agreement import LogProbabilityAgreement
 
 
 def check_logprobs(
@@ -41,8 +41,8 @@ def check_logprobs(
     files, changes = config_files(config, bases, overrides)
     # Workers print to standard output too; with --json it must contain the JSON only.
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        from rl_train.runtime.diagnose import measure_agreement
-        from rl_train.runtime.policy_and_engine import plan_policy_and_engine
+        from rl_train.assembly.policy_and_engine import plan_policy_and_engine
+        from rl_train.evaluation.diagnose import measure_agreement
 
         plan = plan_policy_and_engine(files, changes, num_prompts=num_prompts)
         with plan.started() as pair:

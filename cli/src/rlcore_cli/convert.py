@@ -42,8 +42,8 @@ def convert(
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
         rlcore convert runs/sums/checkpoints/step_000120 --to hf --merge sums-model
     """
-    from rl_train.runtime.checkpoint_paths import newest_step
-    from rl_train.runtime.convert import convert as run
+    from rl_train.run_folders.checkpoint_paths import newest_step
+    from rl_train.run_folders.convert import convert as run
 
     source = newest_step(checkpoint)
     if source != checkpoint:

@@ -41,8 +41,8 @@ def diagnose(
 
     diagnoses: list[Diagnosis] = []
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
-        from rl_train.runtime.diagnose import diagnose as all_diagnoses
-        from rl_train.runtime.policy_and_engine import plan_policy_and_engine
+        from rl_train.assembly.policy_and_engine import plan_policy_and_engine
+        from rl_train.evaluation.diagnose import diagnose as all_diagnoses
 
         for diagnosis in all_diagnoses(plan_policy_and_engine(files, changes, num_prompts=num_prompts)):
             diagnoses.append(diagnosis)

@@ -130,7 +130,7 @@ def _examine_target(component: Component, kind: str | None = None) -> bool:
     """Imports config and target, in this order, prints the import time or the traceback of each, and checks the contract."""
     from rl_core.errors import PluginError
     from rl_core.plugins.component import Kind
-    from rl_train.runtime.contracts import kind_problem
+    from rl_train.assembly.contracts import kind_problem
 
     healthy = True
     loads: list[tuple[str | None, Callable[[], object]]] = [

@@ -51,8 +51,8 @@ def play_env(
         rlcore env play math --rows rows.jsonl --player script --script answers.txt
     """
     from rl_core.errors import UserError
-    from rl_train.runtime.environment_play import play, random_player, scripted_player
-    from rl_train.runtime.environment_trial import open_trial
+    from rl_train.workbench.play import play, random_player, scripted_player
+    from rl_train.workbench.trial import open_trial
 
     kind = player or (PlayerKind.PERSON if script is None else PlayerKind.SCRIPT)
     if (kind is PlayerKind.SCRIPT) != (script is not None):

@@ -12,7 +12,7 @@ import typer
 from rlcore_cli.arguments import AsJson, Overrides
 
 if TYPE_CHECKING:
-    from rl_train.runtime.environment_rescore import RescoredRollout
+    from rl_train.workbench.rescore import RescoredRollout
 
 _SHOWN_CHARACTERS = 60
 
@@ -35,7 +35,7 @@ def rescore_run(
         rlcore env rescore runs/config
         rlcore env rescore runs/config env.math.require_box=false --steps 10,20
     """
-    from rl_train.runtime.environment_rescore import rescore
+    from rl_train.workbench.rescore import rescore
 
     rows = list(rescore(run, overrides or [], config=config, steps=_steps(steps)))
     changed = [row for row in rows if row.differs]

@@ -13,8 +13,8 @@ import typer
 from rlcore_cli.arguments import Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
+    from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, Pass, ProgressCallback
     from rl_train.rollouts.eval_metrics import Scores
-    from rl_train.runtime.evaluate import EvaluationPlan, EvaluationResult, Pass, ProgressCallback
 
 TABLE_WIDTH = 200
 """Maximum width of a table; a narrower terminal wraps its lines."""
@@ -65,8 +65,8 @@ def evaluate(
         changes = [f"policy.generation.backend={engine}", *changes]
     if json_file is not None:
         _reject_unwritable(json_file)
-    from rl_train.runtime.evaluate import plan_evaluation
-    from rl_train.runtime.evaluation_report import default_path, prompts_path, write_results
+    from rl_train.evaluation.evaluate import plan_evaluation
+    from rl_train.evaluation.report import default_path, prompts_path, write_results
 
     plan = plan_evaluation(
         files,

@@ -181,11 +181,11 @@ def _common_row(name: str, fields: list[Field]) -> tuple[str, str, str]:
 
 
 def _print_field(field: Field, parts: list[SectionSchema]) -> None:
-    from rl_core.config.introspection import NOTHING
+    from rl_core.config.introspection import NO_DEFAULT
     from rl_train.config.optimizer_checks import allowed_argument
 
     argument = allowed_argument(field.path)
-    has_no_default = argument is None or field.default is NOTHING
+    has_no_default = argument is None or field.default is NO_DEFAULT
     rows = {
         "meaning": " ".join((field.info.description or "").split()),
         "type": field.type_name if has_no_default else type(field.default).__name__,
@@ -200,9 +200,9 @@ def _print_field(field: Field, parts: list[SectionSchema]) -> None:
 
 
 def _default(field: Field) -> str:
-    from rl_core.config.introspection import NOTHING
+    from rl_core.config.introspection import NO_DEFAULT
 
-    if field.default is NOTHING:
+    if field.default is NO_DEFAULT:
         return "none (required)"
     return "" if isinstance(field.default, dict) and field.model is not None else _yaml(field.default)
 
@@ -215,9 +215,9 @@ def _print_keys(fields: list[Field]) -> None:
 
 def _short_default(field: Field) -> str:
     """The default for a table: `section` for a section; long values are shortened."""
-    from rl_core.config.introspection import NOTHING
+    from rl_core.config.introspection import NO_DEFAULT
 
-    if field.default is NOTHING:
+    if field.default is NO_DEFAULT:
         return "required"
     if field.model is not None:
         return "null" if field.default is None else "section"

@@ -9,7 +9,7 @@ import typer
 from rlcore_cli.arguments import Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
-    from rl_train.runtime.launch import RunResult
+    from rl_train.launch.train import RunResult
 
 DRAWN = (("validation/accuracy", "validation accuracy"), ("validation/loss", "validation loss"), ("reward/mean", "mean reward"))
 """Metrics whose curves are printed at the end, if the run recorded them."""
@@ -50,7 +50,7 @@ def train(
         rlcore train config.yaml --resume runs/config/checkpoints/step_000010
     """
     files, changes = config_files(config, bases, overrides)
-    from rl_train.runtime.launch import train as launch
+    from rl_train.launch.train import train as launch
 
     finished = launch(files, changes, resume=resume, allow_config_change=allow_config_change, show_samples=show_samples)
     _print_results(finished)

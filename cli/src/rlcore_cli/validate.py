@@ -68,7 +68,7 @@ def _check_deep(loaded: LoadedConfig) -> list[str]:
     from rl_core.config.source_tree import dotted
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
-    from rl_train.runtime.deep_checks import deep_conflicts, deep_warnings
+    from rl_train.assembly.deep_checks import deep_conflicts, deep_warnings
 
     loaded.refuse(deep_conflicts(loaded, Registry(discover())))
     return [f"{dotted(path)}: {message}" for path, message in deep_warnings(loaded)]

@@ -153,8 +153,8 @@ class HFPolicyConfig(PolicyConfig):
 
     def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks the model's config and class, the requirements for loading it on this machine, and LoRA targets."""
-        from rl_backends_hf.lora import check_targets
         from rl_backends_hf.model import length_dependent_rope, model_without_weights
+        from rl_backends_hf.training.lora import check_targets
 
         if self.python is not None:
             return

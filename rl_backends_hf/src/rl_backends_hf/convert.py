@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_hf.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapters
 from rl_backends_hf.model import DTYPES, load_model
+from rl_backends_hf.training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapters
 from rl_backends_hf.weights_folder import save_weights
 from rl_core.config.model_paths import model_files
 from rl_core.errors import CheckpointError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
 from rl_core.dispatch.generation import DistributedGeneration

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl_backends_hf.scoring import ScoringModel
+from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_core.cluster.process_groups import join_process_group
 from rl_core.interfaces.worker_context import WorkerContext
 

@@ -50,7 +50,7 @@ class Grader:
     """
 
     def __init__(self, name: str, section: EnvironmentConfig | None = None) -> None:
-        from rl_train.runtime.environment_trial import constructor  # imports Ray, which not every server needs
+        from rl_train.workbench.trial import constructor  # imports Ray, which not every server needs
 
         self.name = name
         registry = Registry(discover())

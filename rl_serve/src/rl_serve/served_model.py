@@ -22,8 +22,8 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.config.overrides import apply_overrides
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
-from rl_train.runtime.checkpoint_paths import find_weights
-from rl_train.runtime.run_provenance import CONFIG
+from rl_train.run_folders.checkpoint_paths import find_weights
+from rl_train.run_folders.provenance import CONFIG
 
 _UNLIMITED = 2**31 - 1
 
@@ -120,7 +120,7 @@ def _of_model(
 def _of_run(
     path: Path, registry: Registry, overrides: Sequence[str], label: str, exits: ExitStack, *, best: bool
 ) -> ServedModel:
-    from rl_train.runtime.workers import Builder, make_cluster  # imports Ray, which a model does not need
+    from rl_train.assembly.workers import Builder, make_cluster  # imports Ray, which a model does not need
 
     given = find_weights(path, best=best)
     folder = given.run_folder if given.run_folder is not None else path

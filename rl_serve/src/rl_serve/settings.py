@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from rl_core.config.diagnostics import Problems
-from rl_core.config.introspection import NOTHING, all_fields, find_field
+from rl_core.config.introspection import NO_DEFAULT, all_fields, find_field
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, node_from_plain
 from rl_core.config.validation import Validator
@@ -166,7 +166,7 @@ def _load(model: Any, files: Sequence[Path], overrides: Sequence[str]) -> tuple[
 
     def default_at(path: KeyPath) -> Any:
         found = find_field(model, path)
-        return NOTHING if found is None else found.default
+        return NO_DEFAULT if found is None else found.default
 
     values, interpolations = resolve(
         written, default_at=default_at, known=[field.path for field in all_fields(model)], problems=problems, secrets=secrets

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import EnvironmentReturn, Tool, ToolEnvironment
-from rl_core.interfaces.tool_runner import CallProblem, CallRunner, ToolUnavailableError, current_session
+from rl_core.interfaces import EnvironmentReturn
+from rl_core.tools import Tool, ToolEnvironment
+from rl_core.tools.runner import CallProblem, CallRunner, ToolUnavailableError, current_session
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 
 

@@ -9,8 +9,8 @@ import torch
 from pydantic import BaseModel
 
 from rl_core.errors import ConfigError
-from rl_core.interfaces import Tool
-from rl_core.interfaces.tool_specs import ToolArgumentError
+from rl_core.tools import Tool
+from rl_core.tools.specs import ToolArgumentError
 
 
 class Unit(enum.Enum):

@@ -18,7 +18,7 @@ from rl_train.weight_sync.canary import (
     LEAST_TOLERANCE,
     MARGIN,
     CanaryCalibration,
-    Retempering,
+    TemperatureCorrection,
     make_canary,
 )
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
@@ -184,7 +184,7 @@ def test_a_policy_that_scores_at_another_temperature_than_its_engine_is_compared
     options = {"num_receivers": 1, "max_length": 24, "exact": True}
     with pytest.raises(WeightSyncError):
         make_canary(WORDS, **options).check(policy, engine)
-    retempering = Retempering(factor=1.0 / 0.5, vocab_size=policy.facts["vocab_size"])
+    retempering = TemperatureCorrection(factor=1.0 / 0.5, vocab_size=policy.facts["vocab_size"])
     assert make_canary(WORDS, **options, retempering=retempering).check(policy, engine) < 1e-5
 
 

@@ -10,7 +10,7 @@ from rl_core.errors import CheckpointWriteError, WorkerError
 from rl_train.checkpoints.disk_space import check_disk_space, explain_disk_errors, is_full_disk
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.errors import DiskFullError
-from rl_train.runtime.status import Status
+from rl_train.run_folders.status import Status
 
 SIZE = 4 * 2**20
 

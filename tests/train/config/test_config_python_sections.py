@@ -6,7 +6,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_core.config.keywords import section_from_keywords
 from rl_core.errors import ConfigError
 from rl_envs.config import MathEnvironmentConfig, read_section
-from rl_train.runtime.python_data import section_from
+from rl_train.trainers.trainer_data import section_from
 
 
 def test_misspelled_backend_arguments_get_a_suggestion():

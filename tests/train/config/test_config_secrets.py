@@ -8,7 +8,7 @@ import yaml
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_train.config.loader import load_config
 from rl_train.config.secrets import Secrets
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 TOKEN = "tk-5f0c2b7e91d84d0fa3"
 CREDENTIALS = {"SERVICE_TOKEN": TOKEN, "RUN_NAME": "nightly", "TRACKER": "https://ann:pw-77aa@host/x", "HUB": "hf_abcdefgh1234"}

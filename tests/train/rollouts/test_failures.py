@@ -18,7 +18,7 @@ from rl_train.data.processors import collate_datums
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
-from rl_train.rollouts.collect import Collector, all_of
+from rl_train.rollouts.collect import Collector, gather_or_cancel
 from rl_train.rollouts.environment_checks import checked_return, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
@@ -389,4 +389,4 @@ def test_a_rollout_that_ends_as_cancelled_without_being_cancelled_ends_the_run()
         raise asyncio.CancelledError
 
     with pytest.raises(RLCoreError, match="did not cancel it"):
-        asyncio.run(all_of([cancelled(), asyncio.sleep(0)]))
+        asyncio.run(gather_or_cancel([cancelled(), asyncio.sleep(0)]))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rl_backends_hf.generation import HuggingFaceGeneration
-from rl_backends_hf.generation_worker import HFGenerationWorker
 from rl_backends_hf.policy import HuggingFacePolicy
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import GenerationInterface

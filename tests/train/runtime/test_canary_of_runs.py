@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import WeightSyncError
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 from rl_train.weight_sync.canary import CanaryCalibration
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")

@@ -10,7 +10,7 @@ import torch
 
 from rl_core.config.schema import ClusterConfig
 from rl_core.errors import ConfigError
-from rl_train.runtime.workers import Builder, make_cluster
+from rl_train.assembly.workers import Builder, make_cluster
 
 SEES_A_GPU = torch.cuda.is_available()
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

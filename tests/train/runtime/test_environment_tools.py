@@ -11,11 +11,11 @@ import yaml
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_envs.arithmetic.dataset import ArithmeticDataset
-from rl_train.runtime.check_results import CheckStatus
-from rl_train.runtime.environment_check import check_environment
-from rl_train.runtime.environment_play import play, random_player, scripted_player
-from rl_train.runtime.environment_rescore import rescore
-from rl_train.runtime.environment_trial import open_trial
+from rl_train.workbench.check import check_environment
+from rl_train.workbench.play import play, random_player, scripted_player
+from rl_train.workbench.rescore import rescore
+from rl_train.workbench.results import CheckStatus
+from rl_train.workbench.trial import open_trial
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

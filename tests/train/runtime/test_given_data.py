@@ -12,10 +12,10 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.assembly.data import read_data
 from rl_train.config.schema import DataConfig, SplitConfig
 from rl_train.data.dataset_config import JsonlDatasetConfig, PreferenceDatasetConfig
-from rl_train.runtime.data import read_data
-from rl_train.runtime.python_data import read_python_data
+from rl_train.trainers.trainer_data import read_python_data
 
 ASKED, ANSWERED = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 ROWS = {

@@ -7,9 +7,9 @@ import pytest
 
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.errors import ConfigError, DataError, ResourceInsufficientError, RLCoreError, UserError, WorkerError
+from rl_train.assembly.late_errors import with_key, with_location
 from rl_train.config.loader import load_config
-from rl_train.runtime.late_errors import with_key, with_location
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "addition" / "model"

@@ -11,10 +11,10 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.deep_checks import deep_conflicts, deep_warnings
+from rl_train.assembly.model_checks import check_models
 from rl_train.config.loader import load_config
-from rl_train.runtime.deep_checks import deep_conflicts, deep_warnings
-from rl_train.runtime.launch import train
-from rl_train.runtime.model_checks import check_models
+from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

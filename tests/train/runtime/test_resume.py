@@ -11,8 +11,8 @@ from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import CheckpointError, UserError
 from rl_train.checkpoints.ownership import lock_folder
 from rl_train.checkpoints.state import resumable_state
-from rl_train.runtime.launch import train
-from rl_train.runtime.trainers import SFTTrainer
+from rl_train.launch.train import train
+from rl_train.trainers.trainers import SFTTrainer
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 RUN = {

@@ -11,8 +11,8 @@ from rl_core.errors import CheckpointError, UserError
 from rl_train.checkpoints.ownership import lock_folder, read_identity
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.config.loader import load_config
-from rl_train.runtime.checkpoint_paths import find_weights
-from rl_train.runtime.run_folder import choose_start, claim
+from rl_train.run_folders.checkpoint_paths import find_weights
+from rl_train.run_folders.run_folder import choose_start, lock_run_folder
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 
@@ -42,7 +42,7 @@ def start(tmp_path):
 
     def run(config, *, name="run", resume="auto", steps=()):
         with ExitStack() as exits:
-            chosen = claim(choose_start(config, name=name, resume=str(resume)), config.checkpointing, exits)
+            chosen = lock_run_folder(choose_start(config, name=name, resume=str(resume)), config.checkpointing, exits)
             elsewhere = config.checkpointing.checkpoint_dir
             store = CheckpointStore(Path(elsewhere) if elsewhere else chosen.folder / "checkpoints")
             for step in steps:
@@ -162,12 +162,12 @@ def test_two_processes_do_not_write_to_one_run(config, tmp_path):
     section = config().checkpointing
     first = choose_start(config(), name="run", resume="auto")
     with ExitStack() as exits:
-        claim(first, section, exits)
+        lock_run_folder(first, section, exits)
         with pytest.raises(UserError, match=r"runs/run is in use by process \d+ on host"), ExitStack() as others:
-            claim(first, section, others)
+            lock_run_folder(first, section, others)
         with pytest.raises(UserError, match="runs/run is in use"), ExitStack() as others:
             # Without checkpoints, too.
-            claim(first, config(enabled=False).checkpointing, others)
+            lock_run_folder(first, config(enabled=False).checkpointing, others)
         assert choose_start(config(), name="run", resume="auto").folder == tmp_path / "runs" / "run-2"
 
 

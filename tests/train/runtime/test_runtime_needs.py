@@ -8,7 +8,7 @@ import pytest
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_train.config.loader import load_config
 from rl_train.config.runtime_needs import RecordNeeds, RolloutNeeds, RuntimeNeeds
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 

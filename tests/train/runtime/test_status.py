@@ -19,8 +19,8 @@ from rl_core.config.schema import GenerationConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.errors import DataError, NonFiniteError, RLCoreError
 from rl_train.errors import RunInterrupted
-from rl_train.runtime.launch import train
-from rl_train.runtime.status import Status
+from rl_train.launch.train import train
+from rl_train.run_folders.status import Status
 from rlcore_cli.report.ending import ending_of
 from rlcore_cli.report.page import render
 from rlcore_cli.report.run_folder import read_run_folder

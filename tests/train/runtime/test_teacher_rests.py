@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 SCORES = ("get_topk_logprobs", "get_logprobs")

@@ -8,9 +8,9 @@ import pytest
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.workers import Builder
 from rl_train.config.loader import load_config
-from rl_train.runtime.launch import train
-from rl_train.runtime.workers import Builder
+from rl_train.launch.train import train
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces.loss import LossFunction
 from rl_envs import ArithmeticEnvironment
 from rl_train.algorithms import DPOTrainer, GRPOTrainer, PPOTrainer, SFTTrainer
-from rl_train.runtime.trainers import DistillationTrainer
+from rl_train.trainers.trainers import DistillationTrainer
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "addition" / "model")
 

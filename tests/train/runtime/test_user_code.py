@@ -9,9 +9,9 @@ import pytest
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.data import read_data
+from rl_train.assembly.deep_checks import deep_conflicts
 from rl_train.config.loader import load_config
-from rl_train.runtime.data import read_data
-from rl_train.runtime.deep_checks import deep_conflicts
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 DATASET = """

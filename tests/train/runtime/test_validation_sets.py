@@ -7,8 +7,8 @@ import pytest
 
 from rl_core.errors import ConfigError
 from rl_train.checkpoints.store import CheckpointStore
-from rl_train.runtime.evaluate import plan_evaluation
-from rl_train.runtime.launch import train
+from rl_train.evaluation.evaluate import plan_evaluation
+from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples/addition/model"
 SETS = {

@@ -12,9 +12,9 @@ from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.errors import ConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_train.assembly.deep_checks import deep_conflicts
 from rl_train.config.loader import load_config
-from rl_train.runtime.deep_checks import deep_conflicts
-from rl_train.runtime.launch import train
+from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
 CODE = """

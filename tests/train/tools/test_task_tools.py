@@ -8,9 +8,10 @@ import torch
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface, Tool, ToolEnvironment
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, GenerationInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_core.tools import Tool, ToolEnvironment
 from rl_envs.tools.environment import ToolsEnvironment
 from rl_train.config.schema import RunConfig
 from rl_train.data.processors import prompt_datum

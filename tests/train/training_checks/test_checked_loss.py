@@ -7,10 +7,10 @@ import torch
 from policy_cases import NLL, make_rows
 
 from rl_core.training.steps import reduce_metrics
+from rl_train.logprob_agreement import largest_error
 from rl_train.training_checks.agreement import EXACT_MEAN, LARGEST, Agreement, Numbers
 from rl_train.training_checks.checked_loss import COMPARISON, ROW_NUMBERS, WITH_ENGINE, CheckedLoss, sampling_error
 from rl_train.training_checks.counts import ExpectedCounts
-from rl_train.validation import largest_error
 
 
 def rows_with_columns(num_rows=40):

@@ -9,7 +9,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
-from rl_train.validation import (
+from rl_train.logprob_agreement import (
     MIN_RANGE_TOKENS,
     compare_log_probabilities,
     largest_error,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_train.validation import MIN_RANGE_TOKENS
+from rl_train.logprob_agreement import MIN_RANGE_TOKENS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "validation.md").read_text()

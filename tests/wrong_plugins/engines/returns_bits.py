@@ -4,7 +4,7 @@ import math
 
 from wrong_plugins.engines.base import EngineOf
 
-from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 
 
 class Worker(HFGenerationWorker):

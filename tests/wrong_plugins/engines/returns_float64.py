@@ -2,7 +2,7 @@
 
 from wrong_plugins.engines.base import EngineOf
 
-from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 
 
 class Worker(HFGenerationWorker):

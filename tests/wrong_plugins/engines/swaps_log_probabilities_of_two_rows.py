@@ -3,7 +3,7 @@
 import torch
 from wrong_plugins.engines.base import EngineOf
 
-from rl_backends_hf.generation_worker import HFGenerationWorker
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 
 
 class Worker(HFGenerationWorker):

@@ -1,7 +1,7 @@
 """What all policies here have in common: the Transformers policy with another worker."""
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.dispatch.policy import DistributedPolicy
 
 

@@ -2,7 +2,7 @@
 
 from wrong_plugins.policies.base import PolicyOf
 
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.interfaces.worker import GlobalCounts
 
 

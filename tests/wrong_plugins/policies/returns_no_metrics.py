@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from wrong_plugins.policies.base import PolicyOf
 
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 
 
 class Worker(HFPolicyWorker):

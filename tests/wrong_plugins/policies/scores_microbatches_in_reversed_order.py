@@ -3,7 +3,7 @@
 import torch
 from wrong_plugins.policies.base import PolicyOf
 
-from rl_backends_hf.worker import HFPolicyWorker
+from rl_backends_hf.training.worker import HFPolicyWorker
 
 
 class Worker(HFPolicyWorker):

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from rl_core.config.diagnostics import Problems, listed, show
-from rl_core.config.introspection import NOTHING
+from rl_core.config.diagnostics import Problems, comma_separated, show
+from rl_core.config.introspection import NO_DEFAULT
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.errors import ConfigError
 from rl_train.config.interpolation import escape, resolve
@@ -123,10 +123,10 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
         )
     lines = [_line(path, value, written, table, foreign) for path, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
-        sections = listed(sorted({line.key.split(".")[0] for line in lines})) or "none"
+        sections = comma_separated(sorted({line.key.split(".")[0] for line in lines})) or "none"
         raise ConfigError(
-            f"{os.fspath(path)} is not a {table.framework} config: it should have sections such as {listed(table.sections)}, "
-            f"but has {sections}."
+            f"{os.fspath(path)} is not a {table.framework} config: it should have sections such as "
+            f"{comma_separated(table.sections)}, but has {sections}."
         )
     lines += _defaults(table, foreign)
     native: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _resolved(written: Node, problems: Problems) -> dict[str, Any]:
     for name in _ARITHMETIC.keys() - before:
         OmegaConf.register_resolver(name, _ARITHMETIC[name])
     try:
-        values, _ = resolve(written, default_at=lambda path: NOTHING, known=(), problems=problems, secrets=Secrets())
+        values, _ = resolve(written, default_at=lambda path: NO_DEFAULT, known=(), problems=problems, secrets=Secrets())
     finally:
         for name in _ARITHMETIC.keys() - before:
             OmegaConf.clear_resolver(name)

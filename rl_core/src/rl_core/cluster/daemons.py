@@ -141,7 +141,7 @@ def is_dead() -> bool:
     """Whether a daemon that this process's Ray needs has died."""
     if _watch is None or _watch.death is None:
         return False
-    if not getattr(_thread, "leaves_deaths", False):
+    if not getattr(_thread, "is_background", False):
         _watch.noticed.set()
     return True
 
@@ -151,7 +151,7 @@ def mark_background_thread() -> None:
 
     If only such threads detect a death, the process is ended anyway: the main thread may be blocked in a Ray call.
     """
-    _thread.leaves_deaths = True
+    _thread.is_background = True
 
 
 def raise_if_dead() -> None:

@@ -117,7 +117,7 @@ def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str
     return by_folded[matches[0]] if matches else None
 
 
-def listed(names: Iterable[str]) -> str:
+def comma_separated(names: Iterable[str]) -> str:
     """Names for a sentence: `a, b, c`."""
     return ", ".join(names)
 

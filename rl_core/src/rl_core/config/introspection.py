@@ -19,7 +19,7 @@ from rl_core.config.source_tree import KeyPath
 
 Model = type[BaseModel]
 
-NOTHING = object()
+NO_DEFAULT = object()
 """Marks a missing default; null is a default."""
 
 
@@ -33,7 +33,7 @@ class Field:
         name: The field of that model; for a free key, the field that contains the mapping.
         info: That field.
         is_free: Whether the key belongs to a free mapping, which accepts any key.
-        default: Its default as plain data; `NOTHING` if it is required.
+        default: Its default as plain data; `NO_DEFAULT` if it is required.
     """
 
     path: KeyPath
@@ -41,7 +41,7 @@ class Field:
     name: str
     info: FieldInfo
     is_free: bool = False
-    default: Any = NOTHING
+    default: Any = NO_DEFAULT
 
     @property
     def model(self) -> Model | None:
@@ -79,7 +79,7 @@ def find_field(model: Model, path: KeyPath, *, prefix: KeyPath = ()) -> Field | 
     if holds_free_keys(info.annotation):
         default = field.default
         for part in rest:
-            default = default.get(part, NOTHING) if isinstance(default, dict) else NOTHING
+            default = default.get(part, NO_DEFAULT) if isinstance(default, dict) else NO_DEFAULT
         return Field(path=(*field.path, *rest), owner=field.owner, name=name, info=info, is_free=True, default=default)
     return None
 
@@ -110,9 +110,9 @@ def declaring_model(model: Model, name: str) -> Model:
 
 
 def plain_default(info: FieldInfo) -> Any:
-    """The default of a field as plain data; `NOTHING` if the field is required."""
+    """The default of a field as plain data; `NO_DEFAULT` if the field is required."""
     if info.is_required():
-        return NOTHING
+        return NO_DEFAULT
     return to_jsonable_python(info.get_default(call_default_factory=True, validated_data={}))
 
 

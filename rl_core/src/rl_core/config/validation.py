@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rl_core.config.diagnostics import Problems, listed, nearest, show
+from rl_core.config.diagnostics import Problems, comma_separated, nearest, show
 from rl_core.config.introspection import Field, Model, allows_bool, choices, describe_type, find_field, inner_annotation
 from rl_core.config.source_tree import KeyPath, Node, dotted
 
@@ -161,7 +161,7 @@ class Validator:
             return f" Did you mean {' or '.join(dotted(path) for path in elsewhere[:2])}?"
         if meant is not None:
             return f" Did you mean {meant!r}?"
-        shown = listed(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")
+        shown = comma_separated(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")
         return f" Allowed keys: {shown}." if keys else " It takes no keys."
 
     @staticmethod
@@ -170,7 +170,7 @@ class Validator:
         own = [key for key in keys if key.endswith("_cfg")]
         if not (isinstance(chosen, str) and name.endswith("_cfg")) or nearest(name, own) is not None:
             return None
-        its = f"its own section is {listed(own)}" if own else "it has no own section"
+        its = f"its own section is {comma_separated(own)}" if own else "it has no own section"
         return (
             f"{name} is not a section of the backend {chosen!r} ({its}); NAME_cfg is the section of the backend NAME: "
             "remove it or change the backend. (If it is inherited, `_override_: true` in its parent section replaces what is "

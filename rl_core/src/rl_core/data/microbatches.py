@@ -179,7 +179,7 @@ class RowPlanner:
                 )
                 for group in packer.split_to_count(bins, costs)
             ]
-            _deal(sorted(microbatches, key=lambda microbatch: -microbatch.length), plans)
+            _distribute(sorted(microbatches, key=lambda microbatch: -microbatch.length), plans)
         return plans
 
     def _by_padded_width(self, lengths: Sequence[int], width: int, args: DynamicBatchingArgs) -> list[ShardPlan]:
@@ -203,7 +203,7 @@ class RowPlanner:
                 sizes = [len(each) for each in microbatches]
                 microbatches = _split_largest(microbatches, sizes, wanted=wanted, shards=self.shards)
             # Sorted by width: adjacent microbatches cost the same, so shard s takes every shards-th one.
-            _deal([Microbatch(rows=_rows_of(units), length=padded(units[0])) for units in microbatches], plans)
+            _distribute([Microbatch(rows=_rows_of(units), length=padded(units[0])) for units in microbatches], plans)
         return plans
 
     def _groups(self, start: int, end: int) -> list[list[Unit]]:
@@ -242,7 +242,7 @@ def global_batches(rows: int, batch_size: int | None) -> Iterator[tuple[int, int
     return runs_of(rows, batch_size)
 
 
-def _deal(microbatches: Sequence[Microbatch], plans: Sequence[ShardPlan]) -> None:
+def _distribute(microbatches: Sequence[Microbatch], plans: Sequence[ShardPlan]) -> None:
     """Assign the microbatches of one global batch to the shards in turn; their number must be a multiple of the shards."""
     for shard, plan in enumerate(plans):
         plan.add_global_batch(microbatches[shard :: len(plans)])

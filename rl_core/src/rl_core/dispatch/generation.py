@@ -11,7 +11,7 @@ from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, read_prompts
 from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
-from rl_core.dispatch.replica_rows import Answer, equal_answer, in_order, newest_version, prompt_columns, sample_rows
+from rl_core.dispatch.replica_rows import Answer, equal_answer, in_row_order, newest_version, prompt_columns, sample_rows
 from rl_core.dispatch.rows import check_rows
 from rl_core.dispatch.streaming import RowStream
 from rl_core.dispatch.text import TextGeneration
@@ -96,7 +96,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
             if deaths:
                 self.restart_dead(deaths[0])
                 _log.warning("%d of %d rows of the generation call are sampled again", len(missing), rows.size)
-        return in_order(answers)
+        return in_row_order(answers)
 
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.replica_rows import equal_answer, in_order, prompt_columns, sample_rows
+from rl_core.dispatch.replica_rows import equal_answer, in_row_order, prompt_columns, sample_rows
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.weights.replicas import same_digests_on_every_replica
 
@@ -75,7 +75,7 @@ class RestartedReplicas(ReplicaRefits):
         )
         if deaths:
             raise deaths[0]
-        return in_order(answers)
+        return in_row_order(answers)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._run("prepare_for_generation")

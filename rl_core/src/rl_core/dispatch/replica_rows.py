@@ -34,7 +34,7 @@ def generate_on(
     answers, deaths = sample_rows(group, rows, list(range(rows.size)), greedy=greedy, deadline_s=deadline_s)
     if deaths:
         raise deaths[0]
-    return in_order(answers)
+    return in_row_order(answers)
 
 
 Answer = tuple[list[int], BatchedDataDict[Any]]
@@ -76,7 +76,7 @@ def newest_version(answers: Sequence[Answer]) -> list[Answer]:
     return kept
 
 
-def in_order(answers: Sequence[Answer]) -> BatchedDataDict[GenerationOutputSpec]:
+def in_row_order(answers: Sequence[Answer]) -> BatchedDataDict[GenerationOutputSpec]:
     """All outputs in the order of the rows."""
     output: BatchedDataDict[Any] = BatchedDataDict.from_batches([answer for _, answer in answers])
     output.reorder_data([row for part, _ in answers for row in part])

@@ -5,6 +5,7 @@ The names below are loaded when they are first used, so that importing a module 
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
         ReferenceLogprobOutputSpec,
         TopkLogprobOutputSpec,
     )
-    from rl_core.interfaces.tool_environment import ToolEnvironment
-    from rl_core.interfaces.tool_specs import Tool
     from rl_core.interfaces.trainable import TrainableInterface, TrainingDatumSpec
     from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
     from rl_core.interfaces.weights import WeightTransport
@@ -42,13 +41,12 @@ _NAMES = {
         "ReferenceLogprobOutputSpec",
         "TopkLogprobOutputSpec",
     ],
-    "tool_environment": ["ToolEnvironment"],
-    "tool_specs": ["Tool"],
     "trainable": ["TrainableInterface", "TrainingDatumSpec"],
     "value": ["ValueInterface", "ValueOutputSpec"],
     "weights": ["WeightTransport"],
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+_MOVED = {"Tool": "rl_core.tools.specs", "ToolEnvironment": "rl_core.tools.environment"}
 
 __all__ = [
     "ColocatablePolicyInterface",
@@ -69,9 +67,7 @@ __all__ = [
     "Record",
     "ReferenceLogprobOutputSpec",
     "TextPart",
-    "Tool",
     "ToolCall",
-    "ToolEnvironment",
     "ToolSpec",
     "TopkLogprobOutputSpec",
     "TrainableInterface",
@@ -83,6 +79,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(f"{__name__}.{name} has moved to rl_core.tools.", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(_MOVED[name]), name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)

@@ -30,7 +30,7 @@ class MicrobatchRows:
     prompt_ids: torch.Tensor | None = None
 
 
-class MicrobatchCutter:
+class MicrobatchSplitter:
     """Splits batches into microbatches as configured: by number of rows, by token budget, or packed into one sequence."""
 
     def __init__(self, config: PolicyConfig) -> None:

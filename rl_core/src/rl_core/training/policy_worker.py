@@ -18,7 +18,7 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.training.microbatches import MicrobatchCutter
+from rl_core.training.microbatches import MicrobatchSplitter
 from rl_core.training.weight_digest import digest_of
 from rl_core.weights.source import WeightSource
 
@@ -51,7 +51,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
     def __init__(self, context: WorkerContext, config: ConfigT) -> None:
         self.context = context
         self.config = config
-        self._splitter = MicrobatchCutter(config)
+        self._splitter = MicrobatchSplitter(config)
 
     @abstractmethod
     def load(self) -> Mapping[str, Any]:

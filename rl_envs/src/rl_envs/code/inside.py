@@ -38,14 +38,14 @@ def run_program(code: str) -> None:
             return [each for each in vars(solution) if not each.startswith("_")]
         return getattr(target, name)
 
-    def run_to_end(awaitable: Any) -> Any:
+    def run_blocking(awaitable: Any) -> Any:
         import asyncio
 
         return asyncio.run(awaitable)
 
     peer.printed = take
     peer.handle("attr", attribute)
-    peer.handle("await", run_to_end)
+    peer.handle("await", run_blocking)
     peer.handle("define", lambda name, value: vars(solution).setdefault(name, value) and None)
     peer.export(solution)
     exec(compile(code, "solution.py", "exec"), vars(solution))

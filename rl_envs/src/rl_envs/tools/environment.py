@@ -12,10 +12,10 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import Conversation, EnvironmentReturn
 from rl_core.interfaces.messages import ToolSpec
-from rl_core.interfaces.tool_environment import ToolEnvironment
-from rl_core.interfaces.tool_specs import Tool
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.import_path import resolve
+from rl_core.tools.environment import ToolEnvironment
+from rl_core.tools.specs import Tool
 from rl_envs.math.environment import MathEnvironment
 from rl_envs.math.grading import Outcome
 from rl_envs.tools.calculator import calculator

@@ -12,9 +12,9 @@ from pydantic import TypeAdapter
 from rl_core.errors import ConfigError
 from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.messages import ToolSpec
-from rl_core.interfaces.tool_runner import ToolUnavailableError, current_session
-from rl_core.interfaces.tool_specs import Tool, ToolArgumentError, readable_schema
 from rl_core.plugins.component import did_you_mean
+from rl_core.tools.runner import ToolUnavailableError, current_session
+from rl_core.tools.specs import Tool, ToolArgumentError, readable_schema
 from rl_envs.tools.config import McpServerConfig
 from rl_envs.tools.mcp_connection import McpConnection, ServerEndedError
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from rl_core.interfaces.tool_runner import ToolUnavailableError, current_session
+from rl_core.tools.runner import ToolUnavailableError, current_session
 from rl_envs.sandboxes import open_sandbox
 from rl_sandbox.config import SandboxConfig
 from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SessionInterface

@@ -16,7 +16,7 @@ from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
 from rl_train.metrics.reserved_names import reserved_reward
 from rl_train.rollouts.drivers import RolloutDriver
-from rl_train.rollouts.engines import RolloutEngine
+from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.sessions import Session
 from rl_train.rollouts.trajectory import Trajectory
@@ -67,7 +67,7 @@ class AgentDriver(RolloutDriver):
         self._limits, self._timeout_s = limits, timeout_s
         self._task_name, self._returns_reward = task_name, returns_reward
 
-    async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
+    async def run(self, prompt: Trajectory, engine: RolloutSampler, session: Session | None) -> Trajectory:
         """Run the agent on a prompt, and return what it sampled; see `RolloutDriver`.
 
         Raises:

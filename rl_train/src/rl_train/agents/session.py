@@ -14,7 +14,7 @@ import torch
 from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import MESSAGE_KEYS
 from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSessionEndedError, AgentTurn
-from rl_train.rollouts.engines import RolloutEngine, SampledTurn
+from rl_train.rollouts.engines import RolloutSampler, SampledTurn
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.history import prompt_after
 from rl_train.rollouts.trajectory import MessageLog, Trajectory, log_token_ids
@@ -49,7 +49,7 @@ class AgentSession:
         engine_error: the error of the engine that ended a request, if there was one. Agents cannot be relied on to raise it.
     """
 
-    def __init__(self, rollout: Trajectory, engine: RolloutEngine, tokenizer: Any, *, limits: SessionLimits) -> None:
+    def __init__(self, rollout: Trajectory, engine: RolloutSampler, tokenizer: Any, *, limits: SessionLimits) -> None:
         self._rollout, self._engine, self._tokenizer, self._limits = rollout, engine, tokenizer, limits
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()

@@ -7,18 +7,18 @@ _MODULE_OF = {
     "BradleyTerryLossFn": f"{__name__}.losses.reward",
     "ClippedPGLossFn": f"{__name__}.losses.policy_gradient",
     "DPOLossFn": f"{__name__}.losses.preference",
-    # Exported here under familiar names; defined in `runtime`, which may import all components.
-    "DPOTrainer": "rl_train.runtime.trainers",
+    # Exported here under familiar names; defined in `trainers`, which may import all components.
+    "DPOTrainer": "rl_train.trainers.trainers",
     "DistillationLossFn": f"{__name__}.losses.distillation",
-    "DistillationTrainer": "rl_train.runtime.trainers",
+    "DistillationTrainer": "rl_train.trainers.trainers",
     "GRPOLossFn": f"{__name__}.losses.policy_gradient",
-    "GRPOTrainer": "rl_train.runtime.trainers",
+    "GRPOTrainer": "rl_train.trainers.trainers",
     "MseValueLossFn": f"{__name__}.losses.value",
     "NLLLossFn": f"{__name__}.losses.nll",
-    "PPOTrainer": "rl_train.runtime.trainers",
+    "PPOTrainer": "rl_train.trainers.trainers",
     "PreferenceLossFn": f"{__name__}.losses.preference",
-    "RewardModelTrainer": "rl_train.runtime.trainers",
-    "SFTTrainer": "rl_train.runtime.trainers",
+    "RewardModelTrainer": "rl_train.trainers.trainers",
+    "SFTTrainer": "rl_train.trainers.trainers",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
 
 from rl_core.config.diagnostics import Problems, nearest
-from rl_core.config.introspection import NOTHING
+from rl_core.config.introspection import NO_DEFAULT
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_train.config import package_files as package_files  # registers `${package:...}`
 from rl_train.config.secrets import Secrets, escaped
@@ -34,7 +34,7 @@ def resolve(
 
     Args:
         root: The values as written.
-        default_at: Default of a key that is not written; `NOTHING` for a key without a default.
+        default_at: Default of a key that is not written; `NO_DEFAULT` for a key without a default.
         known: Keys of the sections' models, for suggestions.
         problems: Receives what cannot be resolved; those values are marked as invalid and null in the result.
         secrets: Receives the secrets that are read from the environment.
@@ -71,11 +71,11 @@ def _with_defaults(plain: Any, texts: Iterable[str], *, root: Node, default_at: 
     complete: dict[str, Any] = copy.deepcopy(plain)
     for key in {match for text in texts for match in _REFERENCE.findall(text)}:
         path = tuple(key.split("."))
-        default = default_at(path) if root.at(path) is None else NOTHING
+        default = default_at(path) if root.at(path) is None else NO_DEFAULT
         section: Any = complete
         for part in path[:-1]:
             section = section.setdefault(part, {}) if isinstance(section, dict) else None
-        if default is not NOTHING and isinstance(section, dict):
+        if default is not NO_DEFAULT and isinstance(section, dict):
             section[path[-1]] = default
     return complete
 

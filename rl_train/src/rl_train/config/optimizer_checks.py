@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from rl_core.config.diagnostics import listed, show
+from rl_core.config.diagnostics import comma_separated, show
 from rl_core.config.policy_sections import OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.schedules import SCHEDULES
 from rl_core.config.source_tree import KeyPath
@@ -78,7 +78,7 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
         meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS]) or did_you_mean(name.lower(), [*SCHEDULES])
         yield (
             at,
-            f"unknown schedule {name!r}.{meant} Use {listed(sorted(SCHEDULES))}, or a dotted name such as "
+            f"unknown schedule {name!r}.{meant} Use {comma_separated(sorted(SCHEDULES))}, or a dotted name such as "
             f"{_LR_SCHEDULER}CosineAnnealingLR.",
         )
         return
@@ -87,7 +87,10 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
         return
     short = _class_of(name, _LR_SCHEDULER)
     if short in UNUSABLE_SCHEDULERS:
-        yield at, f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. Use {listed(sorted(SCHEDULES))}."
+        yield (
+            at,
+            f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. Use {comma_separated(sorted(SCHEDULES))}.",
+        )
     elif short in SCHEDULERS:
         required, optional = SCHEDULERS[short]
         yield from _unknown(scheduler.kwargs, (*required, *optional), section="scheduler", of=name)
@@ -108,7 +111,7 @@ def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: st
             meant = f" Did you mean {MEANINGS[key]!r}?" if MEANINGS.get(key) in allowed else did_you_mean(key, list(allowed))
             yield (
                 (section, "kwargs", key),
-                f"{of} has no argument {key!r}.{meant} Its arguments are: {listed(allowed)}.",
+                f"{of} has no argument {key!r}.{meant} Its arguments are: {comma_separated(allowed)}.",
             )
 
 

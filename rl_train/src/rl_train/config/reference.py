@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rl_core.config.introspection import NOTHING, Field, Model, all_fields
+from rl_core.config.introspection import NO_DEFAULT, Field, Model, all_fields
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_train.config.schema_index import ANY, SchemaIndex
 from rl_train.config.section_resolver import COMPANIONS, SectionSchema
@@ -75,7 +75,7 @@ def _has_own_table(field: Field, part: SectionSchema) -> bool:
 
 
 def _default(field: Field) -> str:
-    if field.default is NOTHING:
+    if field.default is NO_DEFAULT:
         return "required"
     return f"`{_cell(_yaml(field.default))}`"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.config import schema as core_schema
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.introspection import NOTHING, Field, Model, all_fields, find_field
+from rl_core.config.introspection import NO_DEFAULT, Field, Model, all_fields, find_field
 from rl_core.config.source_tree import KeyPath, Node
 from rl_core.errors import InvalidComponentError, PluginError
 from rl_core.plugins.component import Component, Kind, is_path
@@ -120,15 +120,15 @@ class ConfigLayout:
         found, part = self.find(path), self.enclosing_section(path)
         if found is None:
             return part is not None and part.is_open and part.component is not None
-        return found.is_free and found.default is NOTHING
+        return found.is_free and found.default is NO_DEFAULT
 
     def default(self, path: KeyPath) -> Any:
-        """The value of a key that the file does not set; `NOTHING` if it is required or there is no such key."""
+        """The value of a key that the file does not set; `NO_DEFAULT` if it is required or there is no such key."""
         part = self.parts.get(path[:-1])
         if part is not None and path[-1] in part.implied:
             return part.implied[str(path[-1])]
         found = self.find(path)
-        return NOTHING if found is None else found.default
+        return NO_DEFAULT if found is None else found.default
 
     def fields(self) -> list[Field]:
         """Every field of every section."""

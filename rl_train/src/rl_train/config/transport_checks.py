@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.diagnostics import listed
+from rl_core.config.diagnostics import comma_separated
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
@@ -42,7 +42,11 @@ def _not_supported(run: RunConfig, registry: Registry, transport: str) -> Iterat
         supported = _capabilities(registry, kind, backend)
         if supported is not None and transport not in supported:
             known = [name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name in supported]
-            yield _AT, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {listed(known) or 'none'}."
+            yield (
+                _AT,
+                f"the {kind.label} {backend!r} does not support {transport!r}. "
+                f"It supports: {comma_separated(known) or 'none'}.",
+            )
 
 
 def _no_common_transport(run: RunConfig, registry: Registry) -> Iterator[tuple[KeyPath, str]]:
@@ -63,8 +67,8 @@ def _no_common_transport(run: RunConfig, registry: Registry) -> Iterator[tuple[K
     yield (
         ("policy", "generation", "backend"),
         f"the engine {backends[Kind.GENERATION]!r} cannot receive the weights of the policy backend "
-        f"{run.policy.backend!r} {where}: tried {listed(tried)}; the policy backend supports "
-        f"{listed(by_kind[Kind.POLICY]) or 'none'}, the engine {listed(by_kind[Kind.GENERATION]) or 'none'}. "
+        f"{run.policy.backend!r} {where}: tried {comma_separated(tried)}; the policy backend supports "
+        f"{comma_separated(by_kind[Kind.POLICY]) or 'none'}, the engine {comma_separated(by_kind[Kind.GENERATION]) or 'none'}. "
         + (
             f"Set refit_transport to {' or '.join(shared)}, or change a backend."
             if shared

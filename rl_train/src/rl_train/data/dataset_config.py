@@ -77,7 +77,7 @@ class HuggingFaceSource(RowsConfig):
     revision: str | None = Field(None, description="Branch, tag or commit of a dataset on the hub.")
 
 
-class RecordForm(RowsConfig):
+class RecordFields(RowsConfig):
     """Rows that are prompts, with or without answers, or conversations."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
@@ -127,11 +127,11 @@ class RecordForm(RowsConfig):
         return self.response_key is not None and "output_key" not in self.changed()
 
     @model_validator(mode="after")
-    def _keys_exclude_record_fn(self) -> RecordForm:
-        return _reject_keys_with_record_fn(self, {*RecordForm.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
+    def _keys_exclude_record_fn(self) -> RecordFields:
+        return _reject_keys_with_record_fn(self, {*RecordFields.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
 
 
-class PreferenceForm(RowsConfig):
+class PreferenceFields(RowsConfig):
     """Rows with a prompt, a chosen and a rejected answer."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "pairs"
@@ -172,47 +172,47 @@ class PreferenceForm(RowsConfig):
         return "tools_key" in self.changed()
 
     @model_validator(mode="after")
-    def _keys_exclude_record_fn(self) -> PreferenceForm:
+    def _keys_exclude_record_fn(self) -> PreferenceFields:
         keys = {"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"}
         return _reject_keys_with_record_fn(self, keys)
 
 
-class JsonlDatasetConfig(RecordForm, JsonLinesSource):
+class JsonlDatasetConfig(RecordFields, JsonLinesSource):
     """Prompts or conversations in a JSON Lines file."""
 
     dataset_name: str = "jsonl"
     """Name of a registered dataset, or the dotted path of its class."""
 
 
-class ParquetDatasetConfig(RecordForm, ParquetSource):
+class ParquetDatasetConfig(RecordFields, ParquetSource):
     """Prompts or conversations in Parquet files."""
 
     dataset_name: str = "parquet"
     """Name of a registered dataset, or the dotted path of its class."""
 
 
-class HuggingFaceDatasetConfig(RecordForm, HuggingFaceSource):
+class HuggingFaceDatasetConfig(RecordFields, HuggingFaceSource):
     """Prompts or conversations in a Hugging Face dataset."""
 
     dataset_name: str = "huggingface"
     """Name of a registered dataset, or the dotted path of its class."""
 
 
-class PreferenceDatasetConfig(PreferenceForm, JsonLinesSource):
+class PreferenceDatasetConfig(PreferenceFields, JsonLinesSource):
     """Preferences in a JSON Lines file."""
 
     dataset_name: str = "preference"
     """Name of a registered dataset, or the dotted path of its class."""
 
 
-class ParquetPreferenceDatasetConfig(PreferenceForm, ParquetSource):
+class ParquetPreferenceDatasetConfig(PreferenceFields, ParquetSource):
     """Preferences in Parquet files."""
 
     dataset_name: str = "preference_parquet"
     """Name of a registered dataset, or the dotted path of its class."""
 
 
-class HuggingFacePreferenceDatasetConfig(PreferenceForm, HuggingFaceSource):
+class HuggingFacePreferenceDatasetConfig(PreferenceFields, HuggingFaceSource):
     """Preferences in a Hugging Face dataset."""
 
     dataset_name: str = "preference_huggingface"

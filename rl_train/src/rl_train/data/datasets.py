@@ -15,7 +15,7 @@ from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record
 from rl_train.data.conversations import Messages, kind_of, paired_text, read_messages, with_system_prompt, without_answer
-from rl_train.data.dataset_config import RecordForm
+from rl_train.data.dataset_config import RecordFields
 from rl_train.data.prompts import PromptTemplate, load_prompt
 from rl_train.data.record_functions import form_hint, load_record_function
 from rl_train.data.records import Records, Rows
@@ -35,12 +35,12 @@ class RecordDataset(Records[Record]):
         DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
     """
 
-    def __init__(self, config: RecordForm, rows: Rows | None = None) -> None:
-        super().__init__(open_rows(config) if rows is None else rows, ReadsRecords(config), on_bad_row=config.on_bad_row)
+    def __init__(self, config: RecordFields, rows: Rows | None = None) -> None:
+        super().__init__(open_rows(config) if rows is None else rows, RecordReader(config), on_bad_row=config.on_bad_row)
         self.config = config
 
 
-class ReadsRecords:
+class RecordReader:
     """Creates one record per row, by the keys of the config or by its function.
 
     Args:
@@ -54,7 +54,7 @@ class ReadsRecords:
 
     called = "row"
 
-    def __init__(self, config: RecordForm, *, with_examples: bool = True) -> None:
+    def __init__(self, config: RecordFields, *, with_examples: bool = True) -> None:
         self._config = config
         self._template = _template(config)
         if self._template is not None and not with_examples:
@@ -146,7 +146,7 @@ class ReadsRecords:
         return record
 
 
-def _template(config: RecordForm) -> PromptTemplate | None:
+def _template(config: RecordFields) -> PromptTemplate | None:
     if config.prompt is None:
         if config.examples_type is not None:
             raise DataError("examples_type has no effect without a prompt config: set `prompt`")

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt
-from rl_train.data.dataset_config import PreferenceForm
+from rl_train.data.dataset_config import PreferenceFields
 from rl_train.data.record_functions import load_record_function
 from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
@@ -52,12 +52,12 @@ class PreferenceDataset(Records[PreferenceRecord]):
         DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
     """
 
-    def __init__(self, config: PreferenceForm, rows: Rows | None = None) -> None:
-        super().__init__(open_rows(config) if rows is None else rows, ReadsPairs(config), on_bad_row=config.on_bad_row)
+    def __init__(self, config: PreferenceFields, rows: Rows | None = None) -> None:
+        super().__init__(open_rows(config) if rows is None else rows, PairReader(config), on_bad_row=config.on_bad_row)
         self.config = config
 
 
-class ReadsPairs:
+class PairReader:
     """Creates the pairs of a row, by the keys of the config or by its function.
 
     Args:
@@ -69,7 +69,7 @@ class ReadsPairs:
 
     called = "pair"
 
-    def __init__(self, config: PreferenceForm) -> None:
+    def __init__(self, config: PreferenceFields) -> None:
         self._config = config
         self._function = None if config.record_fn is None else load_record_function(config.record_fn)
 
@@ -93,7 +93,7 @@ class ReadsPairs:
         return [message for message in prompt if message != {"role": "system", "content": self._config.system_prompt}]
 
 
-def pairs_from_row(row: dict[str, Any], config: PreferenceForm) -> list[PreferenceRecord]:
+def pairs_from_row(row: dict[str, Any], config: PreferenceFields) -> list[PreferenceRecord]:
     """The pairs of one row: one pair, or, for ranked answers, as many as `pairing` selects.
 
     Raises:
@@ -104,7 +104,7 @@ def pairs_from_row(row: dict[str, Any], config: PreferenceForm) -> list[Preferen
     return [_pair(row, _field(row, config.chosen_key), _field(row, config.rejected_key), config)]
 
 
-def _ranked(row: dict[str, Any], config: PreferenceForm) -> list[tuple[Any, Any]]:
+def _ranked(row: dict[str, Any], config: PreferenceFields) -> list[tuple[Any, Any]]:
     """Pairs of answers that differ in rank or score, the better one first, in the order of the best."""
     key = config.completions_key
     listed = [(_worth(each, number, key), each["completion"]) for number, each in enumerate(_list(row[key], key))]
@@ -142,7 +142,7 @@ def _worth(answer: Any, number: int, key: str) -> tuple[str, float]:
     return named[0], -value if named[0] == "rank" else value
 
 
-def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceForm) -> PreferenceRecord:
+def _pair(row: dict[str, Any], better: Any, worse: Any, config: PreferenceFields) -> PreferenceRecord:
     chosen = read_messages(better, f"the better answer {format_value(better)}", role="assistant")
     rejected = read_messages(worse, f"the worse answer {format_value(worse)}", role="assistant")
     if row.get(config.prompt_key) is not None:
@@ -175,7 +175,7 @@ def _margin(margin: Any, key: str) -> float:
     return float(margin)
 
 
-def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceForm) -> None:
+def _check(prompt: Messages, chosen: Messages, rejected: Messages, row: dict[str, Any], config: PreferenceFields) -> None:
     if chosen == rejected:
         raise DataError("both answers are the same, so there is no preference")
     if all(message["role"] in ("system", "developer") for message in prompt):

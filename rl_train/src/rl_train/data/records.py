@@ -37,7 +37,7 @@ class Rows(Protocol):
         ...
 
 
-class Form(Protocol[RecordT_co]):
+class RowReader(Protocol[RecordT_co]):
     """Turns the fields of a row into records."""
 
     called: str
@@ -80,7 +80,7 @@ class Records(Sequence[RecordT]):
         DataError: There is no valid row, or a row is invalid; the message has its location.
     """
 
-    def __init__(self, rows: Rows, form: Form[RecordT], *, on_bad_row: OnBadRow) -> None:
+    def __init__(self, rows: Rows, form: RowReader[RecordT], *, on_bad_row: OnBadRow) -> None:
         self.skipped = 0
         self.reasons: list[str] = []
         self._rows = rows

@@ -14,7 +14,7 @@ from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import with_prompt
 from rl_train.config.prompt_files import prompt_problem
 from rl_train.config.schema import DataConfig
-from rl_train.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceForm, RecordForm, RowsConfig
+from rl_train.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceFields, RecordFields, RowsConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed
 from rl_train.data.record_functions import PACKAGED
 
@@ -84,10 +84,10 @@ def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple
 
 
 def _read(row: dict[str, Any], config: RowsConfig) -> None:
-    from rl_train.data.datasets import ReadsRecords
-    from rl_train.data.preferences import ReadsPairs
+    from rl_train.data.datasets import RecordReader
+    from rl_train.data.preferences import PairReader
 
-    if isinstance(config, PreferenceForm):
-        ReadsPairs(config).records(row)
-    elif isinstance(config, RecordForm):
-        ReadsRecords(config, with_examples=False).records(row)
+    if isinstance(config, PreferenceFields):
+        PairReader(config).records(row)
+    elif isinstance(config, RecordFields):
+        RecordReader(config, with_examples=False).records(row)

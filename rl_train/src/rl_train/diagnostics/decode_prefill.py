@@ -18,7 +18,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
 from rl_train.component_outputs import generated
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
-from rl_train.validation import compare_log_probabilities
+from rl_train.logprob_agreement import compare_log_probabilities
 
 DECODE = "decode_against_prefill"
 POLICY = "engine_against_policy"

@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
-from rl_train.rollouts.engines import BatchSampler, RolloutEngine, RowSampler, TurnSampler
+from rl_train.rollouts.engines import BatchSampler, RolloutSampler, RowSampler, TurnSampler
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.sessions import Session, StepQueue
@@ -81,7 +81,7 @@ class Collector:
         for row in trajectories:
             row.reward_weights = self.reward_weights.get(row.task_name, {})
         self.generation.prepare_for_generation()
-        run_to_end(lambda: self._play(trajectories, stream, greedy))
+        run_blocking(lambda: self._play(trajectories, stream, greedy))
         self.generation.finish_generation()
 
     async def _play(self, trajectories: Sequence[Trajectory], stream: SampleStream, greedy: bool) -> None:
@@ -96,18 +96,18 @@ class Collector:
         queues = {task: StepQueue(environment, task) for task, environment in self.environments.items()}
 
         async def play(position: int, row: Trajectory) -> None:
-            engine = RolloutEngine(
+            engine = RolloutSampler(
                 sampler, run_seed=self.seed, stream=stream, ordinal=row.ordinal, sample=row.sample, position=position
             )
             try:
                 await self._play_one(row, self.drivers.get(row.task_name, driver), engine, queues)
             finally:
-                sampler.leave(position)
+                sampler.rollout_ended(position)
 
-        await all_of([play(position, row) for position, row in enumerate(trajectories)])
+        await gather_or_cancel([play(position, row) for position, row in enumerate(trajectories)])
 
     async def _play_one(
-        self, row: Trajectory, driver: RolloutDriver, engine: RolloutEngine, queues: Mapping[str, StepQueue]
+        self, row: Trajectory, driver: RolloutDriver, engine: RolloutSampler, queues: Mapping[str, StepQueue]
     ) -> None:
         if not queues:
             try:
@@ -147,7 +147,7 @@ class Collector:
         return BatchSampler(self.generation, rollouts=rollouts, greedy=greedy, pad_token_id=pad_token_id)
 
 
-async def all_of(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines concurrently; the first error cancels the others and is raised.
 
     Raises:
@@ -173,7 +173,7 @@ async def all_of(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
         )
 
 
-def run_to_end(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_blocking(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a coroutine from code that is not asynchronous, also within a notebook, whose thread has a running event loop."""
     try:
         asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Observation, messages_of
 from rl_train.data.messages import get_formatted_message_log
-from rl_train.rollouts.engines import RolloutEngine
+from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.history import HISTORIES
 from rl_train.rollouts.sessions import Session, StepResult
@@ -22,7 +22,7 @@ class RolloutDriver(ABC):
     """Runs rollouts. A driver keeps no state between them, because many run at the same time."""
 
     @abstractmethod
-    async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
+    async def run(self, prompt: Trajectory, engine: RolloutSampler, session: Session | None) -> Trajectory:
         """Run one rollout to its end.
 
         Args:
@@ -59,7 +59,7 @@ class EnvironmentDriver(RolloutDriver):
         self._tokenizer, self._max_turns, self._max_total_length = tokenizer, max_turns, max_total_length
         self._history = HISTORIES[history](tokenizer) if max(max_turns.values(), default=1) > 1 else None
 
-    async def run(self, prompt: Trajectory, engine: RolloutEngine, session: Session | None) -> Trajectory:
+    async def run(self, prompt: Trajectory, engine: RolloutSampler, session: Session | None) -> Trajectory:
         """Run a rollout with its environment. Without a session, it is one answer without a reward."""
         rollout = prompt
         if session is not None:

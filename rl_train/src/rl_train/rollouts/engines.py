@@ -59,7 +59,7 @@ class TurnSampler(ABC):
     async def sample(self, request: TurnRequest) -> SampledTurn:
         """Sample one turn. Cancelling the call cancels the request."""
 
-    def leave(self, position: int) -> None:
+    def rollout_ended(self, position: int) -> None:
         """Called when the rollout at `position` has ended, also if it was cancelled."""
         return None
 
@@ -106,7 +106,7 @@ class RowSampler(TurnSampler):
             await rows.aclose()
         raise RuntimeError(f"{type(self._generation).__name__}.generate_async ended without the output of its row")
 
-    def leave(self, position: int) -> None:
+    def rollout_ended(self, position: int) -> None:
         self._generation.close_sessions([self._session(position)])
 
     def _session(self, position: int) -> str:
@@ -136,7 +136,7 @@ class BatchSampler(TurnSampler):
         self._schedule()
         return await future
 
-    def leave(self, position: int) -> None:
+    def rollout_ended(self, position: int) -> None:
         self._active -= 1
         self._schedule()
 
@@ -168,7 +168,7 @@ class BatchSampler(TurnSampler):
                 future.set_result(turn)
 
 
-class RolloutEngine:
+class RolloutSampler:
     """The engine as one rollout sees it: its turns have the seeds of this rollout.
 
     Args:
@@ -192,9 +192,9 @@ class RolloutEngine:
         """Identifies the rollout within a step."""
         return f"{self._stream.name.lower()}-{self._ordinal}-{self._sample}"
 
-    def restarted(self) -> RolloutEngine:
+    def restarted(self) -> RolloutSampler:
         """The engine for the same rollout from its first turn, with the same seeds."""
-        return RolloutEngine(
+        return RolloutSampler(
             self._sampler,
             run_seed=self._run_seed,
             stream=self._stream,

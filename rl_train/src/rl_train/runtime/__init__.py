@@ -1,1 +1,1 @@
-"""Builds a Run from a config; may import every other package of rl_train."""
+"""Old import paths of the Python trainers."""

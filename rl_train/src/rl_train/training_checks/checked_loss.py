@@ -61,7 +61,7 @@ def row_weights(row_numbers: torch.Tensor) -> torch.Tensor:
 
 
 def sampling_error(num_tokens: torch.Tensor) -> torch.Tensor:
-    """By how much the mean of this many tokens may exceed the true one; see `rl_train.validation.largest_error`."""
+    """By how much the mean of this many tokens may exceed the true one; see `rl_train.logprob_agreement.largest_error`."""
     tokens = num_tokens.clamp(min=1)
     return (1.0 - 1.0 / (9.0 * tokens) + _Z / (3.0 * tokens.sqrt())) ** 3
 

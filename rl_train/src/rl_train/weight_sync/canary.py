@@ -99,7 +99,7 @@ class CanaryCalibration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retempering:
+class TemperatureCorrection:
     """Converts scores of a policy to the temperature of its engine, if the policy scores at another.
 
     Attributes:
@@ -159,7 +159,7 @@ class Canary:
     greedy: bool = False
     calibration: CanaryCalibration = field(default_factory=CanaryCalibration)
     sides: str = ""
-    retempering: Retempering | None = None
+    retempering: TemperatureCorrection | None = None
     scored_rows: int = 0
 
     def check(self, policy: ColocatablePolicyInterface, generation: GenerationInterface, *, thorough: bool = False) -> float:
@@ -237,7 +237,7 @@ def make_canary(
     greedy: bool = False,
     calibration: CanaryCalibration | None = None,
     sides: str = "",
-    retempering: Retempering | None = None,
+    retempering: TemperatureCorrection | None = None,
     scored_rows: int = 0,
 ) -> Canary:
     """Create a canary of random and of repetitive prompts.

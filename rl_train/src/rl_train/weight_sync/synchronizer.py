@@ -115,7 +115,7 @@ class WeightSynchronizer(WeightOwner):
                 wait=wait or _results,
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,
-                on_sent=self._digest_beside_the_loading,
+                on_sent=self._start_policy_digest,
                 receiver_dtypes=lambda: self._dtypes,
             )
         )
@@ -236,13 +236,13 @@ class WeightSynchronizer(WeightOwner):
         canary_metrics: dict[str, float] = {}
         if only_if_stale and not self.is_stale and self._already_equal(seconds):
             if not self._digests_cover:
-                canary_metrics = self._ask_canary_alone(seconds)
+                canary_metrics = self._run_canary_on_idle_engine(seconds)
             return self._metrics(seconds, started, moved=0, happened=False) | canary_metrics
         try:
             with _attributed(self.transport_name):
                 moved = self._refit(engine, seconds)
                 with _timed(seconds, "canary_s"):
-                    canary_metrics = self._ask_canary(engine)
+                    canary_metrics = self._run_canary(engine)
         finally:
             self._policy.finish_refit()
         self._policy.offload_after_refit()
@@ -275,7 +275,7 @@ class WeightSynchronizer(WeightOwner):
                 )
         return moved
 
-    def _ask_canary(self, engine: GenerationInterface) -> dict[str, float]:
+    def _run_canary(self, engine: GenerationInterface) -> dict[str, float]:
         """Run the canary unless fingerprints cover what the engine computes with and its workers have passed it before."""
         if self._make_canary is None or (self._digests_cover and self._canary_restarts == self._generation.restarts):
             return {}
@@ -285,10 +285,10 @@ class WeightSynchronizer(WeightOwner):
         self._canary_restarts = self._generation.restarts
         return {"refit/canary_error": error}
 
-    def _ask_canary_alone(self, seconds: dict[str, float]) -> dict[str, float]:
+    def _run_canary_on_idle_engine(self, seconds: dict[str, float]) -> dict[str, float]:
         self._policy.offload_before_refit()
         with _timed(seconds, "canary_s"), _attributed(self.transport_name):
-            metrics = self._ask_canary(self._generation)
+            metrics = self._run_canary(self._generation)
         self._policy.offload_after_refit()
         return metrics
 
@@ -304,7 +304,7 @@ class WeightSynchronizer(WeightOwner):
             + "Resume the run from its last checkpoint."
         )
 
-    def _digest_beside_the_loading(self) -> None:
+    def _start_policy_digest(self) -> None:
         """Compute the policy's fingerprint, in the kind of the previous refit, while the engine loads the sent weights."""
         if self._prove and self._kind is not None and self._beside is not None:
             self._digested = self._beside.submit(self._policy.weight_fingerprint, dtypes=self._dtypes, kind=self._kind)

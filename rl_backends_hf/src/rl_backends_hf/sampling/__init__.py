@@ -1,0 +1,1 @@
+"""The engine: decodes rows together, with a KV cache."""

@@ -1,0 +1,154 @@
+"""Attention and masks for decoding one token per row.
+
+With a mask, Transformers repeats keys and values for every query head of a group before SDPA, which copies the whole cache
+several times per token. Here, the query heads of a group are treated as query positions of their key head, so nothing is
+copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rl_backends_hf.cpu_attention import is_plain
+from rl_backends_hf.sampling.kv_cache import SlotCache, SlotLayer
+from rl_backends_hf.sampling.shared_prompts import attend_own
+from rl_core.errors import NotSupportedError
+
+GROUPED = "rlcore_grouped_sdpa"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    slot_cache: SlotCache | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """SDPA with the signature that Transformers expects, without repeating keys and values when decoding one token per row.
+
+    Args:
+        module: the attention layer.
+        query: [N, query heads, 1, D].
+        key: [N, key heads, K, D].
+        value: [N, key heads, K, D'].
+        attention_mask: [N, 1, 1, K] bool; floating point with `slot_cache`.
+        slot_cache: the rows' cache if they share prompts.
+        **kwargs: as Transformers passes them; `scaling` is the factor of the scores.
+    """
+    rows, heads, length, width = query.shape
+    if slot_cache is not None and attention_mask is not None and is_plain(module, kwargs):
+        index: int = module.layer_idx  # type: ignore[assignment]
+        grouped = query.reshape(rows, key.shape[1], -1, width)
+        output = with_shared_prompts(slot_cache, index, grouped, key, value, attention_mask, kwargs.get("scaling"))
+        return output.reshape(rows, 1, heads, width), None
+    plain = length > 1 or heads == key.shape[1] or kwargs.get("position_bias") is not None or kwargs.get("cache") is not None
+    if plain:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return output, None
+    grouped = query.reshape(rows, key.shape[1], -1, width)
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    return output.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def with_shared_prompts(
+    cache: SlotCache,
+    index: int,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention [N, key heads, G, D] of `query` [N, key heads, G, D] in layer `index` to shared prompts and own tokens."""
+    own, lse = attend_own(query, keys, values, mask, scale=scale)
+    layer, prompts = cache.layers[index], cache.prompts
+    assert isinstance(layer, SlotLayer)
+    assert layer.prompts is not None
+    assert prompts is not None
+    return prompts.merge(query, *layer.prompts, own, lse, scale=scale)
+
+
+ALL_ATTENTION_FUNCTIONS.register(GROUPED, grouped_sdpa)
+ALL_MASK_ATTENTION_FUNCTIONS.register(GROUPED, sdpa_mask)
+
+
+@contextmanager
+def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Use `grouped_sdpa` instead of SDPA or flash attention in `model` while the block runs."""
+    before = model.config._attn_implementation
+    if before == "eager" or not model._can_set_attn_implementation():
+        yield
+        return
+    model.set_attn_implementation(GROUPED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayout:
+    """Attention pattern of a model's layers.
+
+    Attributes:
+        num_layers: number of layers with keys and values.
+        kinds: `full_attention`, `sliding_attention` or both.
+        window: size in tokens of the sliding window.
+    """
+
+    num_layers: int
+    kinds: frozenset[str]
+    window: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AttentionLayout:
+        """Read the layout from a model's config.
+
+        Raises:
+            NotSupportedError: a layer has other state, such as a recurrent state or chunked attention.
+        """
+        kinds, arguments = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+        unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+        windows = {entry["sliding_window"] for entry in arguments if "sliding_window" in entry}
+        if unknown or len(windows) > 1:
+            found = f"layers of type {', '.join(unknown)}" if unknown else f"several sliding windows, {sorted(windows)}"
+            raise NotSupportedError(
+                f"{type(model).__name__} has {found}. This sampler supports only full and sliding-window attention. Use "
+                "another generation backend for this model."
+            )
+        return cls(num_layers=len(kinds), kinds=frozenset(kinds), window=next(iter(windows), None))
+
+    def mask(self, cache: SlotCache, *, score_dtype: torch.dtype | None) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Mask [N, 1, 1, K] for the model's forward pass, or one mask per layer type.
+
+        Args:
+            cache: the rows.
+            score_dtype: dtype of the scores to which the mask is added, in eager attention and with shared prompts; None for
+                SDPA, which takes a bool mask.
+        """
+        masks = {
+            kind: _shaped(cache.attendable(window=self.window if kind == _SLIDING else None), score_dtype)
+            for kind in self.kinds
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _shaped(seen: torch.Tensor, score_dtype: torch.dtype | None) -> torch.Tensor:
+    seen = seen[:, None, None, :]
+    if score_dtype is None:
+        return seen
+    return torch.zeros_like(seen, dtype=score_dtype).masked_fill_(~seen, torch.finfo(score_dtype).min)

@@ -1,0 +1,122 @@
+"""One replica of the Transformers engine: loads a model, samples from it, and receives the policy's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.model import DTYPES, is_quantized, load_model
+from rl_backends_hf.sampling.freed_memory import return_freed_memory
+from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
+from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_core.config.schema import TokenizerConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import find_tokenizer
+from rl_core.errors import ConfigError, NotSupportedError, RLCoreError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
+from rl_core.interfaces.worker_context import WorkerContext
+from rl_core.weights.checkpoint_names import CheckpointNames
+from rl_core.weights.manifest import weights_of
+from rl_core.weights.sink import WeightSink
+
+
+class HFGenerationWorker(WeightSink, GenerationWorker):
+    """One replica.
+
+    Args:
+        context: rank, master address and device.
+        config: the section `policy.generation`.
+    """
+
+    def __init__(self, context: WorkerContext, config: HFGenerationConfig) -> None:
+        self.context = context
+        self._config = config
+
+    def setup(self) -> Mapping[str, Any]:
+        if self._config.model_name is None:
+            raise ConfigError("`policy.generation.model_name` is required, because there is no policy to take it from.")
+        if not self.context.run_in_process:
+            torch.set_num_threads(self.context.num_threads)
+        options = self._config.hf_cfg
+        dtype = DTYPES[options.precision or "float32"]
+        self._model = load_model(self._config.model_name, options=options, dtype=dtype, device=self.context.device)
+        self._model.requires_grad_(False)
+        self._names = CheckpointNames(self._model, {name: t.shape for name, t in weights_of(self._model).items()})
+        self._sampler = Sampler(
+            self._model,
+            settings=SamplerSettings.from_config(self._config),
+            tokenizer=find_tokenizer(
+                self._config.model_name, options.tokenizer or TokenizerConfig(), trust_remote_code=options.trust_remote_code
+            ),
+            seed=options.seed,
+            rank=self.context.rank,
+        )
+        self._rows = RowsInFlight(self._sampler, session_bytes=options.session_cache_mb * 2**20)
+        return {
+            "max_model_len": self._sampler.max_model_len,
+            "vocab_size": self._sampler.vocab_size,
+            "device": str(self._model.device),
+            "reads_text": self._sampler.tokenizer is not None,
+            "reads_sampling": True,
+            "streams_tokens": True,
+            "precision": options.precision or "float32",
+            "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+        }
+
+    def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        self.require_complete_weights()
+        self.refuse_changed_weights()
+        answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
+        return answer
+
+    def poll(
+        self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
+    ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
+        if not cancelled:
+            self.refuse_changed_weights()
+        return self._rows.poll(arrivals, cancelled=cancelled, wait_s=wait_s, weight_version=self.get_weight_version())
+
+    def close_sessions(self, sessions: Sequence[str]) -> None:
+        self._rows.close_sessions(sessions)
+
+    def finish_generation(self) -> None:
+        self._rows.release_if_idle()
+        return_freed_memory()
+        if self.context.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def refit_begins(self) -> None:
+        self._rows.pause()
+
+    def invalidate_kv_cache(self) -> bool:
+        """Discard keys and values; rows that a refit has paused continue, unless its weights are incomplete."""
+        self._rows.drop_cache()
+        if not self.has_incomplete_weights:
+            self._rows.resume()
+        return True
+
+    def named_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._names.view_by_name(self.replaceable_weights())
+
+    def replaceable_weights(self) -> Mapping[str, torch.Tensor]:
+        return weights_of(self._model)
+
+    def to_replaceable(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self._names.merge(tensors)
+
+    def prepare_refit_info(self, info: RefitManifest) -> dict[str, str]:
+        if is_quantized(self._model):
+            raise NotSupportedError(
+                "A sampling model loaded with load_in_8bit or load_in_4bit cannot receive the policy's weights. Remove the "
+                "option from `policy.generation.hf_cfg`; `precision: bfloat16` needs half the memory of float32."
+            )
+        dtypes = super().prepare_refit_info(info)
+        self._rows.pause()
+        return dtypes
+
+    def shutdown(self) -> None:
+        self.leave_refit()

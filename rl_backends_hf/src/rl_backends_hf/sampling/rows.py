@@ -1,0 +1,94 @@
+"""The rows of one generation call, created from prompts and grouped by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_backends_hf.sampling.stopping import StopStringScanner
+from rl_backends_hf.sampling.token_choice import SamplingParameters
+from rl_core.data.generation_io import Prompt, SampledRow
+from rl_core.errors import RLCoreError
+
+
+@dataclass(kw_only=True, eq=False)
+class Row(SampledRow):
+    """One unfinished completion.
+
+    Attributes:
+        greedy: whether it takes the most likely token at each position.
+        parameters: the distribution of its tokens.
+        scanner: searches for stop strings; None if there are none.
+        session: conversation that it continues, whose keys and values are kept.
+        streams: whether it is returned while it is sampled.
+        streamed: number of its tokens that were returned.
+        weight_version: of the weights that drew its first token.
+        error: why it cannot be completed.
+    """
+
+    greedy: bool = False
+    parameters: SamplingParameters = field(default_factory=SamplingParameters)
+    scanner: StopStringScanner | None = None
+    session: str | None = None
+    streams: bool = False
+    streamed: int = 0
+    weight_version: int = -1
+    error: RLCoreError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and completion so far."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens of prompt and completion."""
+        return len(self.prompt.tokens) + self.prompt.limit
+
+    def append(self, token: int, logprob: float, *, end_ids: frozenset[int]) -> bool:
+        """Append a token; returns whether the row ends with it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        # The scanner must read every token, including end tokens.
+        is_stopped = self.scanner is not None and self.scanner.push(token)
+        self.stopped = is_stopped or token in end_ids
+        return self.stopped or len(self.tokens) >= self.prompt.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptGroup:
+    """Rows with the same tokens, which share a prefill."""
+
+    prompt: list[int]
+    rows: list[Row]
+
+    def without(self, gone: Collection[int]) -> PromptGroup:
+        """The group without the rows with these `id`s."""
+        return PromptGroup(prompt=self.prompt, rows=[row for row in self.rows if id(row) not in gone])
+
+
+def to_rows(prompts: Sequence[Prompt], tokenizer: Any, *, greedy: bool, parameters: SamplingParameters) -> list[Row]:
+    """Rows without sampled tokens yet; `tokenizer` is required if a prompt has stop strings.
+
+    Raises:
+        DataError: a row's own sampling parameters are invalid.
+    """
+    return [
+        Row(
+            prompt=prompt,
+            greedy=greedy,
+            parameters=parameters.with_own(prompt.sampling) if prompt.sampling else parameters,
+            scanner=StopStringScanner(tokenizer, prompt.stop_strings, prompt.tokens) if prompt.stop_strings else None,
+        )
+        for prompt in prompts
+    ]
+
+
+def group_by_prompt(rows: Iterable[Row]) -> list[PromptGroup]:
+    """Groups of rows with the same tokens, prompt and completion; longest first."""
+    groups: dict[tuple[int, ...], PromptGroup] = {}
+    for row in rows:
+        tokens = row.sequence
+        groups.setdefault(tuple(tokens), PromptGroup(prompt=tokens, rows=[])).rows.append(row)
+    return sorted(groups.values(), key=lambda group: len(group.prompt), reverse=True)

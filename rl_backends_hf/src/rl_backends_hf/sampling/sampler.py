@@ -1,0 +1,193 @@
+"""Samples from a Transformers causal LM: one prefill per prompt, then all rows together, one token at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.decode_attention import AttentionLayout, decoding_attention
+from rl_backends_hf.sampling.decode_loop import DecodeLoop
+from rl_backends_hf.sampling.packed_linears import packed_linears
+from rl_backends_hf.sampling.rows import Row, to_rows
+from rl_backends_hf.sampling.session_cache import SessionCache
+from rl_backends_hf.sampling.shared_prompts import PromptSharing
+from rl_backends_hf.sampling.token_choice import SamplingParameters
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.generation_io import LengthLimits, PromptReader, end_token_ids, to_output
+from rl_core.errors import NotSupportedError
+from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    """How to sample.
+
+    Attributes:
+        parameters: the distribution.
+        max_new_tokens: maximum number of tokens of a completion.
+        max_model_len: maximum number of tokens of prompt and completion; at most, and by default, the model's own limit.
+        stop_strings: strings that end a completion, in addition to a row's own.
+        stop_token_ids: tokens that end one, in addition to the end-of-sequence tokens of model and tokenizer.
+        eos_token_id: must be one of the latter, if it is not None.
+        max_batch_rows: maximum number of rows decoded together.
+        prefill_tokens: maximum number of padded tokens of one prefill.
+    """
+
+    parameters: SamplingParameters = field(default_factory=SamplingParameters)
+    max_new_tokens: int = 256
+    max_model_len: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_id: int | None = None
+    max_batch_rows: int = 256
+    prefill_tokens: int = 8192
+
+    @classmethod
+    def from_config(cls, config: HFGenerationConfig, *, max_model_len: int | None = None) -> SamplerSettings:
+        """The settings of a section `policy.generation`.
+
+        Args:
+            config: the section.
+            max_model_len: an additional limit, such as the policy's `max_total_sequence_length`.
+        """
+        bounds = [bound for bound in (config.hf_cfg.max_model_len, max_model_len) if bound is not None]
+        return cls(
+            parameters=SamplingParameters(
+                temperature=config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                repetition_penalty=config.hf_cfg.repetition_penalty,
+            ),
+            max_new_tokens=config.max_new_tokens,
+            max_model_len=min(bounds, default=None),
+            stop_strings=tuple(config.stop_strings or ()),
+            stop_token_ids=tuple(config.stop_token_ids or ()),
+            eos_token_id=config.eos_token_id,
+            max_batch_rows=config.hf_cfg.max_batch_rows,
+        )
+
+
+class Sampler:
+    """Samples from a model with weights that may change between calls; nothing that depends on them is kept between calls.
+
+    Args:
+        model: a causal LM; called in eval mode, and restored afterwards.
+        settings: how to sample.
+        tokenizer: the model's; required for stop strings, and may define another end token.
+        seed: for rows without `sample_seeds`.
+        rank: index of the replica, whose rows without `sample_seeds` differ from those of others.
+
+    Raises:
+        NotSupportedError: the cache does not support the model's attention.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        settings: SamplerSettings | None = None,
+        tokenizer: Any = None,
+        seed: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self.model, self.settings, self.tokenizer = model, settings or SamplerSettings(), tokenizer
+        self._layout = AttentionLayout.of(model)
+        self._sharing = PromptSharing.of(model, window=self._layout.window)
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise NotSupportedError(
+                f"{type(model).__name__} is not supported by this sampler: its forward has no `logits_to_keep`, so it would "
+                "compute the logits of every position of a prompt. Use another generation backend for this model."
+            )
+        sources, own = (model.generation_config, model.config, tokenizer), self.settings
+        self._end_ids = end_token_ids(*sources, further=own.stop_token_ids, repeated=own.eos_token_id)
+        own_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        bounds = [bound for bound in (self.settings.max_model_len, own_limit) if bound is not None]
+        self.max_model_len = min(bounds, default=2**31)
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        limits = LengthLimits(
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_new_tokens=self.settings.max_new_tokens,
+        )
+        self._reader = PromptReader(
+            limits,
+            stop_strings=self.settings.stop_strings,
+            reads_text=tokenizer is not None,
+            reads_sampling=True,
+            seed=seed,
+            rank=rank,
+        )
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False, *, weight_version: int = -1
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every row of `data`; see `GenerationInterface.generate`.
+
+        Args:
+            data: prompts, see `GenerationDatumSpec`.
+            greedy: take the most likely token at each position.
+            weight_version: recorded with every row.
+
+        Raises:
+            DataError: a prompt is empty, contains an id outside the vocabulary, or leaves no tokens within `max_model_len`.
+            NonFiniteError: the model's logits are NaN or infinite.
+        """
+        rows = self.read(data, greedy=greedy)
+        if rows:
+            count = min(len(rows), self.settings.max_batch_rows)
+            with self.prepared(rows=count, steps=max(row.prompt.limit for row in rows)), self.without_gradients():
+                loop = self.decode_loop(capacity=count)
+                loop.weight_version = weight_version
+                loop.add(rows)
+                while not loop.is_idle:
+                    for row in loop.step():
+                        if row.error is not None:
+                            raise row.error
+        return to_output([row.completion(weight_version=row.weight_version) for row in rows])
+
+    def read(self, data: BatchedDataDict[GenerationDatumSpec], *, greedy: bool) -> list[Row]:
+        """Read the rows of a `generate` call, which have no sampled tokens yet; raises as `generate`."""
+        return to_rows(self._reader.read(data), self.tokenizer, greedy=greedy, parameters=self.settings.parameters)
+
+    def decode_loop(self, *, capacity: int, sessions: SessionCache | None = None) -> DecodeLoop:
+        """A loop of at most `capacity` rows at a time; it runs within `prepared` and `without_gradients`."""
+        return DecodeLoop(
+            self.model,
+            self._layout,
+            self._end_ids,
+            capacity=capacity,
+            prefill_tokens=self.settings.prefill_tokens,
+            sharing=self._sharing,
+            sessions=sessions,
+        )
+
+    @contextmanager
+    def prepared(self, *, rows: int, steps: int) -> Iterator[None]:
+        """Prepare the model for decoding while the block runs, in which its weights must not change.
+
+        Args:
+            rows: number of rows.
+            steps: approximate number of tokens of each.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with decoding_attention(self.model), packed_linears(self.model, rows=rows, steps=steps):
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        """Run the model without recording gradients, in this thread."""
+        # Dynamic rotary embeddings store tensors in the module; created in inference mode, they could not be used in training.
+        rope = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+            return torch.no_grad()
+        return torch.inference_mode()

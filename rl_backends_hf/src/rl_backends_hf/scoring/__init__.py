@@ -1,0 +1,1 @@
+"""Scores tokens: the model's backbone, then a head on selected positions."""

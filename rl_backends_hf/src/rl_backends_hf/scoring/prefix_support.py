@@ -1,0 +1,61 @@
+"""Decides whether a model can compute rows with a shared prefix: by its config, and by a test input."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from rl_backends_hf.config import HFPolicyConfig
+from rl_backends_hf.cpu_attention import CPU_SDPA
+from rl_backends_hf.scoring.probe import random_head, tolerance
+from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input, shared_input
+from rl_core.errors import RLCoreError
+
+SUPPORTED = "full causal attention, checked on a test input"
+
+
+def why_not_shared(scoring: ScoringModel, config: HFPolicyConfig, *, device: torch.device) -> str | None:
+    """Why rows with the same prompt cannot share its computation; None if they can.
+
+    Args:
+        scoring: the model, not yet distributed over ranks.
+        config: the section of the model.
+        device: device of the model.
+    """
+    lora = config.hf_cfg.lora
+    if config.shared_prefix == "off":
+        return "`shared_prefix` is off"
+    if device.type != "cpu":
+        return f"it is only implemented for CPUs, and the model is on {device}"
+    if scoring.model.config._attn_implementation != CPU_SDPA:
+        return f"the attention implementation is {scoring.model.config._attn_implementation!r}"
+    if lora is not None and lora.dropout > 0:
+        return "with `lora.dropout`, rows would share the dropped elements of their prefix"
+    try:
+        kinds, _ = get_layer_types_and_kwargs(scoring.model.config.get_text_config(decoder=True))
+    except (AttributeError, KeyError, TypeError) as error:
+        return f"the layer types of {type(scoring.model).__name__} are unknown ({error})"
+    if other := sorted(set(kinds) - {"full_attention"}):
+        return f"{type(scoring.model).__name__} has layers of type {', '.join(other)}"
+    return _failed_probe(scoring, device)
+
+
+def _failed_probe(scoring: ScoringModel, device: torch.device) -> str | None:
+    """How the scores of a test input with a shared prefix differ from those of its rows; None if they agree."""
+    ids = torch.randint(0, scoring.vocab_size, (4, 9), generator=torch.Generator().manual_seed(0))
+    ids[1:3, :4] = ids[0, :4]
+    lengths, prompts = torch.tensor([9, 6, 8, 7]), torch.tensor([0, 0, 0, 1])
+    with torch.no_grad(), random_head(scoring):
+        alone = scoring.score(padded_input(ids, lengths, device=device, shift=scoring.shift))
+        try:
+            shared = scoring.score(shared_input(ids, lengths, prompts, device=device, shift=scoring.shift))
+        except (TypeError, ValueError, RuntimeError, RLCoreError) as error:
+            return f"{type(scoring.model).__name__} does not support it: {error}"
+    # The mean, because single tokens of a bfloat16 model with many layers differ by more than the tolerance. Attention between
+    # rows changes it by nearly 1 nat.
+    column = torch.arange(ids.shape[1])
+    scored = (column >= scoring.shift) & (column < lengths.unsqueeze(1))
+    difference = float((alone - shared).abs()[scored.to(alone.device)].mean())
+    if difference <= tolerance(scoring.model.dtype):
+        return None
+    return f"the {scoring.column} of {type(scoring.model).__name__} for a test input change by {difference:.3g} with it"

@@ -1,0 +1,144 @@
+"""Verifies at start-up, on a few tokens, that scoring matches the model's own forward pass.
+
+Scoring assumes that the model is its head applied to its backbone, and packing assumes that rows do not attend to each other.
+Some Transformers models silently violate this; a few tiny forward passes are cheap compared to wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rl_backends_hf.scoring.scalar_head import ValueScoring
+from rl_backends_hf.scoring.scoring_model import ScoringModel, packed_input, padded_input
+from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_core.errors import NotSupportedError
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""In nats, or for values of about 1. A missing scale or soft cap, or attention between rows, shows as tenths."""
+
+_DISABLE_PACKING = "Set `policy.sequence_packing.enabled: false` and use `policy.dynamic_batching`"
+
+
+def probe_scoring(
+    scoring: ScoringModel,
+    *,
+    device: torch.device,
+    packing: bool,
+    variable_length_kernel: bool,
+    computed_in: torch.dtype | None = None,
+) -> None:
+    """Compare scoring with the model's own output, and packed rows with the same rows alone.
+
+    Args:
+        scoring: the model.
+        device: device of the model.
+        packing: whether rows will be packed.
+        variable_length_kernel: see `packed_input`.
+        computed_in: dtype to which products are rounded; the model's by default.
+
+    Raises:
+        NotSupportedError: they differ.
+    """
+    computed_in = computed_in or scoring.model.dtype
+    ids, lengths = _tokens(scoring)
+    is_token = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+    with torch.no_grad(), random_head(scoring):
+        padded = scoring.score(padded_input(ids, lengths, device=device, shift=scoring.shift))
+        own, has_output = _model_outputs(scoring, ids.to(device), lengths)
+        _compare(
+            scoring,
+            own,
+            padded,
+            is_token & has_output,
+            computed_in,
+            finding="The model's output is not its head applied to its backbone",
+            advice="This backend cannot train it: use a model whose head is a plain matrix",
+        )
+        if packing:
+            packed = _packed_outputs(scoring, ids, lengths, device=device, variable_length_kernel=variable_length_kernel)
+            finding = "Packed rows attend to each other in this model"
+            _compare(scoring, padded, packed, is_token, computed_in, finding=finding, advice=_DISABLE_PACKING)
+
+
+def tolerance(computed_in: torch.dtype) -> float:
+    """Largest difference between two computations of the same numbers that rounding explains; see `_TOLERANCE`."""
+    return _TOLERANCE.get(computed_in, 0.25)
+
+
+def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, scoring.vocab_size, (2, 8), generator=generator)
+    # Transformers' classifiers use the last token that is not padding.
+    padding = scoring.model.config.get_text_config().pad_token_id
+    if padding is not None:
+        ids = torch.where(ids == padding, (ids + 1) % scoring.vocab_size, ids)
+    return ids, torch.tensor([6, 8])
+
+
+@contextmanager
+def random_head(scoring: ScoringModel) -> Iterator[None]:
+    """Give a scalar head values of about 1 while the block runs: with an initial head of zeros, differences would not show."""
+    if not isinstance(scoring, ValueScoring):
+        yield
+        return
+    head = scoring.head
+    original = head.weight.detach().clone()
+    weight = torch.randn(original.shape, generator=torch.Generator().manual_seed(0)) / original.shape[1] ** 0.5
+    # The model's own forward pass does not support a float32 head on a bfloat16 base, as used with adapters.
+    head.to(scoring.model.dtype).weight.copy_(weight)
+    try:
+        yield
+    finally:
+        head.to(original.dtype).weight.copy_(original)
+
+
+def _packed_outputs(
+    scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor, *, device: torch.device, variable_length_kernel: bool
+) -> torch.Tensor:
+    packed = packed_input(ids, lengths, device=device, shift=scoring.shift, variable_length_kernel=variable_length_kernel)
+    try:
+        return scoring.score(packed)
+    except TypeError as error:
+        raise NotSupportedError(
+            f"{type(scoring.model).__name__} does not accept position IDs ({error}), so rows cannot be packed. "
+            f"{_DISABLE_PACKING}."
+        ) from error
+
+
+def _model_outputs(scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's own outputs [b, T], and a mask [b, T] of the tokens that have one."""
+    if isinstance(scoring, TokenScoring):
+        return _model_logprobs(scoring, ids), torch.ones(ids.shape, dtype=torch.bool)
+    own, has_output = torch.zeros(ids.shape, device=ids.device), torch.zeros(ids.shape, dtype=torch.bool)
+    for row, length in enumerate(lengths.tolist()):
+        own[row, length - 1] = scoring.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits.float()[0, 0]
+        has_output[row, length - 1] = True
+    return own, has_output
+
+
+def _model_logprobs(scoring: TokenScoring, ids: torch.Tensor) -> torch.Tensor:
+    logits = scoring.model(input_ids=ids, use_cache=False).logits.float() / scoring.transform.temperature
+    scored = torch.log_softmax(logits[:, :-1], dim=-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
+    return torch.nn.functional.pad(scored, (1, 0))
+
+
+def _compare(
+    scoring: ScoringModel,
+    own: torch.Tensor,
+    ours: torch.Tensor,
+    where: torch.Tensor,
+    computed_in: torch.dtype,
+    *,
+    finding: str,
+    advice: str,
+) -> None:
+    difference = float((own - ours).abs()[where.to(own.device)].max())
+    allowed = tolerance(computed_in)
+    if not difference <= allowed:
+        raise NotSupportedError(
+            f"{type(scoring.model).__name__}: {finding} ({scoring.column} of a test input differ by {difference:.3g}, "
+            f"{allowed:g} is allowed), so training would be silently wrong. {advice}."
+        )

@@ -1,0 +1,1 @@
+"""The policy worker: optimizer steps, reference policy and training state."""

@@ -1,0 +1,318 @@
+"""Low-rank adapters (LoRA, by peft) for the frozen linear layers of a model.
+
+An adapted layer computes W x + s B A x, with W frozen, A [rank, in] and B [out, rank] trained, and s = alpha / rank (alpha /
+sqrt(rank) with rsLoRA). Hu et al. 2021, https://arxiv.org/abs/2106.09685. B is initialized with zeros, so the model starts as
+its base model. With adapters disabled it *is* the base model, which therefore serves as the reference policy at no cost.
+Adapters are float32 whatever the dtype of the base, so they need no separate master weights.
+
+A scalar head is trained in full in addition to the adapters, in float32, and saved with them.
+
+The model is never merged in place. Exported weights are W + s B A, computed for one weight at a time in a temporary tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rl_backends_hf.config import ALL_LINEAR, NEEDS_PEFT, LoRAConfig
+from rl_backends_hf.scoring.scalar_head import HEAD_NAME, scalar_head
+from rl_core.errors import CheckpointError, NotSupportedError, UserError
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.plugins.component import did_you_mean
+from rl_core.training.heads import Head
+from rl_core.weights.manifest import dtype_name, weights_of
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_NAME: Final = "default"
+"""peft's name of the only adapter; its files do not contain it."""
+_HEAD_KEY: Final = f"base_model.model.{HEAD_NAME}.weight"
+"""Key in peft's files of a scalar head that is saved in full."""
+
+
+class LoraAdapters:
+    """The adapters of one model, which is changed in place: its base weights are frozen, its adapters are trainable.
+
+    Args:
+        model: a plain, unsharded model.
+        config: `policy.hf_cfg.lora`.
+        base: `policy.model_name`, recorded in the adapter's files as its base model.
+        head: the model's head type; a scalar head is trained too.
+
+    Raises:
+        UserError: peft is not installed, or the config names modules that do not exist or cannot be adapted.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LoRAConfig, *, base: str, head: Head = "tokens") -> None:
+        peft = _peft()
+        self._head = scalar_head(model) if head == "scalar" else None
+        targets = _targets(model, config, head=self._head or model.get_output_embeddings())
+        by_name = isinstance(config.target_modules, list)
+        settings = peft.LoraConfig(
+            task_type=peft.TaskType.CAUSAL_LM if head == "tokens" else None,
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            # peft itself would expand `all-linear` and expressions to fused experts as well.
+            target_modules=config.target_modules if by_name else sorted(targets),
+            exclude_modules=config.exclude_modules if by_name else None,
+            use_rslora=config.use_rslora,
+            use_dora=config.use_dora,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        )
+        self._uses_dora = config.use_dora
+        # A is random: draw the same on all ranks, and leave the state of their generators unchanged.
+        devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+        with torch.random.fork_rng(devices=sorted(devices, key=str)):
+            torch.manual_seed(config.seed)
+            try:
+                self._peft_model = peft.get_peft_model(model, settings)
+            except ValueError as error:
+                raise UserError(f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}") from error
+        self._settings = self._peft_model.peft_config[_NAME]
+        self._settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+        self._model = model
+        self._current_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
+        _check_adapted_parameters(targets, self._layers, model)
+        if self._head is not None:
+            self._head.float().requires_grad_(True)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute with the base model, without adapters, while the block runs."""
+        with self._peft_model.disable_adapter():
+            yield
+
+    def manifest(self) -> RefitManifest:
+        """Name to (shape, dtype) of the base model's weights under its own names; adapter weights are not included."""
+        live = weights_of(self._model)
+        return {name: (tuple(live[key].shape), dtype_name(live[key].dtype)) for name, key in self._current_names.items()}
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of each weight as if the adapters were merged.
+
+        An adapted weight is a new tensor each time, so keeping one does not keep the base alive; other tensors are the frozen
+        base's.
+
+        Args:
+            names: these, in this order; all by default.
+        """
+        live = weights_of(self._model)
+        for name in self._current_names if names is None else names:
+            weight, layer = live[self._current_names[name]].detach(), self._layers.get(name)
+            yield name, weight if layer is None else self._merged(layer, weight)
+
+    def merge_and_unload(self) -> None:
+        """Merge the adapters into the base and remove them, leaving a plain model. This object must not be used afterwards."""
+        for layer in self._layers.values():
+            weight = layer.get_base_layer().weight
+            weight.data = self._merged(layer, weight.detach())
+        self._peft_model.unload()
+
+    def save(self, folder: Path, *, rank: int) -> None:
+        """Write the adapter from rank 0 in peft's format: its config and one safetensors file."""
+        if rank != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        # With `inference_mode: false` in its files, peft would load a trainable model.
+        written = copy.copy(self._settings)
+        written.inference_mode = True
+        if self._head is not None:
+            # If set when the adapters are created, peft would replace the head with a wrapper and a copy.
+            written.task_type, written.modules_to_save = _peft().TaskType.SEQ_CLS, [HEAD_NAME]
+        written.save_pretrained(folder)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in self._tensors().items()},
+            folder / ADAPTER_WEIGHTS,
+            metadata={"format": "pt"},
+        )
+
+    def load(self, folder: Path) -> None:
+        """Load the adapters from `folder`; every rank reads it.
+
+        Raises:
+            CheckpointError: the folder is missing, incomplete, or has another adapter; the adapters are unchanged.
+        """
+        self._check_same_adapter(folder)
+        try:
+            saved = load_file(folder / ADAPTER_WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"Cannot read the adapter in {folder}: {type(error).__name__}: {error}") from error
+        own = self._tensors()
+        if odd := sorted(saved.keys() ^ own.keys()):
+            raise CheckpointError(
+                f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Resume "
+                "with the same `policy.hf_cfg.lora` and model that wrote it."
+            )
+        for name, tensor in own.items():
+            if saved[name].shape != tensor.shape:
+                there, here = tuple(saved[name].shape), tuple(tensor.shape)
+                raise CheckpointError(f"{folder} has a different adapter: {name} is {there} there and {here} here.")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(saved[name])
+
+    def _check_same_adapter(self, folder: Path) -> None:
+        """Compare settings that shapes do not show: the scale of B A."""
+        try:
+            saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            whole = " It contains the weights of a full model." if (folder / "config.json").is_file() else ""
+            raise CheckpointError(
+                f"{folder} has no {ADAPTER_CONFIG}, so no adapter was saved there.{whole} Resume with the same "
+                "`policy.hf_cfg.lora` that wrote it."
+            ) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"Cannot read {folder / ADAPTER_CONFIG}: {error}") from error
+        for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+            there, here = saved.get(key), getattr(self._settings, key)
+            if there != here:
+                raise CheckpointError(f"{folder} has a different adapter: `{key}` is {there} there and {here} here.")
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter tensors under the names of peft's files."""
+        # With `auto`, peft would check on the hub whether the vocabulary has grown; embeddings are never adapted here.
+        tensors: dict[str, torch.Tensor] = _peft().get_peft_model_state_dict(self._peft_model, save_embedding_layers=False)
+        return tensors if self._head is None else {**tensors, _HEAD_KEY: self._head.weight}
+
+    @torch.no_grad()
+    def _merged(self, layer: Any, weight: torch.Tensor) -> torch.Tensor:
+        """A new tensor, summed in float32 and rounded once."""
+        total: torch.Tensor = layer.get_delta_weight(_NAME).float().add_(weight)
+        if self._uses_dora:
+            # Liu et al. 2024, https://arxiv.org/abs/2402.09353, equation 5: a trained magnitude for each output.
+            magnitude = layer.lora_magnitude_vector[_NAME].weight.float()
+            inputs = 0 if layer.fan_in_fan_out else 1
+            total *= (magnitude / torch.linalg.vector_norm(total, dim=inputs)).unsqueeze(inputs)
+        return total.to(weight.dtype)
+
+
+def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> None:
+    """Reject names that match nothing and modules that cannot be adapted.
+
+    Args:
+        model: a plain model, possibly without weights (device `meta`).
+        config: `policy.hf_cfg.lora`.
+        head: the model's head type.
+
+    Raises:
+        UserError: as `LoraAdapters`.
+    """
+    _targets(model, config, head=scalar_head(model) if head == "scalar" else model.get_output_embeddings())
+
+
+def _names_of_base(model: nn.Module, layer_class: type) -> tuple[dict[str, str], dict[str, Any]]:
+    """Map each base weight's original name to its current one, and each adapted weight's name to its layer."""
+    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
+    of_layers = {f"{name}.{key}": (name, key) for name, layer in adapted.items() for key in layer.state_dict()}
+    names: dict[str, str] = {}
+    layers: dict[str, Any] = {}
+    for live in weights_of(model):
+        layer, key = of_layers.get(live, ("", live))
+        if not layer:
+            names[live] = live
+        elif key.startswith("base_layer."):
+            name = f"{layer}.{key.removeprefix('base_layer.')}"
+            names[name] = live
+            if key == "base_layer.weight":
+                layers[name] = adapted[layer]
+    return names, layers
+
+
+def _targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | None) -> set[str]:
+    """Names of the linear layers to adapt; rejects names that match nothing, and modules that cannot be adapted."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
+    excluded = _matching_modules(config.exclude_modules or [], modules, linear, key="exclude_modules")
+    if config.target_modules == ALL_LINEAR:
+        targets = set(linear)
+    else:
+        targets = _matching_modules(config.target_modules, modules, linear, key="target_modules")
+    for name in sorted(targets - excluded - linear):
+        _reject_module(name, modules[name], is_head=modules[name] is head)
+    if not targets - excluded:
+        raise UserError(
+            "`policy.hf_cfg.lora`: exclude_modules excludes all modules of target_modules, so nothing would be trained."
+        )
+    return targets - excluded
+
+
+def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
+    """Names of the modules that peft would match: full names or suffixes in a list, or a regular expression for full names."""
+    if isinstance(wanted, str):
+        try:
+            matching_names = {name for name in modules if re.fullmatch(wanted, name)}
+        except re.error as error:
+            raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is not a regular expression: {error}.") from error
+        if not matching_names:
+            raise _no_match_error(wanted, linear, key=key, how="as a regular expression for full module names ")
+        return matching_names
+    matching_names = set()
+    for each in wanted:
+        matching = {name for name in modules if name == each or name.endswith(f".{each}")}
+        if not matching:
+            raise _no_match_error(each, linear, key=key, how="")
+        matching_names |= matching
+    return matching_names
+
+
+def _no_match_error(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    return UserError(
+        f"`policy.hf_cfg.lora.{key}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
+        f"layers are {', '.join(ends)} (one is {sorted(linear)[0]})."
+        if linear
+        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer except its head."
+    )
+
+
+def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
+    if is_head and name == HEAD_NAME:
+        raise UserError(
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, which is trained in full. Leave it out; "
+            f"{ALL_LINEAR!r} means all other linear layers."
+        )
+    if is_head:
+        raise UserError(
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, which cannot be adapted: log-probabilities are "
+            f"computed in chunks from its plain matrix. Leave it out; {ALL_LINEAR!r} means all other linear layers."
+        )
+    inside = sorted({key.rpartition(".")[2] for key, child in module.named_modules() if key and isinstance(child, nn.Linear)})
+    hint = f" Name the linear layers in it: {', '.join(inside)}." if inside else ""
+    raise UserError(
+        f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, but only linear layers can be adapted."
+        f"{hint}"
+    )
+
+
+def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """For some families, peft adapts parameters other than the targets (fused experts), which could not be merged here."""
+    adapted = {name.removesuffix(".weight") for name in layers}
+    trained = {name.partition(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if odd := sorted((adapted ^ targets) | (trained ^ targets)):
+        raise NotSupportedError(
+            f"`policy.hf_cfg.lora.target_modules`: for a {type(model).__name__}, peft also adapts parameters other than the "
+            f"given linear layers, such as {odd[0]}, which cannot be merged for a refit. Name only attention layers, such as "
+            "[q_proj, k_proj, v_proj, o_proj]."
+        )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(NEEDS_PEFT.format(reason=error)) from error
+    return peft

@@ -1,0 +1,211 @@
+"""Saves and loads the training state: optimizer state, float32 master weights, schedule and random state.
+
+Tensors are saved whole, by parameter name, with torch.distributed.checkpoint, so any number of ranks and any sharding can load
+its own shards. `trainer.pt` (written by rank 0) and `rng-<rank>.pt` are next to them.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Replicate
+
+from rl_backends_hf.training.master_weights import MasterWeights
+from rl_core.errors import CheckpointError
+from rl_core.training.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
+from rl_core.training.finite import first_non_finite
+from rl_core.training.optimizer_settings import OptimizerSettings
+from rl_core.training.state_files import DAMAGE_ERRORS, TRAINER_FILE, read_state_file, read_trainer_file, reason_of, write_error
+
+_FORMAT: Final = 2
+
+# A single rank has no process group on purpose; PyTorch warns about it at each save and load.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """The optimizer of one rank, its schedule, and the weights that it updates."""
+
+    masters: MasterWeights
+    settings: OptimizerSettings
+    weight_version: int = 0
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Updates the master weights."""
+        return self.settings.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """Learning-rate schedule; it steps once per optimizer step."""
+        return self.settings.scheduler
+
+    def save(self, folder: Path, *, rank: int, world_size: int) -> None:
+        """Write this rank's shards into `folder`, together with all other ranks."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors, scalars = self._split_state()
+        try:
+            save(tensors or {"empty": torch.zeros(1)}, checkpoint_id=folder, no_dist=world_size == 1)
+        except CheckpointException as error:  # derives from BaseException
+            raise write_error(folder, error) from error
+        torch.save(_random_state(), folder / _rng_file(rank))
+        if rank == 0:
+            trainer = {
+                "format": _FORMAT,
+                "world_size": world_size,
+                "weight_version": self.weight_version,
+                "scalars": scalars,
+                **self.settings.state_dict(),
+            }
+            torch.save(trainer, folder / TRAINER_FILE)
+
+    def load(self, folder: Path, *, rank: int, world_size: int) -> None:
+        """Continue from what `save` wrote with any number of ranks; nothing in the folder is executed.
+
+        The random state is restored if the folder has one for this rank; with more ranks than before, the additional ranks
+        keep their random state.
+
+        Raises:
+            CheckpointError: the folder is missing, damaged, or of another model or optimizer.
+        """
+        try:
+            self._load(folder, rank=rank, world_size=world_size)
+        except DAMAGE_ERRORS as error:
+            raise CheckpointError(f"{folder} is damaged: {reason_of(error)}") from error
+
+    def _load(self, folder: Path, *, rank: int, world_size: int) -> None:
+        trainer = read_trainer_file(folder, expected_format=_FORMAT)
+        self.settings.load_state_dict(trainer, steps=trainer["weight_version"], source=str(folder))
+        state = self._load_tensors(folder, no_dist=world_size == 1)
+        for name, values in trainer["scalars"].items():
+            state.setdefault(name, {}).update(values)
+        self._set_state(state, folder)
+        self.weight_version = trainer["weight_version"]
+        if (folder / _rng_file(rank)).is_file():
+            _restore_random_state(read_state_file(folder / _rng_file(rank)))
+        elif rank < trainer["world_size"]:
+            raise CheckpointError(
+                f"{folder} is damaged: {trainer['world_size']} ranks wrote it, and {_rng_file(rank)} is missing."
+            )
+
+    def find_non_finite(self) -> str | None:
+        """The name of the first of this rank's tensors that has NaN or infinities, or None."""
+        return first_non_finite(self._split_state()[0].items())
+
+    def move(self, device: torch.device) -> None:
+        """Move the optimizer state and the float32 copies of weights to `device`."""
+        for values in self.optimizer.state.values():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and (value.ndim > 0 or self._keeps_step_counts_on_device):
+                    values[key] = value.to(device)
+        self.masters.move(device)
+
+    @property
+    def _keeps_step_counts_on_device(self) -> bool:
+        """Whether the optimizer keeps its step counts on the device of the parameters, as fused Adam does."""
+        return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+
+    def _split_state(self) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+        tensors: dict[str, torch.Tensor] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, parameter in self.masters.parameters.items():
+            if self.masters.are_rounded:
+                tensors[f"master.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optimizer.{name}.{key}"] = value
+                else:
+                    scalars.setdefault(name, {})[key] = value
+        return tensors, scalars
+
+    def _load_tensors(self, folder: Path, *, no_dist: bool) -> dict[str, dict[str, Any]]:
+        """Load the master weights in place; return the optimizer's tensors by parameter name."""
+        stored = read_metadata(folder).state_dict_metadata
+        targets: dict[str, torch.Tensor] = {}
+        state: dict[str, dict[str, Any]] = {}
+        for key, metadata in stored.items():
+            if not isinstance(metadata, TensorStorageMetadata):
+                raise CheckpointError(f"{folder} is damaged: its entry {key} is not a tensor. Use another checkpoint.")
+            if key == "empty":
+                continue
+            kind, _, rest = key.partition(".")
+            name, entry = (rest, "") if kind == "master" else rest.rpartition(".")[::2]
+            parameter = self.masters.parameters.get(name)
+            if parameter is None:
+                raise CheckpointError(f"{folder} is of another model: it has state of {name}, which this model does not have.")
+            if kind == "master":
+                targets[key] = parameter.detach()
+                _check_shape(name, metadata.size, parameter.shape, folder)
+            else:
+                on_device = self._keeps_step_counts_on_device
+                targets[key] = _empty_like_stored(metadata, parameter, counts_on_device=on_device)
+                state.setdefault(name, {})[entry] = targets[key]
+        try:
+            load(targets, storage_reader=DataOnlyReader(folder), planner=DataOnlyPlanner(), no_dist=no_dist)
+        except (CheckpointException, *DAMAGE_ERRORS) as error:
+            raise CheckpointError(f"{folder} is damaged: {reason_of(error)}") from error
+        return state
+
+    def _set_state(self, state: Mapping[str, dict[str, Any]], folder: Path) -> None:
+        if state and (missing := self.masters.parameters.keys() - state.keys()):
+            raise CheckpointError(f"{folder} is of another model: it has no optimizer state for {sorted(missing)[0]}.")
+        self.optimizer.state.clear()
+        for name, values in state.items():
+            self.optimizer.state[self.masters.parameters[name]] = values
+        self.masters.copy_to_model()
+
+
+def _empty_like_stored(metadata: TensorStorageMetadata, parameter: nn.Parameter, *, counts_on_device: bool) -> torch.Tensor:
+    """An empty tensor of the stored shape, sharded like its parameter.
+
+    Args:
+        metadata: of the stored tensor.
+        parameter: the parameter that the state belongs to.
+        counts_on_device: whether step counts, which are scalars, are kept on the device of the parameter.
+    """
+    dtype = metadata.properties.dtype
+    if tuple(metadata.size) == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    on_device = counts_on_device or len(metadata.size) > 0
+    empty = torch.empty(metadata.size, dtype=dtype, device=parameter.device if on_device else "cpu")
+    if isinstance(parameter, DTensor) and len(metadata.size):
+        return DTensor.from_local(empty, parameter.device_mesh, [Replicate()])
+    return empty
+
+
+def _check_shape(name: str, value: Any, expected: Any, folder: Path) -> None:
+    if tuple(value) != tuple(expected):
+        raise CheckpointError(
+            f"{folder} is of another model: {name} has shape {tuple(value)}, not {tuple(expected)}. Resume with the "
+            "`policy.model_name` that it was written with."
+        )
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.pt"
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,369 @@
+"""One rank of the Transformers policy: scoring, optimizer steps, checkpoints, and weights for engines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.cpu_attention import use_cpu_sdpa
+from rl_backends_hf.model import (
+    DTYPES,
+    checkpoint_activations,
+    is_quantized,
+    length_dependent_rope,
+    load_model,
+    load_model_with_exact_weights,
+)
+from rl_backends_hf.parallel import Parallel, local, make_parallel
+from rl_backends_hf.scoring.prefix_support import SUPPORTED, why_not_shared
+from rl_backends_hf.scoring.probe import probe_scoring
+from rl_backends_hf.scoring.scalar_head import ValueScoring
+from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
+from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.training.lora import LoraAdapters
+from rl_backends_hf.training.master_weights import MasterWeights
+from rl_backends_hf.training.microbatches import Microbatcher
+from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePolicy
+from rl_backends_hf.training.step import optimizer_step
+from rl_backends_hf.training.training_state import TrainingState
+from rl_backends_hf.weights_folder import ExportedWeights, WholeModel
+from rl_core.config.schema import GenerationConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.tokenizer import find_tokenizer
+from rl_core.errors import ConfigError, NotSupportedError, UserError
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import RefitManifest
+from rl_core.interfaces.worker import GlobalCounts, StepResult
+from rl_core.interfaces.worker_context import WorkerContext
+from rl_core.training.finite import first_non_finite
+from rl_core.training.optimizer_settings import OptimizerSettings
+from rl_core.training.policy_worker import PolicyWorkerBase
+from rl_core.weights.checkpoint_names import CheckpointNames
+
+_CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
+
+
+class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
+    """One rank of a policy on Transformers.
+
+    Args:
+        context: rank, rendezvous address and device.
+        config: the section `policy`.
+    """
+
+    def __init__(self, context: WorkerContext, config: HFPolicyConfig) -> None:
+        super().__init__(context, config)
+        self._dtype = DTYPES[config.precision]
+        self._reference: Reference | None = None
+        self._adapters: LoraAdapters | None = None
+        self._state: TrainingState | None = None
+        self._sampler: Any = None
+        self._exact_weights: dict[str, torch.Tensor] = {}
+
+    def load(self) -> Mapping[str, Any]:
+        self._check_config()
+        hf, head = self.config.hf_cfg, self.config.head
+        self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)
+        model = self._load_model()
+        use_cpu_sdpa(model)
+        if (problem := length_dependent_rope(model, self.config.max_total_sequence_length)) is not None:
+            raise ConfigError(f"`policy.max_total_sequence_length`: {problem}")
+        if hf.device_map is not None:
+            # Tokens go to the device on which the map has placed the embeddings.
+            self._parallel.device = model.get_input_embeddings().weight.device
+        device = self._parallel.device
+        _warn_of_slow_type(self._dtype, device)
+        self._microbatcher = Microbatcher(self.config, device=device)
+        self._quantized = is_quantized(model)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if hf.lora is not None:
+            self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head)
+        self._exported: ExportedWeights = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
+        self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._exported.manifest().items()})
+        self._scoring = self._make_scoring(model)
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self._probe_scoring(model)
+        unshared = why_not_shared(self._scoring, self.config, device=device)
+        self._microbatcher.shares_prefixes = unshared is None
+        if self.config.activation_checkpointing:
+            checkpoint_activations(model)
+        self._parallel.distribute(self._scoring)
+        if not (self._quantized or self.config.frozen):
+            self._state = self._make_state()
+        return {
+            "num_parameters": num_parameters,
+            "num_trained_parameters": num_trained if self._state is not None else 0,
+            "device": str(device),
+            "vocab_size": self._scoring.vocab_size,
+            "shared_prefix": unshared is None,
+            "shared_prefix_reason": unshared or SUPPORTED,
+        }
+
+    def _load_model(self) -> PreTrainedModel:
+        """The model; sets `_exact_weights` if master weights will be more precise than the model's."""
+        hf = self.config.hf_cfg
+        trains_all_weights = hf.lora is None and not self.config.frozen
+        # Shards are float32 master weights themselves, and are rounded when they are gathered.
+        shards_are_masters = self._parallel.shards and trains_all_weights
+        dtype = torch.float32 if shards_are_masters else self._dtype
+        source: dict[str, Any] = {
+            "options": hf,
+            "dtype": dtype,
+            "device": self._parallel.device,
+            "head": self.config.head,
+        }
+        if trains_all_weights and dtype != torch.float32 and not (hf.load_in_8bit or hf.load_in_4bit):
+            model, self._exact_weights = load_model_with_exact_weights(self.config.model_name, **source)
+            return model
+        return load_model(self.config.model_name, **source)
+
+    def _probe_scoring(self, model: PreTrainedModel) -> None:
+        device, microbatcher = self._parallel.device, self._microbatcher
+        # Flash attention does not support float32, and float32 shards are rounded only when they are gathered.
+        dtype = self._dtype if microbatcher.variable_length_kernel else model.dtype
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != model.dtype):
+            probe_scoring(
+                self._scoring,
+                device=device,
+                packing=microbatcher.packing,
+                variable_length_kernel=microbatcher.variable_length_kernel,
+                computed_in=dtype,
+            )
+
+    def score_microbatches(
+        self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
+    ) -> Sequence[Mapping[str, torch.Tensor]]:
+        with self._scoring_model(reference=reference) as scoring:
+            inputs = (self._microbatcher.form(each, training=False) for each in microbatches)
+            if topk is None:
+                return [{scoring.column: scoring.score(each)} for each in inputs]
+            assert isinstance(scoring, TokenScoring)
+            return [scoring.score_topk(each, topk) for each in inputs]
+
+    @contextmanager
+    def _scoring_model(self, *, reference: bool) -> Iterator[ScoringModel]:
+        """The policy or the reference, on the device and ready to score without gradients."""
+        if reference:
+            reference_policy = self._reference_policy()
+            if self._adapters is not None:
+                self._move(weights=self._parallel.device)
+            with reference_policy.on_device() as scoring:
+                yield scoring
+            return
+        self._move(weights=self._parallel.device)
+        try:
+            with torch.no_grad():
+                yield self._scoring.eval()
+        finally:
+            self._parallel.after_forward(self._scoring)
+
+    def train_step(
+        self,
+        microbatches: Iterator[BatchedDataDict[Any]],
+        loss_fn: LossFunction,
+        counts: GlobalCounts,
+        *,
+        eval_mode: bool,
+    ) -> StepResult:
+        return optimizer_step(
+            self._scoring,
+            (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
+            loss_fn,
+            counts,
+            state=None if eval_mode else self._trainable_state(),
+            parallel=self._parallel,
+            max_grad_norm=self.config.max_grad_norm,
+        )
+
+    def _training_input(
+        self, microbatch: BatchedDataDict[Any], loss_fn: LossFunction
+    ) -> tuple[ScoringInput, BatchedDataDict[Any]]:
+        """The input of the model, and the microbatch for the loss."""
+        inputs = self._microbatcher.form(microbatch, training=True, candidates_key=loss_fn.candidates_key)
+        return inputs, microbatch.to(self._parallel.device)
+
+    def sample(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
+        from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+
+        if self._parallel.shards:
+            raise NotSupportedError(
+                "With `data_parallel: fsdp2` on several ranks, each rank has only shards of the weights and cannot sample. "
+                "Set a generation backend in `policy.generation`, or use `data_parallel: replicate`."
+            )
+        self._move(weights=self._parallel.device)
+        if self._sampler is None:
+            configured = self.config.generation
+            section = configured if isinstance(configured, HFGenerationConfig) else _as_hf(configured)
+            settings = SamplerSettings.from_config(section, max_model_len=self.config.max_total_sequence_length)
+            self._sampler = Sampler(
+                self._scoring.model,
+                settings=settings,
+                tokenizer=self.find_tokenizer(),
+                seed=section.hf_cfg.seed,
+                rank=self.context.rank,
+            )
+        completions: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
+        return completions
+
+    def prepare_for_training(self) -> None:
+        self._move(weights=self._parallel.device, state=self._parallel.device)
+
+    def finish_training(self) -> None:
+        self._drop_gradients()
+
+    def offload_before_refit(self) -> None:
+        self._drop_gradients()
+        self._move(weights=self._parallel.device, state=_CPU)
+
+    def offload_after_refit(self) -> None:
+        self._move(weights=_CPU, state=_CPU)
+
+    def save_weights(self, folder: Path) -> None:
+        if self._quantized:
+            raise NotSupportedError(
+                f"The weights of {self.config.model_name} are quantized: they cannot be trained, so there is nothing to save. "
+                "Remove load_in_8bit or load_in_4bit from `hf_cfg` to save them."
+            )
+        self._exported.save(folder, rank=self.context.rank)
+
+    def load_weights(self, folder: Path) -> None:
+        state = self._trainable_state()
+        self._exported.load(folder)
+        state.masters.copy_from_model()
+
+    def save_training_state(self, folder: Path) -> None:
+        self._trainable_state().save(folder, rank=self.context.rank, world_size=self.context.world_size)
+
+    def load_training_state(self, folder: Path) -> None:
+        self._trainable_state().load(folder, rank=self.context.rank, world_size=self.context.world_size)
+
+    def find_tokenizer(self) -> Any:
+        trust_remote_code = self.config.hf_cfg.trust_remote_code
+        return find_tokenizer(self.config.model_name, self.config.tokenizer, trust_remote_code=trust_remote_code)
+
+    def find_non_finite(self) -> str | None:
+        trained = ((name, each) for name, each in self._scoring.model.named_parameters() if each.requires_grad)
+        in_weights = first_non_finite(trained, published=self._dtype if self._adapters is None else None)
+        return in_weights if in_weights or self._state is None else self._state.find_non_finite()
+
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        masters = self._state.masters.parameters if self._state is not None else {}
+        return ((name, local(parameter)) for name, parameter in masters.items())
+
+    def weight_shard(self) -> str:
+        return f"shard {self.context.rank}" if self._parallel.shards else ""
+
+    def get_weight_version(self) -> int:
+        return self._state.weight_version if self._state is not None else 0
+
+    def weight_manifest(self) -> RefitManifest:
+        return self._names.manifest(self._exported.manifest())
+
+    def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        holders = None if names is None else self._names.containers(names)
+        return self._names.split(self._exported.iter_weights(holders), names)
+
+    def _check_config(self) -> None:
+        """Refuse settings that cannot be combined, before anything is loaded."""
+        hf, ranks = self.config.hf_cfg, self.context.world_size
+        if ranks > 1 and hf.device_map is not None:
+            raise UserError(
+                f"`device_map: {hf.device_map}` spreads one model over devices, but with {ranks} ranks each rank has one "
+                "device. Remove device_map; `data_parallel: fsdp2` shards a model that is too large for one device."
+            )
+        if ranks > 1 and hf.data_parallel == "fsdp2" and (hf.load_in_8bit or hf.load_in_4bit):
+            raise UserError(
+                "FSDP2 cannot shard quantized weights: remove load_in_8bit and load_in_4bit, or use `data_parallel: replicate`."
+            )
+
+        if hf.attn_implementation == "flash_attention_2" and self._dtype == torch.float32:
+            raise UserError(
+                "`attn_implementation: flash_attention_2` requires bfloat16, and `policy.precision` is float32. Set it to "
+                "bfloat16, or remove attn_implementation: `sdpa` supports both."
+            )
+        if self.config.head == "scalar" and (hf.load_in_8bit or hf.load_in_4bit):
+            raise UserError(
+                "A model with a scalar head must be trained, and quantized weights cannot be trained: remove load_in_8bit and "
+                "load_in_4bit; `precision: bfloat16` halves the memory of float32."
+            )
+
+    def _make_scoring(self, model: PreTrainedModel) -> ScoringModel:
+        if self.config.head == "scalar":
+            return ValueScoring(model)
+        return TokenScoring(
+            model, chunk_tokens=self.config.hf_cfg.logprob_chunk_tokens, temperature=self.config.scoring_temperature
+        )
+
+    def _make_state(self) -> TrainingState:
+        # Adapters are float32 with a base of any dtype, and are saved unrounded.
+        model_dtype = self._dtype if self._adapters is None else torch.float32
+        masters = MasterWeights(self._scoring.model, model_dtype=model_dtype)
+        if self._adapters is None and masters.are_copies:
+            masters.load_exact(self._exact_weights)
+        self._exact_weights = {}
+        optimizer = build_optimizer(masters.parameters, self.config.optimizer)
+        settings = OptimizerSettings(optimizer, self.config.optimizer, self.config.scheduler)
+        return TrainingState(masters=masters, settings=settings)
+
+    def _trainable_state(self) -> TrainingState:
+        self.require_trainable()
+        if self._state is None:
+            raise NotSupportedError(
+                f"{self.config.model_name} was loaded with quantized weights (load_in_8bit or load_in_4bit), and this policy "
+                "trains all weights, but quantized weights have no gradients. Load it without quantization, with "
+                "`precision: bfloat16` to save memory. Scoring and sampling work with quantized weights."
+            )
+        return self._state
+
+    def _reference_policy(self) -> Reference:
+        if self._reference is None:
+            self.require_reference(self.config.hf_cfg.reference, key="policy.hf_cfg.reference")
+            if self._adapters is not None:
+                self._reference = FrozenBase(self._scoring, self._adapters)
+            else:
+                temperature = self.config.scoring_temperature
+                self._reference = ReferencePolicy(self.config, self._parallel, temperature=temperature)
+        return self._reference
+
+    def _move(self, *, weights: torch.device, state: torch.device | None = None) -> None:
+        """Move the weights, and the optimizer state if `state` is given, between the device and CPU memory."""
+        # Quantised weights and those of a device map are placed when they are loaded, and stay there.
+        if self._parallel.device == _CPU or self.config.hf_cfg.device_map is not None or self._quantized:
+            return
+        if next(self._scoring.parameters()).device != weights:
+            self._scoring.to(weights)
+        if state is not None and self._state is not None:
+            self._state.move(state)
+        if _CPU in (weights, state):
+            # Memory in torch's cache is not available to an engine on the same GPU.
+            torch.cuda.empty_cache()
+
+    def _drop_gradients(self) -> None:
+        if self._state is not None:
+            self._state.masters.clear_gradients()
+
+
+def _warn_of_slow_type(dtype: torch.dtype, device: torch.device) -> None:
+    # Without native instructions, bfloat16 falls back to a plain loop: a hundred times slower, not twice as fast.
+    if dtype == torch.bfloat16 and device == _CPU and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _log.warning(
+            "This CPU (%s) has no bfloat16 instructions, so `precision: bfloat16` will be many times slower than float32. "
+            "Set `policy.precision: float32` unless memory is too small for it.",
+            torch.backends.cpu.get_cpu_capability(),
+        )
+
+
+def _as_hf(section: GenerationConfig | None) -> HFGenerationConfig:
+    """Settings of this policy's own sampler if `policy.generation` selects another backend, or is missing."""
+    shared = set(GenerationConfig.model_fields) - {"backend"}
+    values = {key: getattr(section, key) for key in shared} if section is not None else {}
+    return HFGenerationConfig(**values)

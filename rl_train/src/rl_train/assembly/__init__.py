@@ -1,0 +1,1 @@
+"""Builds a run and all of its components from a config; may import every package but those that start runs."""

@@ -1,0 +1,361 @@
+"""Builds data loaders of tokenized rows from datasets; all data is read and checked before a worker starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rl_core.config.schema import DatasetConfig
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.late_errors import with_key
+from rl_train.assembly.row_checks import check_rows
+from rl_train.config.aliases import with_prompt
+from rl_train.config.schema import DataConfig, RunConfig
+from rl_train.data.concat import ConcatDataset
+from rl_train.data.conversations import without_answer
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.dataset_classes import make_dataset
+from rl_train.data.dataset_config import OnBadRow, OnTooLong
+from rl_train.data.holdout import Subset, held_out, row_location
+from rl_train.data.messages import DatumSpec
+from rl_train.data.mixing import Mixture
+from rl_train.data.processors import (
+    check_processor_result,
+    collate_datums,
+    collate_preferences,
+    conversation_datum,
+    preference_datum,
+    prompt_datum,
+)
+from rl_train.data.record_functions import load_function
+from rl_train.data.task_choice import choose_tasks
+from rl_train.data.tokenized_rows import TokenizedRows
+from rl_train.tools.task_tools import TaskTools
+from rl_train.user_code import reporting_errors
+
+_log = logging.getLogger("rlcore")
+
+
+class BadRows:
+    """Counts and logs the rows that `on_bad_row: skip` drops from a run's data; each row is counted once.
+
+    Attributes:
+        count: Number of dropped rows.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._locations: set[tuple[str, str]] = set()
+
+    def add(self, count: int, dataset: str, reasons: Sequence[str]) -> None:
+        """Count rows that could not be read, and log the first reasons."""
+        self.count += count
+        if count:
+            first = "".join(f"\n  {reason}" for reason in reasons[:5])
+            rows = "1 bad row" if count == 1 else f"{count} bad rows"
+            is_are = "is" if count == 1 else "are"
+            _log.warning("%s of %s %s skipped (on_bad_row: skip); the first:%s", rows, dataset, is_are, first)
+
+    def add_locations(self, dataset: str, reasons: Mapping[str, str]) -> None:
+        """Count rows that could not be tokenized, once per location: the same rows may be tokenized for several uses."""
+        new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._locations}
+        self._locations.update((dataset, place) for place in new)
+        self.add(len(new), dataset, list(new.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source of records: one dataset or a mixture.
+
+    Attributes:
+        records: map-style dataset of records; for a mixture, the records of all members.
+        name: name in error messages.
+        task_name: task of all its records; None if the records set it.
+        component: its dataset component; None if it has none.
+        processor: dotted path of the function that tokenizes its records; the built-in one if None.
+        on_bad_row: what happens to a record that cannot be tokenized.
+        bad_rows: counts skipped rows, shared by all data of a run.
+        members: the datasets of a mixture, by name.
+        weights: sampling weights of the members; None if each row is used once per epoch.
+    """
+
+    records: Any
+    name: str
+    task_name: str | None = None
+    component: str | None = None
+    processor: str | None = None
+    on_bad_row: OnBadRow = OnBadRow.ERROR
+    bad_rows: BadRows = field(default_factory=BadRows)
+    members: Mapping[str, Source] | None = None
+    weights: Mapping[str, float] | None = None
+
+
+def read_source(
+    section: DatasetConfig,
+    registry: Registry,
+    data: DataConfig | None = None,
+    *,
+    name: str | None = None,
+    bad_rows: BadRows | None = None,
+) -> Source:
+    """The dataset of a section.
+
+    Args:
+        section: The section.
+        registry: Used to look up datasets.
+        data: Settings of all datasets; `data.prompt` sets the defaults of the section.
+        name: Name in error messages; the dataset's own name by default.
+        bad_rows: Counts skipped rows; a new counter by default.
+    """
+    section = section if data is None else with_prompt(section, data)
+    records = make_dataset(registry.find("dataset", section.dataset_name).load(), section)
+    source = Source(
+        records=records,
+        name=name or section.dataset_name,
+        task_name=section.task_name if "task_name" in section.model_fields_set else None,
+        component=section.dataset_name,
+        processor=section.processor,
+        on_bad_row=OnBadRow(getattr(section, "on_bad_row", OnBadRow.ERROR)),
+        bad_rows=bad_rows or BadRows(),
+    )
+    source.bad_rows.add(getattr(records, "skipped", 0), source.name, getattr(records, "reasons", ()))
+    return source
+
+
+def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Source | None]:
+    """The training data, one dataset or a mixture, and the validation data, which `data.split` holds out of the training data.
+
+    Raises:
+        DataError: A dataset cannot be read, or a split leaves one of the two empty.
+    """
+    bad_rows = BadRows()
+    read_one = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
+    with with_key("data.validation"):
+        validation = None if data.validation is None else read_one(data.validation)
+    if data.mix:
+        members = {}
+        for name, section in data.mix.items():
+            with with_key(f"data.mix.{name}"):
+                members[name] = read_one(section, name=f"mix.{name}")
+        weights = {name: section.weight or 1.0 for name, section in data.mix.items()}
+        train = _mixed(members, weights)
+    elif data.train is not None:
+        with with_key("data.train"):
+            train = read_one(data.train)
+    else:
+        return None, validation
+    if data.split is None:
+        return train, validation
+    hold_out = partial(_hold_out, fraction=data.split.validation, seed=data.split.seed)
+    if train.members is None:
+        return hold_out(train)
+    sides = {name: hold_out(member) for name, member in train.members.items()}
+    assert train.weights is not None
+    return _mixed({name: training for name, (training, _) in sides.items()}, train.weights), _mixed(
+        {name: out for name, (_, out) in sides.items()}, None
+    )
+
+
+def read_validation_sets(data: DataConfig, registry: Registry) -> dict[str, Source]:
+    """The datasets of `data.validation_sets`, by name.
+
+    Raises:
+        DataError: A dataset cannot be read.
+    """
+    sets = {}
+    for name, section in data.validation_sets.items():
+        with with_key(f"data.validation_sets.{name}"):
+            sets[name] = read_source(section, registry=registry, data=data, name=f"validation_sets.{name}")
+    return sets
+
+
+def prompt_loader(
+    source: Source,
+    run: RunConfig,
+    tokenizer: Any,
+    *,
+    batch_size: int,
+    shuffle: bool,
+    tools: TaskTools | None = None,
+) -> BatchedDataLoader:
+    """Prompts that end with the generation prompt of the chat template, with their own tools or those of their task."""
+    offered = tools or TaskTools()
+    prompt_limit = run.data.max_input_seq_length or run.policy.max_total_sequence_length - 1
+    if prompt_limit >= run.policy.max_total_sequence_length:
+        raise ConfigError(
+            f"data.max_input_seq_length is {prompt_limit}, but policy.max_total_sequence_length is "
+            f"{run.policy.max_total_sequence_length}: a prompt of that length leaves no tokens for an answer. "
+            "Lower data.max_input_seq_length or raise policy.max_total_sequence_length."
+        )
+
+    def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
+        if "messages" not in record:
+            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of prompts, not of pairs")
+        prompt = {**record, "messages": without_answer(record["messages"]), "tools": offered.of_record(record)}
+        return prompt_datum(prompt, idx=idx, **limits)
+
+    limits = {**_limits(run, tokenizer), "max_length": prompt_limit}
+    return _loader(source, run, process, limits, batch_size=batch_size, shuffle=shuffle, tasks=run.env.keys())
+
+
+def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
+    """Conversations that end with the assistant's message."""
+    records = run.algorithm.runtime_needs.records
+    only_final = records is not None and records.only_final_answer
+
+    def process(record: Mapping[str, Any], *, idx: int, **limits: Any) -> DatumSpec:
+        if "messages" not in record:
+            raise DataError(f"it has {sorted(record)} but no `messages`: use a dataset of conversations, not of pairs")
+        return conversation_datum(record, idx=idx, only_unmask_final=only_final, **limits)
+
+    return _loader(source, run, process, _limits(run, tokenizer), batch_size=batch_size, shuffle=shuffle, is_trained=True)
+
+
+def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
+    """Pairs of a chosen and a rejected answer; `batch_size` counts pairs."""
+    limits = _limits(run, tokenizer)
+    return _loader(
+        source,
+        run,
+        preference_datum,
+        limits,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        collate=collate_preferences,
+        is_trained=True,
+    )
+
+
+def _limits(run: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "tokenizer": tokenizer,
+        "max_length": run.policy.max_total_sequence_length,
+        "on_too_long": OnTooLong(run.data.on_long_prompt),
+    }
+
+
+def _loader(
+    source: Source,
+    run: RunConfig,
+    process: Callable[..., Any],
+    limits: Mapping[str, Any],
+    *,
+    batch_size: int,
+    shuffle: bool,
+    tasks: Collection[str] = (),
+    collate: Callable[..., BatchedDataDict[Any]] = collate_datums,
+    is_trained: bool = False,
+) -> BatchedDataLoader:
+    def tokenized(one: Source) -> TokenizedRows:
+        tokenize = partial(_processor(one, process, is_trained=is_trained), **limits)
+        rows = _tokenized(one, tokenize, tasks)
+        _reject_if_all_dropped(rows, one, limits["max_length"])
+        return rows
+
+    mixture = None
+    if source.members is None:
+        rows: Sequence[Any] = tokenized(source)
+    else:
+        rows_by_name = {name: tokenized(member) for name, member in source.members.items()}
+        sizes = {name: len(member) for name, member in rows_by_name.items()}
+        mixture = Mixture(sizes=sizes, weights=source.weights or sizes)
+        rows = ConcatDataset(list(rows_by_name.values()))
+    if shuffle and len(rows) < batch_size:
+        raise DataError(
+            f"The dataset {source.name!r} has {len(rows)} {'record' if len(rows) == 1 else 'records'}, but a step uses "
+            f"{batch_size}: use fewer per step, or add data."
+        )
+    loader = BatchedDataLoader(
+        rows,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=run.algorithm.seed,
+        drop_last=shuffle,
+        collate=collate,
+        mixture=mixture,
+        fingerprint=_fingerprint(source),
+    )
+    members = [source] if source.members is None else source.members.values()
+    if any(member.on_bad_row is OnBadRow.ERROR for member in members):  # with skip, all rows were already tokenized
+        check_rows(loader, source.name, most=run.data.check_rows)
+    return loader
+
+
+def _fingerprint(source: Source) -> str | None:
+    """Fingerprint of the records, or of all members; None if any of them has none."""
+    if source.members is None:
+        return getattr(source.records, "fingerprint", None)
+    members = {name: _fingerprint(member) for name, member in source.members.items()}
+    return None if None in members.values() else " ".join(f"{name} {members[name]}" for name in sorted(members))
+
+
+def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenizedRows:
+    """The rows of one dataset. If bad rows are skipped, all rows are tokenized now to find them."""
+    choice = choose_tasks(source.records, fixed=source.task_name, known=tasks, name=source.name, component=source.component)
+    rows = TokenizedRows(source.records, process, tasks=choice, name=source.name)
+    if source.on_bad_row is OnBadRow.ERROR:
+        # Reports a wrong record format or chat template before a worker starts.
+        for index in dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else ():
+            rows[index]
+        return rows
+    good, reasons = [], {}
+    for index in range(len(rows)):
+        try:
+            rows[index]
+        except DataError as error:
+            reasons[row_location(source.records, index)] = str(error)
+        else:
+            good.append(index)
+    if not reasons:
+        return rows
+    if not good:
+        raise DataError(
+            f"none of the {len(rows)} records of {source.name} can be tokenized; the first: {next(iter(reasons.values()))}"
+        )
+    source.bad_rows.add_locations(source.name, reasons)
+    return TokenizedRows(Subset(source.records, good), process, tasks=choice, name=source.name)
+
+
+def _reject_if_all_dropped(rows: TokenizedRows, source: Source, max_length: int) -> None:
+    """Reject a dataset in which all rows are dropped. Stops at the first usable row, usually row 0."""
+    if len(rows) and not any(rows[index]["loss_multiplier"] for index in range(len(rows))):
+        raise DataError(
+            f"all {len(rows)} records of {source.name} are dropped: each has more than {max_length} tokens. Raise "
+            "policy.max_total_sequence_length (and data.max_input_seq_length, if it is set)"
+        )
+
+
+def _processor(source: Source, process: Callable[..., Any], *, is_trained: bool) -> Callable[..., Any]:
+    """The function that tokenizes a dataset's records: the built-in one, or the user's with a check of its result."""
+    name = source.processor
+    if name is None:
+        return process
+    function = load_function(name, "processor")
+
+    def checked(record: Mapping[str, Any], **given: Any) -> Any:
+        with reporting_errors(f"processor {name}", function):
+            datum = function(record, **given)
+        check_processor_result(datum, name, is_trained=is_trained)
+        return datum
+
+    return checked
+
+
+def _mixed(members: Mapping[str, Source], weights: Mapping[str, float] | None) -> Source:
+    return Source(
+        records=ConcatDataset([member.records for member in members.values()]),
+        name=f"mix of {', '.join(members)}",
+        bad_rows=next(iter(members.values())).bad_rows,
+        members=members,
+        weights=weights,
+    )
+
+
+def _hold_out(source: Source, *, fraction: float, seed: int) -> tuple[Source, Source]:
+    kept, out = held_out(source.records, fraction=fraction, seed=seed, name=source.name)
+    return replace(source, records=kept), replace(source, records=out)

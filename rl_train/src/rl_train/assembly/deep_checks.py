@@ -1,0 +1,94 @@
+"""Checks that a run makes before it starts workers: imports, tokenizer, data, backend checks. Does not load weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rl_core.errors import UserError
+from rl_core.interfaces.loss import LossFunction
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.contracts import contract_conflicts
+from rl_train.assembly.late_errors import problem_in_section, with_key
+from rl_train.assembly.model_checks import (
+    length_conflicts,
+    length_warnings,
+    missing_models,
+    refuse_other_tokenizers,
+    tokenizer_key,
+)
+from rl_train.assembly.reward_checks import resolve_completion_formats
+from rl_train.assembly.run_assembly import DataLoaders, loss_of, read_sources
+from rl_train.config.component_checks import Finding, sections_of
+from rl_train.config.loader import LoadedConfig
+from rl_train.config.own_weights_checks import own_weights_conflicts
+from rl_train.config.turn_checks import imported_turn_conflicts
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.tools.task_tools import tools_of_run
+
+
+def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
+    """Import referenced modules, load the tokenizer and read the data; yields each wrong key with the reason."""
+    problems = list(_imports(loaded))
+    yield from problems
+    if not problems:
+        yield from imported_turn_conflicts(loaded.run, registry)
+        yield from own_weights_conflicts(loaded.run, registry)
+        loss_fn: LossFunction | None = None
+        try:
+            loss_fn = loss_of(loaded.run, registry)
+        except UserError as error:
+            yield tuple((error.key or "loss_fn").split(".")), str(error)
+        yield from contract_conflicts(loaded.run, registry, loss_fn)
+    missing: set[str] = set()
+    for names, finding in missing_models(loaded.run):
+        yield finding
+        missing |= names
+    for path, section in sections_of(loaded.run):
+        if path[0] in missing:
+            continue
+        try:
+            for inner, message in section.deep_conflicts(loaded.run):
+                yield (*path, *inner), message
+        except UserError as error:
+            problem = problem_in_section(error, path, loaded)
+            yield problem.path, problem.message
+    if missing:
+        return
+    yield from length_conflicts(loaded.run)
+    data_problem = _problem_of(lambda: _load_data(loaded, registry))
+    if data_problem is not None:
+        yield data_problem
+
+
+def deep_warnings(loaded: LoadedConfig) -> Iterator[Finding]:
+    """Settings that are valid for the models and the data, but probably not intended."""
+    yield from length_warnings(loaded.run)
+
+
+def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
+    for at, component in loaded.components.items():
+        problem = _problem_of(component.load, key=at)
+        if problem is not None:
+            yield problem
+
+
+def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
+    """The first steps of a run: the tokenizer, the data, and the first row of each dataset as tokens."""
+    config = loaded.run
+    with with_key(f"policy.{tokenizer_key(config.policy)}"):
+        tokenizer = load_policy_tokenizer(config.policy)
+    refuse_other_tokenizers(config, tokenizer)
+    tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None
+    with with_key("data"):
+        train, validation = read_sources(config, registry)
+        loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
+    resolve_completion_formats(loaders.resolve_steps(config), train, *validation.values())
+
+
+def _problem_of(step: Callable[[], object], *, key: str = "") -> Finding | None:
+    try:
+        step()
+    except UserError as error:
+        at = error.key or key
+        return tuple(at.split(".")) if at else (), str(error)
+    return None

@@ -1,0 +1,161 @@
+"""Checks of the models of a run that need their files, but no weights: tokenizers and length limits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.config.policy_sections import PolicyConfig
+from rl_core.config.section import Section
+from rl_core.config.source_tree import KeyPath, dotted
+from rl_core.data.hub import require_model
+from rl_core.data.tokenizer import load_tokenizer
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_train.assembly.late_errors import with_key
+from rl_train.config.component_checks import Finding, models_of
+from rl_train.config.schema import RunConfig
+from rl_train.config.section_resolver import COMPANIONS
+from rl_train.diagnostics.position_limit import PositionLimit, position_limit
+
+_log = logging.getLogger("rlcore")
+
+
+def check_models(config: RunConfig, tokenizer: Any) -> None:
+    """Check tokenizers and lengths at the start of a run; lengths that a model may be able to handle are warnings.
+
+    Raises:
+        ConfigError: a companion has another tokenizer, or rows may be longer than the positions of a model.
+    """
+    refuse_other_tokenizers(config, tokenizer)
+    if conflicts := list(length_conflicts(config)):
+        error = ConfigError("\n".join(f"{dotted(path)}: {message}" for path, message in conflicts))
+        error.key = dotted(conflicts[0][0])
+        raise error
+    for path, message in length_warnings(config):
+        _log.warning("%s: %s", dotted(path), message)
+
+
+def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
+    """Check that companion models use the policy's tokenizer, because they receive its token ids.
+
+    Raises:
+        ConfigError: a companion's tokenizer has other tokens or ids.
+    """
+    for name in COMPANIONS:
+        section = getattr(config, name)
+        if section is None or section.model_name == config.policy.model_name:
+            continue
+        with with_key(f"{name}.{tokenizer_key(section)}"):
+            own = load_tokenizer(section.tokenizer.name or section.model_name).get_vocab()
+        others = sorted(set(tokenizer.get_vocab().items()) ^ set(own.items()))
+        if others:
+            raise ConfigError(
+                f"{name}.model_name: the tokenizer of {section.model_name} differs from that of the policy "
+                f"{config.policy.model_name} in {len(others)} tokens, for example {others[0][0]!r}, so the policy's token "
+                "ids would mean other words. Use a model with the policy's tokenizer."
+            )
+
+
+def tokenizer_key(section: PolicyConfig) -> str:
+    """The key of a model's section that names its tokenizer."""
+    return "tokenizer.name" if section.tokenizer.name else "model_name"
+
+
+def missing_models(config: RunConfig) -> Iterator[tuple[set[str], Finding]]:
+    """Each model that does not exist: the sections that load its tokenizer, and the error at the first of them."""
+    keys: dict[str, list[KeyPath]] = {}
+    for name, section in models_of(config).items():
+        keys.setdefault(section.tokenizer.name or section.model_name, []).append((name, *tokenizer_key(section).split(".")))
+    for source, paths in keys.items():
+        try:
+            require_model(source)
+        except DataError as error:
+            yield {str(path[0]) for path in paths}, (paths[0], f"{error}.")
+
+
+def length_conflicts(config: RunConfig) -> Iterator[Finding]:
+    """Lengths above the number of positions of a model without rotary embeddings."""
+    for found in _lengths(config):
+        if not found.limit.is_rotary:
+            yield (
+                found.path,
+                f"{found.tokens} tokens are more than the {found.limit.tokens} positions (`max_position_embeddings`) of "
+                f"{found.model}, which has no rotary embeddings to compute further ones. Lower it to {found.limit.tokens} or "
+                "less, or use another model.",
+            )
+
+
+def length_warnings(config: RunConfig) -> Iterator[Finding]:
+    """Lengths above the number of positions that a model with rotary embeddings was trained for."""
+    for found in _lengths(config):
+        if found.limit.is_rotary:
+            yield (
+                found.path,
+                f"{found.tokens} tokens are more than the {found.limit.tokens} positions (`max_position_embeddings`) that "
+                f"{found.model} was trained for. Longer rows are scored by extrapolation, usually badly, and engines may end "
+                f"or refuse them. Lower it to {found.limit.tokens}, or scale the rotary embeddings (`rope_parameters` of the "
+                "model's config).",
+            )
+
+
+def warn_about_engine_limit(config: RunConfig, generation: GenerationInterface | None) -> None:
+    """Warn if an engine that is ready ends rows before the length that the config sets."""
+    section = config.policy.generation
+    limit = getattr(generation, "facts", {}).get("max_model_len")
+    if section is None or limit is None:
+        return
+    wanted = min([config.policy.max_total_sequence_length, *(length for _, length in _own_lengths(section))])
+    if limit < wanted:
+        _log.warning(
+            "the engine ends rows at %d tokens, before policy.max_total_sequence_length (%d): completions that reach its limit "
+            "are truncated. Lower the length to %d, or use a model or server with a higher limit.",
+            limit,
+            config.policy.max_total_sequence_length,
+            limit,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Length:
+    """A configured length above the positions of a model."""
+
+    path: KeyPath
+    tokens: int
+    model: str
+    limit: PositionLimit
+
+
+def _lengths(config: RunConfig) -> Iterator[_Length]:
+    generation = config.policy.generation
+    for name, model in models_of(config).items():
+        yield from _above((name, "max_total_sequence_length"), model.max_total_sequence_length, model.model_name, model)
+    if generation is not None and not generation.has_own_weights:
+        loaded_as = config.policy if generation.model_name is None else generation
+        for path, length in _own_lengths(generation):
+            model_name = generation.model_name or config.policy.model_name
+            yield from _above(("policy", "generation", *path), length, model_name, loaded_as)
+
+
+def _above(path: KeyPath, tokens: int, model: str, section: Section) -> Iterator[_Length]:
+    options: dict[str, Any] = {}
+    for _, own in _backend_sections(section):
+        options |= {key: getattr(own, key) for key in ("config_overrides", "trust_remote_code") if hasattr(own, key)}
+    limit = position_limit(model, **options)
+    if limit is not None and tokens > limit.tokens:
+        yield _Length(path=path, tokens=tokens, model=model, limit=limit)
+
+
+def _own_lengths(section: Section) -> Iterator[tuple[KeyPath, int]]:
+    """The `max_model_len` that the section of an engine sets."""
+    for key, own in _backend_sections(section):
+        length = getattr(own, "max_model_len", None)
+        if isinstance(length, int):
+            yield (key, "max_model_len"), length
+
+
+def _backend_sections(section: Section) -> Iterator[tuple[str, Any]]:
+    """The sections `<backend>_cfg` within a section."""
+    return ((key, getattr(section, key)) for key in type(section).model_fields if key.endswith("_cfg"))

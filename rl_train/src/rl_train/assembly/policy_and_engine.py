@@ -1,0 +1,150 @@
+"""Starts a config's policy and engine without environments, training loop or run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.data import prompt_loader, read_data
+from rl_train.assembly.workers import Builder, make_cluster
+from rl_train.config.loader import load_config
+from rl_train.config.schema import RunConfig
+from rl_train.config.sources import ConfigFiles
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.rollouts.seeds import sample_seed
+from rl_train.tools.task_tools import tools_of_run
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The first prompts of a config's data."""
+
+    batch: BatchedDataDict[Any]
+    """The prompts, a `GenerationDatumSpec` with `sample_seeds`."""
+    questions: Sequence[Sequence[Message]]
+    """The prompts as messages with role and content."""
+
+    def token_ids(self) -> list[torch.Tensor]:
+        """One int64 tensor [T] per prompt, without padding."""
+        rows = zip(self.batch["input_ids"], self.batch["input_lengths"].tolist(), strict=True)
+        return [row[:length] for row, length in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyAndEngine:
+    """A policy, and an engine with the same weights."""
+
+    config: RunConfig
+    policy: ColocatablePolicyInterface
+    generation: GenerationInterface
+    refit: str
+    """The weight transport; the engine's weights were verified."""
+
+    def engine_precision(self) -> str:
+        """Dtypes of the engine's floating-point weights, such as `bfloat16`, separated by commas."""
+        dtypes = {digest.partition("[")[0] for digest in self.generation.weight_digests().values()}
+        return ", ".join(sorted(name for name in dtypes if "float" in name))
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether both run in this process."""
+        return self.config.cluster.backend == "in_process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyAndEnginePlan:
+    """The config, its tokenizer and its prompts, before any process is started.
+
+    Attributes:
+        config: the run.
+        registry: used to look up components.
+        tokenizer: the policy's.
+        prompts: the prompts to sample from.
+    """
+
+    config: RunConfig
+    registry: Registry
+    tokenizer: Any
+    prompts: Prompts
+
+    @contextmanager
+    def started(self) -> Iterator[PolicyAndEngine]:
+        """Start both backends and sync the weights once. Their processes are stopped at the end of the block.
+
+        Raises:
+            WeightSyncError: the engine's weights could not be verified.
+        """
+        with ExitStack() as exits:
+            generation_section = self.config.policy.generation
+            assert generation_section is not None
+            builder = Builder(
+                run=self.config,
+                registry=self.registry,
+                exits=exits,
+                cluster=make_cluster(self.config.cluster, exits),
+                scoring_temperature=generation_section.temperature,
+            )
+            policy, generation = builder.policy_and_engine()
+            # No tokenizer, so that there is no canary: a disagreement should be measured here, not raised.
+            weights = builder.weights(policy, generation)
+            weights.sync()
+            yield PolicyAndEngine(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
+
+
+def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = (), *, num_prompts: int) -> PolicyAndEnginePlan:
+    """Load a config, its tokenizer and the first `num_prompts` prompts of its training data. Does not start processes.
+
+    Raises:
+        ConfigError: the config is invalid, or has no engine or no data.
+        DataError: there is no prompt.
+    """
+    registry = Registry(discover())
+    config = load_config(config_path, overrides, registry=registry, for_training=False).run
+    if config.policy.generation is None:
+        raise ConfigError(
+            "The config has no `policy.generation`, so there is no engine to compare with the policy. Add one, for example "
+            "++policy.generation.backend=hf."
+        )
+    tokenizer = load_policy_tokenizer(config.policy)
+    prompts = _first_prompts(config, registry, tokenizer, num_prompts)
+    return PolicyAndEnginePlan(config=config, registry=registry, tokenizer=tokenizer, prompts=prompts)
+
+
+def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count: int) -> Prompts:
+    train, _ = read_data(config.data.model_copy(update={"validation": None}), registry)
+    if train is None:
+        raise ConfigError("data.train is required: prompts are taken from it. Add `data: {train: {dataset_name: ...}}`.")
+    if count < 1:
+        raise ConfigError(f"The number of prompts is {count}: use at least 1.")
+    # Only these prompts are used, so no later row is checked.
+    config = config.model_copy(update={"data": config.data.model_copy(update={"check_rows": 0})})
+    tools = tools_of_run(config, registry, tokenizer)
+    loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False, tools=tools)
+    first: BatchedDataDict[Any] = next(iter(loader))
+    usable = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
+    if not usable:
+        raise DataError(f"All of the first {first.size} prompts are too long and dropped: raise data.max_input_seq_length.")
+    logs = [first["message_log"][row] for row in usable]
+    rows = [torch.cat([message["token_ids"] for message in log]) for log in logs]
+    batch: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
+            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
+            "stop_strings": [first["stop_strings"][row] for row in usable],
+            "sample_seeds": torch.tensor([sample_seed(config.algorithm.seed, row) for row in usable], dtype=torch.int64),
+        }
+    )
+    questions = [[{"role": message["role"], "content": message["content"]} for message in log] for log in logs]
+    return Prompts(batch=batch, questions=questions)

@@ -1,0 +1,138 @@
+"""Checks of reward functions with the first row of the data, before a run starts workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from rl_core.errors import ConfigError, RLCoreError
+from rl_core.event_loop import EventLoopThread
+from rl_core.plugins.component import did_you_mean
+from rl_train.assembly.data import Source
+from rl_train.assembly.late_errors import with_key
+from rl_train.config.schema import RunConfig
+from rl_train.data.conversations import without_answer
+from rl_train.data.holdout import row_location
+from rl_train.rewards.config import FunctionEnvironmentConfig
+from rl_train.rewards.environment import load_functions, row_of
+from rl_train.rewards.functions import RewardFunction, RewardFunctionError
+
+
+def resolve_completion_formats(config: RunConfig, *sources: Source | None) -> RunConfig:
+    """The config with `completion_format: auto` replaced, after a trial of every reward function.
+
+    Each function is tried with the first row of the data of its task and two completions: the expected answer, if the row has
+    one, and an empty text.
+
+    Args:
+        config: the run.
+        sources: the training and the validation data; None if there is none.
+
+    Raises:
+        ConfigError: a function does not exist, requires a field that the row does not have, raised, or returned something that
+            is not a reward, or a weight has the name of no reward.
+    """
+    settled = dict(config.env)
+    for task, section in config.env.items():
+        if not isinstance(section, FunctionEnvironmentConfig):
+            continue
+        source = first_source(task, sources, tasks=list(config.env))
+        as_messages = source is not None and is_conversational(source.records)
+        if section.completion_format == "auto":
+            section = section.model_copy(update={"completion_format": "messages" if as_messages else "text"})
+        settled[task] = section
+        with with_key(f"env.{task}"):
+            functions = _loaded(section, task)
+            if source is not None:
+                _try_all(functions, section, task, source)
+    return config.model_copy(update={"env": settled})
+
+
+def try_functions(functions: Sequence[RewardFunction], source: Source, *, as_messages: bool) -> set[str]:
+    """Call each function with the first row of the data; returns the names of the rewards.
+
+    Raises:
+        ConfigError: see `resolve_completion_formats`.
+    """
+    return {name for function in functions for name in _try(function, source, as_messages=as_messages)}
+
+
+def check_weights(weights: Mapping[str, float], names: set[str]) -> None:
+    """Check that every weight has the name of a reward.
+
+    Raises:
+        ConfigError: a weight has the name of no reward.
+    """
+    for name in weights:
+        if name not in names:
+            raise ConfigError(
+                f"`reward_weights` has the name {name!r}, but the rewards are {', '.join(sorted(names))}."
+                f"{did_you_mean(name, sorted(names))}"
+            )
+
+
+def is_conversational(records: Any) -> bool:
+    """Whether the prompts of a dataset are lists of messages, and not texts."""
+    prompts = getattr(records, "prompt_of", None)
+    return prompts is not None and len(records) > 0 and isinstance(prompts(0), list)
+
+
+def _loaded(section: FunctionEnvironmentConfig, task: str) -> list[RewardFunction]:
+    try:
+        return load_functions(section)
+    except ConfigError as error:
+        error.key = f"env.{task}.{error.key}"
+        raise
+
+
+def _try_all(functions: Sequence[RewardFunction], section: FunctionEnvironmentConfig, task: str, source: Source) -> None:
+    names = set(section.reward_names)
+    for function in functions:
+        with with_key(".".join(["env", task, *map(str, section.key_of(function.name))])):
+            names |= _try(function, source, as_messages=section.completion_format == "messages")
+    with with_key(f"env.{task}.reward_weights"):
+        check_weights(section.reward_weights, names)
+
+
+def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[str]:
+    record = source.records[0]
+    info = record.get("extra_env_info")
+    expected = info.get("expected_answer") if isinstance(info, Mapping) else None
+    texts = ["" if expected is None else str(expected), ""]
+    prompt = without_answer(record["messages"])
+    rows = [row_of([*prompt, {"role": "assistant", "content": text}], info) for text in texts]
+    try:
+        if function.is_async:
+            with closing(EventLoopThread("trial of reward functions")) as loop:  # a notebook runs a loop in this thread
+                scores = loop.run(function.score_async(rows, as_messages=as_messages))
+        else:
+            scores = function.score(rows, as_messages=as_messages)
+    except ConfigError:
+        raise
+    except (RLCoreError, RewardFunctionError) as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. It was called with {row_location(source.records, 0)} of the data."
+        ) from error
+    return {name for rewards in scores for name in rewards or ()}
+
+
+def first_source(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Source | None:
+    """The first dataset with records of a task; None if there is none."""
+    return next(sources_of(task, sources, tasks=tasks), None)
+
+
+def sources_of(task: str, sources: Sequence[Source | None], *, tasks: Sequence[str]) -> Iterator[Source]:
+    """The datasets whose first record is of a task; a mixture is several datasets."""
+    for source in _members(sources):
+        if not len(source.records) or "messages" not in source.records[0]:
+            continue
+        named = source.task_name or source.records[0].get("task_name")
+        if named == task or (named not in tasks and len(tasks) == 1):
+            yield source
+
+
+def _members(sources: Sequence[Source | None]) -> Iterator[Source]:
+    for source in sources:
+        if source is not None:
+            yield from [source] if source.members is None else source.members.values()

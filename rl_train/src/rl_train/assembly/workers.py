@@ -1,0 +1,378 @@
+"""Creates the components of a run from their sections: cluster, policy, engine, environments, weight sync, loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster.remote_actor import plain_class
+from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.source_tree import dotted
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.worker_facade import WorkerFacade, local_device
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.interfaces.weights import WeightTransport
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.contracts import check_class, check_environment_class, first_argument
+from rl_train.assembly.late_errors import with_key
+from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
+from rl_train.config.lr_schedule_checks import with_schedule_lengths
+from rl_train.config.schema import RunConfig
+from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
+from rl_train.metrics.logger import Logger
+from rl_train.pools.actor_pool import ActorPool
+from rl_train.pools.pool import InProcessPool
+from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.user_code import reporting_errors
+from rl_train.weight_sync.canary import PROMPT_TOKENS, Canary, CanaryCalibration, TemperatureCorrection, make_canary
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.waiting import wait_together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The components that run in separate processes."""
+
+    policy: ColocatablePolicyInterface
+    generation: GenerationInterface | None
+    environments: Mapping[str, EnvironmentInterface]
+    companions: Mapping[str, DistributedPolicy] = field(default_factory=dict)
+    """The companion models, by section."""
+
+    def wait_ready(self) -> None:
+        """Wait until every model is loaded, so that loading errors are raised before the first step.
+
+        Raises:
+            WorkerError: a rank could not load its model.
+            DeadlineExceededError: a rank took longer than `cluster.deadlines.start_s`.
+        """
+        models: tuple[object, ...] = (self.policy, self.generation, *self.companions.values())
+        for model in models:
+            if isinstance(model, WorkerFacade):
+                model.wait_ready()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Creates the components of a run; `exits` closes them in reverse order.
+
+    Attributes:
+        run: the config.
+        registry: used to look up components.
+        exits: closes every component.
+        cluster: where workers run; None in one process.
+        scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default. To compare
+            a policy with its engine without training, pass the engine's.
+    """
+
+    run: RunConfig
+    registry: Registry
+    exits: ExitStack
+    cluster: RayVirtualCluster | None
+    scoring_temperature: float | None = None
+
+    def start(self, *, samples: bool) -> Workers:
+        """Start policy, companion models and, if the run samples, engine and environments, in parallel."""
+        if self.cluster is None:
+            policy = self.policy()
+            return Workers(
+                policy=policy,
+                generation=self.generation() if samples else None,
+                environments=self.environments() if samples else {},
+                companions=self.companions(),
+            )
+        if self.cluster.use_gpus:
+            return self._start_on_gpus(samples=samples)
+        with ThreadPoolExecutor(max_workers=4) as starting:
+            policy_starting = starting.submit(self.policy)
+            companions_starting = starting.submit(self.companions)
+            engine_starting = starting.submit(self.generation) if samples else None
+            environments_starting = starting.submit(self.environments) if samples else None
+        return Workers(
+            policy=policy_starting.result(),
+            generation=engine_starting.result() if engine_starting else None,
+            environments=environments_starting.result() if environments_starting else {},
+            companions=companions_starting.result(),
+        )
+
+    def _start_on_gpus(self, *, samples: bool) -> Workers:
+        if not samples:
+            return Workers(policy=self.policy(), generation=None, environments={}, companions=self.companions())
+        policy, generation = self.policy_and_engine()
+        return Workers(policy=policy, generation=generation, environments=self.environments(), companions=self.companions())
+
+    def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
+        """Start policy and engine. On GPUs the engine starts first and sleeps, because it measures free memory."""
+        if self.cluster is None or not self.cluster.use_gpus:
+            return self.policy(), self.generation()
+        generation = self.generation()
+        generation.finish_generation()
+        return self.policy(), generation
+
+    def policy(self) -> ColocatablePolicyInterface:
+        """The policy; it loads in the background."""
+        component = self.registry.find("policy", self.run.policy.backend)
+        section = self._scoring(with_schedule_lengths(self.run).policy)
+        policy: ColocatablePolicyInterface = self._create(component, Kind.POLICY, "policy.backend", config=section)
+        self.exits.callback(policy.shutdown)
+        return policy
+
+    def companions(self) -> dict[str, DistributedPolicy]:
+        """The companion models, by section; they load in the background.
+
+        They score tokens at the policy's temperature.
+        """
+        companions: dict[str, DistributedPolicy] = {}
+        for name in COMPANIONS:
+            section = getattr(with_schedule_lengths(self.run), name)
+            if section is not None:
+                section = self._scoring(section)
+                component = self.registry.find("policy", section.backend)
+                companions[name] = self._create(component, Kind.POLICY, f"{name}.backend", config=section, name=name)
+                self.exits.callback(companions[name].shutdown)
+        return companions
+
+    @property
+    def _temperature(self) -> float:
+        return self.run.scoring_temperature if self.scoring_temperature is None else self.scoring_temperature
+
+    def _scoring(self, section: PolicyConfig) -> PolicyConfig:
+        """A model's section with the temperature at which its workers score tokens."""
+        generation = self.run.policy.generation
+        if generation is None:
+            return section
+        return section.model_copy(update={"generation": generation.model_copy(update={"temperature": self._temperature})})
+
+    def generation(self) -> GenerationInterface:
+        """The engine; it loads in the background."""
+        section = self.run.policy.generation
+        assert section is not None
+        component = self.registry.find("generation", section.backend)
+        generation: GenerationInterface = self._create(
+            component, Kind.GENERATION, "policy.generation.backend", config=section.for_policy(self.run.policy)
+        )
+        self.exits.callback(generation.shutdown)
+        return generation
+
+    def _create(self, component: Component, kind: Kind, key: str, **arguments: Any) -> Any:
+        """A model or an engine; it loads in the background."""
+        arguments = {"cluster": self.cluster, "deadlines": self.run.cluster.deadlines, **arguments}
+        target = component.load()
+        with with_key(key):
+            check_class(target, kind, arguments)
+            user_code = reporting_errors(f"{component.name}(...)", target) if is_path(component.name) else nullcontext()
+            with user_code:
+                created = target(**arguments)
+            check_class(type(created), kind)
+        return created
+
+    def environments(self) -> dict[str, EnvironmentInterface]:
+        """Every task's environment, as a pool of processes."""
+        return {task: self._environment(task, section) for task, section in self.run.env.items()}
+
+    def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
+        name = section.env_cls or section.name or task
+        worker_class = self.registry.find("environment", name).load()
+        with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
+            check_environment_class(worker_class, name)
+        config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+        kwargs = first_argument(worker_class, config)
+        deadline_s = self.run.cluster.deadlines.environment_s
+        if self.cluster is None:
+            pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
+        else:
+            pool = ActorPool(
+                self.cluster,
+                worker_class,
+                section.num_workers,
+                kwargs,
+                section.step_timeout_s,
+                max_concurrency=section.max_concurrency,
+                name=f"env.{task}",
+            )
+        environment = EnvironmentPool(
+            pool,
+            task_name=task,
+            deadline_s=min(deadline_s, section.step_timeout_s),
+            keeps_sessions=keeps_sessions(plain_class(worker_class)),
+        )
+        self.exits.callback(environment.shutdown)
+        return environment
+
+    def weights(
+        self, policy: ColocatablePolicyInterface, generation: GenerationInterface, tokenizer: Any = None
+    ) -> WeightSynchronizer:
+        """Creates the weight synchronizer, which uses the first transport that both backends support.
+
+        Args:
+            policy: the sender.
+            generation: the receiver.
+            tokenizer: its vocabulary is used for canary prompts; None disables the canary.
+
+        Raises:
+            ConfigError: no check would cover the tensors that this engine computes with, or it has its own weights.
+        """
+        section = self.run.policy.generation
+        assert section is not None
+        if generation.has_own_weights:
+            raise ConfigError(
+                f"`policy.generation.backend: {section.backend}`: this engine has its own weights, so it cannot receive the "
+                "policy's. Choose another generation backend, or evaluate the engine with `rlcore eval`."
+            )
+        engine_capabilities = capabilities_of(self.registry.find("generation", section.backend))
+        calibration = CanaryCalibration()
+        uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=HELD_DIGESTS in engine_capabilities)
+        synchronizer = WeightSynchronizer(
+            policy,
+            generation,
+            transports=self._transports(section.refit_transport),
+            policy_capabilities=capabilities_of(self.registry.find("policy", self.run.policy.backend)),
+            generation_capabilities=engine_capabilities,
+            transport=section.refit_transport,
+            buffer_bytes=section.refit_buffer_mib * 2**20,
+            deadline_s=self.run.cluster.deadlines.refit_s,
+            folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
+            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if uses_canary else None,
+            calibration=calibration,
+            digests_are_held=HELD_DIGESTS in engine_capabilities,
+            num_receivers=generation.num_workers,
+            wait=wait_together,
+            rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
+        )
+        self.exits.callback(synchronizer.close)
+        return synchronizer
+
+    @staticmethod
+    def _uses_canary(section: GenerationConfig, *, digests_are_held: bool) -> bool:
+        """Whether the canary is enabled and possible.
+
+        Raises:
+            ConfigError: no check would cover the tensors that the engine computes with.
+        """
+        # Only the engine changes logits, so its log-probabilities would differ from the policy's for equal weights.
+        changes = section.logit_changes()
+        if digests_are_held:
+            return section.refit_canary and not changes
+        off = [("refit_canary",)] if not section.refit_canary else list(changes)
+        if off:
+            raise ConfigError(f"{dotted(('policy', 'generation', *off[0]))}: {without_canary(section.backend)}")
+        return True
+
+    def _canary(
+        self,
+        policy: ColocatablePolicyInterface,
+        generation: GenerationInterface,
+        tokenizer: Any,
+        calibration: CanaryCalibration,
+    ) -> Canary:
+        model, section = self.run.policy, self.run.policy.generation
+        assert section is not None
+        facts = getattr(generation, "facts", {})
+        sides, exact = self.arithmetic(generation)
+        factor = self._temperature / section.temperature
+        return make_canary(
+            sorted(set(range(min(len(tokenizer), facts.get("vocab_size", len(tokenizer))))) - set(tokenizer.all_special_ids)),
+            num_receivers=generation.num_workers,
+            max_length=model.max_total_sequence_length,
+            exact=exact,
+            tolerance=section.canary_tolerance,
+            greedy=bool(section.sampling_filters()),
+            calibration=calibration,
+            sides=sides,
+            scored_rows=_two_scoring_microbatches(model) * getattr(policy, "data_ranks", 1),
+            retempering=TemperatureCorrection(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
+            if factor != 1.0
+            else None,
+        )
+
+    def arithmetic(self, generation: GenerationInterface) -> tuple[str, bool]:
+        """The arithmetic of policy and engine in words, and whether both compute in float32."""
+        model, section = self.run.policy, self.run.policy.generation
+        assert section is not None
+        facts = getattr(generation, "facts", {})
+        engine_precision = facts.get("precision", model.precision)
+        sides = (
+            f"policy {model.backend} {model.precision}, engine {section.backend} {engine_precision} on "
+            f"{facts.get('device', 'an unknown device')}, temperature {section.temperature:g}"
+        )
+        return sides, {model.precision, engine_precision} == {"float32"}
+
+    def _transports(self, configured: str | None) -> list[type[WeightTransport]]:
+        """Transports to try, the cheapest first."""
+        if configured is not None:
+            names: tuple[str, ...] = (configured,)
+        elif self.cluster is None:
+            names = IN_PROCESS_TRANSPORTS
+        else:
+            names = ONE_NODE_TRANSPORTS if self.cluster.node_count() == 1 else MANY_NODES_TRANSPORTS
+        return [self.registry.find("weight_transport", name).load() for name in names]
+
+    def loggers(self, folder: Path) -> list[Logger]:
+        """The enabled loggers of `logger.loggers`, without the two that every run has."""
+        loggers: list[Logger] = []
+        for name, section in self.run.logger.loggers.items():
+            if section.enabled:
+                loggers.append(self.registry.find("logger", name).load()(config=section, folder=folder))
+                self.exits.callback(loggers[-1].finish)
+        return loggers
+
+
+def _two_scoring_microbatches(model: PolicyConfig) -> int:
+    """Number of the canary's rows that one rank scores in at least two microbatches."""
+    if model.sequence_packing.enabled or model.dynamic_batching.enabled:
+        budget = model.sequence_packing.logprob_mb_tokens if model.sequence_packing.enabled else None
+        return -(-(budget or model.dynamic_batching.logprob_mb_tokens) // PROMPT_TOKENS) + 1
+    return 2 * model.logprob_batch_size
+
+
+def capabilities_of(component: Component) -> tuple[str, ...]:
+    """The registered capabilities of a component, or those declared on its class if it is given by its path."""
+    return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
+
+
+def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1, seed: int = 0) -> RayVirtualCluster | None:
+    """The cluster of a run; None if it runs in one process.
+
+    Args:
+        config: the section `cluster`.
+        exits: closes it.
+        models: the policy and its companions, which share each bundle with the engine.
+        seed: random seed of the workers' processes; this process is seeded by `Run.steps`.
+
+    Raises:
+        ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
+    """
+    if config.backend == "in_process":
+        _check_device(config.use_gpus)
+        return None
+    cluster = RayVirtualCluster(
+        [config.workers_per_node] * config.num_nodes,
+        use_gpus=config.use_gpus,
+        max_colocated_worker_groups=1 + models,
+        cpus_per_bundle=config.cpus_per_worker,
+        name="run",
+        seed=seed,
+    )
+    exits.callback(cluster.shutdown)
+    return cluster
+
+
+def _check_device(use_gpus: bool | None) -> None:
+    has_gpu = local_device() == "cuda"
+    if use_gpus is None or use_gpus == has_gpu:
+        return
+    if has_gpu:
+        what = "this process has a GPU and uses it. Remove use_gpus, or set CUDA_VISIBLE_DEVICES=''."
+    else:
+        what = "torch finds no GPU in this process. Remove use_gpus, or use a machine with a GPU and torch for CUDA."
+    raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")

@@ -1,0 +1,1 @@
+"""Evaluates and diagnoses models without training."""

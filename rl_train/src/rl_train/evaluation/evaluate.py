@@ -1,0 +1,332 @@
+"""Evaluates a config's model, or a checkpoint of it, on the validation data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.manager import PluginManager, discover
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.collector import make_collector
+from rl_train.assembly.data import Source, prompt_loader, read_data
+from rl_train.assembly.reward_checks import resolve_completion_formats
+from rl_train.assembly.workers import Builder, make_cluster
+from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.own_weights_checks import declares_own_weights
+from rl_train.config.schema import RunConfig
+from rl_train.config.sources import ConfigFiles
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.correctness import correct_rollouts
+from rl_train.rollouts.eval_metrics import Group, Scores, default_ks, grouped, score
+from rl_train.rollouts.evaluate import Evaluation
+from rl_train.rollouts.failures import refuse_any_failure
+from rl_train.rollouts.summary import environment_metrics
+from rl_train.run_folders.checkpoint_paths import CheckpointPaths, find_weights
+from rl_train.tools.task_tools import TaskTools, tools_of_run
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with the name of the current phase, the number of finished items and their total."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalMode:
+    """How completions are sampled: greedily, or several per prompt."""
+
+    greedy: bool
+    """Greedy decoding."""
+    samples_per_prompt: int
+    """Number of samples per prompt, n."""
+    ks: tuple[int, ...]
+    """The k of pass@k and cons@k."""
+
+    @property
+    def name(self) -> str:
+        """`greedy` or `sampled`."""
+        return "greedy" if self.greedy else "sampled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The results of one evaluation mode."""
+
+    mode: EvalMode
+    scores: Scores
+    by_task: dict[str, Scores]
+    by_dataset: dict[str, Scores]
+    environment: dict[str, float]
+    """The environments' own metrics, `env/<task>/<name>`."""
+    groups: list[Group]
+    """All prompts with their samples."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The evaluated weights, as verified in the engine; those of an engine with its own weights are not known."""
+
+    checkpoint: CheckpointPaths | None
+    """The checkpoint or model that the user gave; None for the config's model."""
+    version: int | None
+    """Their weight version; None for a checkpoint, because its training state, which has the version, is not loaded."""
+    fingerprint: str | None
+    """Fingerprint of the engine's weights; equal for equal weights and dtypes."""
+    transport: str | None
+    """The weight transport to the engine; None if the engine has its own weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """The result of an evaluation."""
+
+    weights: Weights
+    passes: list[Pass]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """An evaluation whose inputs are loaded and checked; no process is started yet.
+
+    Attributes:
+        loaded: the config.
+        manager: the plugins of this process.
+        checkpoint: the checkpoint or model that replaces the config's model.
+        tokenizer: the policy's.
+        tools: the tools of the environments.
+        prompts: the validation data.
+        dataset_name: its dataset component, or the members of the mixture that it was held out of.
+        validation_set: name of the data in `data.validation_sets`; None for `data.validation`.
+        modes: the evaluation modes, run one after the other.
+        reward_above: reward threshold for a correct sample, instead of the environment's own; see
+            `rl_train.rollouts.correctness.correct_rollouts`.
+    """
+
+    loaded: LoadedConfig
+    manager: PluginManager
+    checkpoint: CheckpointPaths | None
+    tokenizer: Any
+    tools: TaskTools
+    prompts: BatchedDataLoader
+    dataset_name: str
+    validation_set: str | None
+    modes: Sequence[EvalMode]
+    reward_above: float | None
+
+    def evaluate(self, progress: ProgressCallback = lambda *_: None) -> EvaluationResult:
+        """Start policy, engine and environments, sync the weights once, run every mode, and stop all processes.
+
+        An engine with its own weights is evaluated without a policy.
+
+        Args:
+            progress: called to report progress.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or belongs to another model.
+            WeightSyncError: the engine's weights could not be verified.
+        """
+        config = self.loaded.run
+        with ExitStack() as exits:
+            progress("starting", 0, 1)
+            cluster = make_cluster(config.cluster, exits)
+            assert config.policy.generation is not None
+            builder = Builder(
+                run=config,
+                registry=Registry(self.manager),
+                exits=exits,
+                cluster=cluster,
+                scoring_temperature=config.policy.generation.temperature,
+            )
+            generation, environments, weights = self._start(builder)
+            progress("starting", 1, 1)
+            collector = make_collector(
+                config, generation, environments, self.tokenizer, self.tools, registry=builder.registry, exits=exits
+            )
+            return EvaluationResult(weights=weights, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
+
+    def _start(self, builder: Builder) -> tuple[GenerationInterface, Mapping[str, EnvironmentInterface], Weights]:
+        section = builder.run.policy.generation
+        assert section is not None
+        if declares_own_weights(section, builder.registry):
+            engine_weights = Weights(checkpoint=None, version=None, fingerprint=None, transport=None)
+            return builder.generation(), builder.environments(), engine_weights
+        workers = builder.start(samples=True)
+        assert workers.generation is not None
+        if self.checkpoint is not None and self.checkpoint.is_checkpoint:
+            workers.policy.load_checkpoint(self.checkpoint.weights)
+        weights = builder.weights(workers.policy, workers.generation, self.tokenizer)
+        weights.sync()
+        synced = Weights(
+            checkpoint=self.checkpoint,
+            version=None
+            if self.checkpoint is not None and self.checkpoint.is_checkpoint
+            else workers.generation.weight_version,
+            fingerprint=workers.generation.weight_fingerprint(),
+            transport=weights.transport_name,
+        )
+        return workers.generation, workers.environments, synced
+
+    def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> Pass:
+        started = time.perf_counter()
+        evaluation = Evaluation(
+            collector=collector,
+            prompts=self.prompts,
+            max_samples=self.loaded.run.algorithm.max_val_samples,
+            samples_per_prompt=mode.samples_per_prompt,
+            greedy=mode.greedy,
+        )
+        progress(mode.name, 0, evaluation.num_prompts)
+        rows = evaluation.play(lambda done: progress(mode.name, done, evaluation.num_prompts))
+        refuse_any_failure(rows)
+        correctness = correct_rollouts(rows, collector.environments, reward_above=self.reward_above)
+        groups = grouped(rows, correctness, samples_per_prompt=mode.samples_per_prompt)
+        environment = environment_metrics(rows, collector.environments)
+        scores = score(groups, correctness, ks=mode.ks)
+        tasks = dict.fromkeys(group.task_name for group in groups)
+        of_task = {task: [group for group in groups if group.task_name == task] for task in tasks}
+        return Pass(
+            mode=mode,
+            scores=scores,
+            by_task={task: score(of, correctness, ks=mode.ks) for task, of in of_task.items()},
+            by_dataset={self.dataset_name: scores},
+            environment={name: value for name, value in environment.items() if name.startswith("env/")},
+            groups=groups,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def plan_evaluation(
+    config_path: ConfigFiles,
+    overrides: Sequence[str] = (),
+    *,
+    validation_set: str | None = None,
+    checkpoint: Path | None = None,
+    best: bool = False,
+    samples: int | None = None,
+    greedy: bool = False,
+    ks: Sequence[int] = (),
+    reward_above: float | None = None,
+) -> EvaluationPlan:
+    """Load the config, the tokenizer and the validation data, and find the weights. Does not start processes.
+
+    Args:
+        config_path: the YAML file, or several that are layered, the last one on top.
+        overrides: `key=value` each.
+        validation_set: name in `data.validation_sets`; `data.validation` by default.
+        checkpoint: see `find_weights`; the config's model by default.
+        best: for a run folder, use its best checkpoint instead of the newest.
+        samples: number of samples per prompt.
+        greedy: decode each prompt once, greedily; with `samples`, do both. Without either, sample as in validation.
+        ks: the k of pass@k and cons@k; powers of two by default.
+        reward_above: a sample with a higher reward is correct; by default the environment decides.
+
+    Raises:
+        ConfigError: the config is invalid, has no engine, environment or data, or a k exceeds the samples.
+        CheckpointError: there are no weights at `checkpoint`.
+    """
+    if best and checkpoint is None:
+        raise ConfigError("--best chooses among the checkpoints of a run: give the run folder with --checkpoint.")
+    manager = discover()
+    registry = Registry(manager)
+    paths = find_weights(checkpoint, best=best) if checkpoint is not None else None
+    overrides = list(overrides)
+    if paths is not None and not paths.is_checkpoint:
+        quoted = str(paths.path).replace("'", "''")
+        overrides.append(f"policy.model_name='{quoted}'")
+    loaded = load_config(config_path, overrides, registry=registry, for_training=False)
+    config = loaded.run
+    _check_requirements(config, validation_set)
+    _check_whose_weights(config, checkpoint, registry)
+    modes = _eval_modes(config, samples=samples, greedy=greedy, ks=ks)
+    tokenizer = load_policy_tokenizer(config.policy)
+    source = _validation_data(config, validation_set, registry)
+    if len(source.records) and "messages" not in source.records[0]:
+        raise ConfigError(
+            f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
+            "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
+        )
+    config = resolve_completion_formats(config, source)
+    loaded = replace(loaded, run=config)
+    tools = tools_of_run(config, registry, tokenizer)
+    prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False, tools=tools)
+    return EvaluationPlan(
+        loaded=loaded,
+        manager=manager,
+        checkpoint=paths,
+        tokenizer=tokenizer,
+        tools=tools,
+        prompts=prompts,
+        dataset_name=source.name,
+        validation_set=validation_set,
+        modes=modes,
+        reward_above=reward_above,
+    )
+
+
+def _validation_data(config: RunConfig, name: str | None, registry: Registry) -> Source:
+    data = config.data
+    if name is not None:
+        data = data.model_copy(update={"validation": data.validation_sets[name], "split": None})
+    _, source = read_data(data if data.split else data.model_copy(update={"train": None, "mix": {}}), registry)
+    assert source is not None
+    return source
+
+
+def _check_requirements(config: RunConfig, validation_set: str | None) -> None:
+    named = sorted(config.data.validation_sets)
+    if validation_set is not None and validation_set not in named:
+        raise ConfigError(
+            f"--validation-set {validation_set}: data.validation_sets has {', '.join(named) or 'no sets'}."
+            f"{did_you_mean(validation_set, named)}"
+        )
+    if validation_set is None and config.data.validation is None and config.data.split is None:
+        choose = f" Or choose one of data.validation_sets with --validation-set: {', '.join(named)}." if named else ""
+        raise ConfigError(f"data.validation is required. Add `data: {{validation: {{dataset_name: ...}}}}`.{choose}")
+    if config.policy.generation is None or not config.env:
+        raise ConfigError(
+            "An evaluation samples and scores completions: the config needs `policy.generation` and a section in `env`, "
+            "for example ++policy.generation.backend=hf and ++env.math.num_workers=1."
+        )
+
+
+def _check_whose_weights(config: RunConfig, checkpoint: Path | None, registry: Registry) -> None:
+    section = config.policy.generation
+    if checkpoint is not None and section is not None and declares_own_weights(section, registry):
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: the engine {section.backend!r} has its own weights and cannot receive those of a "
+            "checkpoint. Remove --checkpoint, or choose another policy.generation.backend."
+        )
+
+
+def _eval_modes(config: RunConfig, *, samples: int | None, greedy: bool, ks: Sequence[int]) -> list[EvalMode]:
+    sampling: list[tuple[bool, int]] = []
+    if greedy:
+        sampling.append((True, 1))
+    if samples is not None:
+        sampling.append((False, samples))
+    if not sampling:
+        section = config.policy.generation
+        val_samples = config.algorithm.runtime_needs.val_samples_per_prompt
+        sampling.append((section is not None and section.val_temperature == 0.0, val_samples))
+    most = max(count for _, count in sampling)
+    invalid = [k for k in ks if not 1 <= k <= most]
+    if invalid:
+        raise ConfigError(
+            f"--k {','.join(map(str, invalid))}: k must be from 1 to {most}, the number of samples per prompt. Raise --samples."
+        )
+    return [
+        EvalMode(
+            greedy=is_greedy,
+            samples_per_prompt=count,
+            ks=tuple(sorted({k for k in ks if k <= count})) or default_ks(count),
+        )
+        for is_greedy, count in sampling
+    ]

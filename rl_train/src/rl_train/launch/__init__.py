@@ -1,0 +1,1 @@
+"""Runs a config file from start to end: signals, events, status and exit."""

@@ -1,0 +1,307 @@
+"""Runs a config file: validate, build, resume, train, and close everything at the end."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.cluster import daemons
+from rl_core.errors import ConfigError, NotSupportedError, RayDiedError
+from rl_core.plugins.manager import PluginManager, discover
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.late_errors import with_location
+from rl_train.assembly.run_assembly import build_run
+from rl_train.checkpoints.config_changes import config_changes, describe
+from rl_train.checkpoints.disk_space import explain_disk_errors
+from rl_train.checkpoints.state import read_state, resumable_state
+from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.lr_schedule_checks import schedule_changes
+from rl_train.config.resource_checks import machine_conflicts
+from rl_train.config.schema import RunConfig
+from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.sources import ConfigFiles
+from rl_train.launch.events import call_event
+from rl_train.launch.stopping import StopSignals
+from rl_train.metrics.console import ConsoleLogger
+from rl_train.metrics.jsonl import METRICS, JsonlLogger
+from rl_train.metrics.samples import SamplePrinter
+from rl_train.run import Run
+from rl_train.run_folders.provenance import write_origins
+from rl_train.run_folders.run_folder import choose_start, lock_again_if_deleted, lock_run_folder
+from rl_train.run_folders.status import Status
+
+_log = logging.getLogger("rlcore")
+_OWN_LOGGERS = ("rlcore", "rl_core", "rl_train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The result of a finished run."""
+
+    folder: Path
+    """The run folder."""
+    steps: int
+    """Total number of steps."""
+    resumed_from: int
+    """Steps done by earlier processes."""
+    seconds: float
+    """From loading the config to the end."""
+    training_seconds: float
+    """From the first step to the end."""
+
+
+def train(
+    config_path: ConfigFiles,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str = "auto",
+    allow_config_change: bool = False,
+    console: bool = True,
+    show_samples: int | None = None,
+) -> RunResult:
+    """Run the config's algorithm to its last step.
+
+    Args:
+        config_path: the YAML file, or several that are layered, the last one on top.
+        overrides: `key=value` each.
+        resume: `auto`, `never`, or the path of a checkpoint or run folder.
+        allow_config_change: resume although the checkpoint was written with another config.
+        console: show progress on standard output.
+        show_samples: number of steps from one prompt shown with its best and its worst sample to the next; None shows none.
+
+    Raises:
+        ConfigError: the config is invalid; nothing was started.
+        CheckpointError: the checkpoint cannot be resumed; nothing was trained.
+        RunInterrupted: a signal (Ctrl-C, SIGTERM, SIGHUP) or `checkpointing.max_time`; the last step has a checkpoint, unless
+            a second signal stopped the run at once.
+    """
+    started = time.perf_counter()
+    manager = discover()
+    registry = Registry(manager)
+    loaded = load_config(config_path, overrides, registry=registry)
+    config = loaded.run
+    loaded.refuse(machine_conflicts(config))
+    _check_show_samples(show_samples, config)
+    with ExitStack() as exits:
+        start = choose_start(config, name=config.logger.run_name or loaded.path.stem, resume=resume)
+        start = lock_run_folder(start, config.checkpointing, exits)
+        exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
+        _print(console, f"run folder {start.folder}")
+        if not config.checkpointing.enabled:
+            _print(console, "checkpointing.enabled is false: this is a new run, which cannot be resumed")
+        status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)
+        stop = StopSignals(config.checkpointing.stop_grace_s)
+        exits.enter_context(_supervision(status, stop, loaded, start.folder))
+        if start.checkpoint is None:
+            write_origins(start.folder, loaded, manager)
+
+        def before_models(_: RunConfig) -> None:
+            if start.checkpoint is not None:
+                resumable_state(
+                    start.checkpoint, loaded.redacted, config.algorithm_name, allow_config_change=allow_config_change
+                )
+                status.building()
+            _print(console, f"starting {_workers(config)}")
+
+        run = build_run(
+            config,
+            resolved=loaded.redacted,
+            folder=start.folder,
+            registry=registry,
+            exits=exits,
+            before_models=before_models,
+        )
+        if run.checkpoints is not None:
+            lock_again_if_deleted(run.checkpoints.store, start, exits)
+            if start.checkpoint is not None:
+                _restore(run, start.checkpoint, allow_config_change=allow_config_change, console=console)
+                # Only now: a rejected config must not replace that of the run.
+                write_origins(run.folder, loaded, manager)
+                _move_later_checkpoints(run, console)
+        _print(console, f"ready after {time.perf_counter() - started:.0f} s")
+        _attach_loggers(run, loaded, console, exits, show_samples=show_samples)
+        _report_start(run, manager, status, since=started)
+        loop_started = time.perf_counter()
+        stop.end_after_step(run)
+        with _report_end(run, manager):
+            loaded.components[config.algorithm_name].load()(run.config.algorithm, run)
+        ended = time.perf_counter()
+    return RunResult(
+        folder=start.folder,
+        steps=run.config.algorithm.max_num_steps,
+        resumed_from=run.first_step,
+        seconds=ended - started,
+        training_seconds=ended - loop_started,
+    )
+
+
+def _check_show_samples(every: int | None, config: RunConfig) -> None:
+    if every is not None and config.algorithm.runtime_needs.rollouts is None:
+        raise ConfigError(f"--show-samples has no effect: {config.algorithm_name} does not sample. Remove it.")
+
+
+def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: bool) -> None:
+    """Restore the run, and warn about differences from the config of the checkpoint."""
+    assert run.checkpoints is not None
+    # Its files were verified against their digests before the models were loaded.
+    run.first_step = run.checkpoints.restore(checkpoint, allow_config_change=allow_config_change, verify=False)
+    _print(console, f"resumed from {checkpoint}: {run.first_step} steps done")
+    state = read_state(checkpoint)
+    if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
+        _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, describe(changes))
+    trained_steps = {}
+    for name, model in run.checkpoints.models.items():
+        with suppress(NotSupportedError):
+            trained_steps[name] = model.weight_version
+    for message in schedule_changes(run.config, state.get("schedule_lengths", {}), trained_steps):
+        _log.warning("%s", message)
+
+
+def _move_later_checkpoints(run: Run, console: bool) -> None:
+    """Move checkpoints of later steps, and a copy of the metrics, to a folder that later resumes ignore."""
+    assert run.checkpoints is not None
+    archive = run.checkpoints.store.set_aside(after=run.first_step)
+    if archive is None:
+        return
+    metrics = run.folder / METRICS
+    if metrics.is_file():
+        shutil.copyfile(metrics, archive / METRICS)
+    names = ", ".join(sorted(path.name for path in archive.glob("step_*")))
+    _print(console, f"moved to {archive}: {names}, which are later than the step resumed from; delete them to free disk space")
+
+
+def _workers(config: RunConfig) -> str:
+    """The workers to be started, for the screen."""
+    models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)} | {"generation": config.policy.generation}
+    named = [f"{name} {section.backend}" for name, section in models.items() if section is not None]
+    return ", ".join([*named, *(f"env {task}" for task in config.env)])
+
+
+def _attach_loggers(
+    run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack, *, show_samples: int | None = None
+) -> None:
+    def token_text(token: int) -> str:
+        text: str = run.tokenizer.decode([token])
+        return text
+
+    always: list[Any] = [JsonlLogger(run.folder, resume_from=run.first_step, token_text=token_text)]
+    if console:
+        screen = ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step)
+        always.append(screen)
+        if show_samples is not None:
+            run.on_rollouts = SamplePrinter(show_samples, screen.show)
+    for logger in always:
+        exits.callback(logger.finish)
+    run.loggers = [*always, *run.loggers]
+    for logger in run.loggers:
+        logger.log_hyperparams(loaded.redacted)
+
+
+def _report_start(run: Run, manager: PluginManager, status: Status, *, since: float) -> None:
+    """Report the start and each step of the run to status.json and to the plugins."""
+    if run.time_limit is not None:
+        run.time_limit.started = since
+    components = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
+    status.set_workers(components, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        status.running()
+        call_event(manager, "rlcore_step_finished", run=run, step=step, metrics=metrics)
+
+    call_event(manager, "rlcore_run_started", run=run)
+    run.on_step = on_step
+    status.running()
+
+
+@contextmanager
+def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
+    """Report the end of the run, with its error if there is one, to the plugins."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        call_event(manager, "rlcore_run_finished", run=run, error=error)
+
+
+@contextmanager
+def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
+    """Write rlcore's warnings to the screen, and all of its messages to logs/driver.log, without the config's secrets."""
+    (folder / "logs").mkdir(exist_ok=True)
+    file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
+    file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
+    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen(redact)) for name in _OWN_LOGGERS)]
+    for logger, handler in handlers:
+        logger.addHandler(handler)
+    levels = {name: logging.getLogger(name).level for name in _OWN_LOGGERS}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for logger, handler in handlers:
+            logger.removeHandler(handler)
+            with suppress(OSError):  # on a full disk the last lines are lost, but the error of the run is still reported
+                handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that drops lines on a full disk, without a traceback on the screen for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Does nothing: the run reports a full disk once."""
+
+
+class _Redacting(logging.Formatter):
+    """Removes secrets from each record, including its traceback."""
+
+    def __init__(self, text: str, redact: Callable[[str], str]) -> None:
+        super().__init__(text)
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redact(super().format(record))
+
+
+class _Screen(logging.Handler):
+    """Warnings on the current standard error, which a live display may replace."""
+
+    def __init__(self, redact: Callable[[str], str]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(_Redacting("warning: %(message)s", redact))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # the screen may be gone; the file has the warning too
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _supervision(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
+    """Signals, status.json and error reporting; entered before all components are created, left after they are closed."""
+    reporting = daemons.watch_daemons(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
+    with status, explain_disk_errors(folder), with_location(loaded), stop.listen(), reporting:
+        yield
+
+
+def _give_up(status: Status, error: RayDiedError) -> None:
+    """Report the error before the process exits, because the main thread is blocked by a Ray cluster that died."""
+    status.__exit__(type(error), error, None)
+    with suppress(OSError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _print(console: bool, text: str) -> None:
+    if console:
+        with suppress(OSError):  # the screen may be gone
+            print(text, flush=True)

@@ -1,0 +1,1 @@
+"""What is in a run's folder: provenance, status, checkpoints and the weights at a path."""

@@ -1,0 +1,134 @@
+"""Finds the weights at a path: a step folder, a run folder or a Hugging Face model folder. Does not load them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.errors import CheckpointError
+from rl_train.checkpoints.damage import damage_error, verify_checkpoint
+from rl_train.checkpoints.manifest import read_manifest
+from rl_train.checkpoints.state import read_state
+from rl_train.checkpoints.store import CheckpointStore
+from rl_train.run_folders.provenance import CONFIG
+
+MODEL_FILE = "config.json"
+"""A file that every Hugging Face model folder has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPaths:
+    """Location of a policy's weights."""
+
+    path: Path
+    """The step folder, or the model's folder."""
+    step: int | None
+    """Training steps of the checkpoint; None for a model."""
+    run_folder: Path | None
+    """The run that wrote them; None for a model, or if the checkpoint was moved out of its run."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether the policy reads them with `load_checkpoint`."""
+        return self.step is not None
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the weights."""
+        return self.path / "policy" / "weights" if self.is_checkpoint else self.path
+
+
+def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
+    """The weights at `path`: for a run folder, the newest.
+
+    Args:
+        path: a step folder, a run folder, a folder of step folders, or a model's folder.
+        best: for a run folder, the checkpoint that its `checkpointing.metric_name` ranks first.
+
+    Raises:
+        CheckpointError: there are none, and the message lists what is there; or the newest is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give a step folder (runs/NAME/checkpoints/step_000010), a run folder (runs/NAME) or a "
+            "model folder. For a GGUF file, set policy.model_name=FILE."
+        )
+    path = path.resolve()
+    if path.suffix == ".partial":
+        raise CheckpointError(f"{path} is incomplete. Use another step folder of the run.")
+    if path.name.startswith("step_") or (path / "manifest.json").is_file():
+        if best:
+            raise CheckpointError(
+                f"{path} is a single checkpoint, so --best does not apply. Give its run folder, or remove --best."
+            )
+        return _of_step(path)
+    store = _store_in(path)
+    newest = store.latest_undamaged() if store is not None else None
+    if store is not None and newest is not None:
+        return _of_step(_best(store, newest) if best else newest)
+    if (path / MODEL_FILE).is_file():
+        if best:
+            raise CheckpointError(f"{path} is a model, not a run folder, so --best does not apply. Remove --best.")
+        return CheckpointPaths(path=path, step=None, run_folder=None)
+    entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    what = "has no complete checkpoint" if store is not None else "is neither a checkpoint, a run folder nor a model"
+    raise CheckpointError(
+        f"{path} {what} (it contains: {entries}). Pass a step folder (which has a manifest.json), a run folder "
+        f"(checkpoints/step_*) or a model folder ({MODEL_FILE})."
+    )
+
+
+def newest_step(path: Path) -> Path:
+    """The newest step folder of a run folder, or of a folder of step folders; any other path itself.
+
+    Raises:
+        CheckpointError: The run has no checkpoint, or the newest is damaged.
+    """
+    is_step = path.name.startswith("step_") or (path / "manifest.json").is_file()
+    if is_step or not path.is_dir() or (path / MODEL_FILE).is_file():
+        return path
+    store = _store_in(path)
+    return path if store is None else store.latest_undamaged() or find_weights(path).path
+
+
+def _of_step(path: Path) -> CheckpointPaths:
+    state = read_state(path)
+    verify_checkpoint(path, only=["policy/weights"])
+    run_folder = path.parent.parent if path.parent.name == "checkpoints" else None
+    return CheckpointPaths(path=path, step=int(state["step"]), run_folder=run_folder)
+
+
+def _store_in(path: Path) -> CheckpointStore | None:
+    """The checkpoints of a run folder, also in its `checkpoint_dir`, or those in a folder of step folders."""
+    if (path / "checkpoints").is_dir():
+        return CheckpointStore(path / "checkpoints")
+    if (path / CONFIG).is_file():
+        config = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+        elsewhere = config.get("checkpointing", {}).get("checkpoint_dir") if isinstance(config, dict) else None
+        return CheckpointStore(Path(elsewhere) if elsewhere else path / "checkpoints")
+    return CheckpointStore(path) if CheckpointStore(path).named_steps() else None
+
+
+def _best(store: CheckpointStore, newest: Path) -> Path:
+    section: Any = read_state(newest)["config"].get("checkpointing")
+    if not isinstance(section, dict) or not {"metric_name", "higher_is_better"} <= section.keys():
+        raise damage_error(newest, ["state.json: `config.checkpointing` has no `metric_name` and `higher_is_better`"])
+    name = section["metric_name"]
+    if name is None:
+        raise CheckpointError(
+            f"The run of {store.folder} does not set checkpointing.metric_name, so its checkpoints are not ranked. "
+            "Remove --best to use the newest, or give a step folder."
+        )
+    sign = 1.0 if section["higher_is_better"] else -1.0
+    values = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.named_steps()}
+    ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
+    if not ranked:
+        raise CheckpointError(
+            f"No checkpoint in {store.folder} has the metric {name}: validation did not run at any of their steps. "
+            "Remove --best to use the newest, or give a step folder."
+        )
+    return store.find(ranked[-1][1])

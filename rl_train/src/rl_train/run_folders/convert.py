@@ -1,0 +1,204 @@
+"""Converts checkpoints to other formats with the policy backend that wrote them.
+
+A run's checkpoint is converted by the backend in its config. Any other Transformers model folder is converted by the backend
+with the name of the format. If a checkpoint's weights are already a Transformers model folder, `hf` copies it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import NotSupportedError, UnknownComponentError, UserError, WrongKindError
+from rl_core.interfaces.conversion import Conversion
+from rl_core.plugins.component import did_you_mean, is_path
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.checkpoints.damage import damage_error, verify_checkpoint
+from rl_train.checkpoints.state import read_state
+from rl_train.run_folders.model_folder import check_model, copy_model, left_out, needed_code
+
+HF = "hf"
+"""The format that all other formats are made from: config.json and safetensors, as Transformers loads them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionResult:
+    """The result of a conversion.
+
+    Attributes:
+        output: the folder.
+        files: their names in it.
+        num_bytes: of all files.
+        backend: the backend that wrote them; None if they were copied.
+        left_out: files and folders next to the weights that were not copied.
+        needed_code: those of them without which the model or its tokenizer cannot be loaded.
+    """
+
+    output: Path
+    files: tuple[str, ...]
+    num_bytes: int
+    backend: str | None
+    left_out: tuple[str, ...] = ()
+    needed_code: tuple[str, ...] = ()
+
+
+def convert(
+    checkpoint: Path,
+    output: Path,
+    *,
+    to: str,
+    merge: bool = False,
+    model: str | None = None,
+    trust: bool = False,
+    registry: Registry | None = None,
+) -> ConversionResult:
+    """Write `checkpoint` to `output` in another format; `output` is complete or absent.
+
+    Args:
+        checkpoint: a step folder of a run, or a Transformers model folder.
+        output: a folder that does not exist yet, or is empty.
+        to: the format.
+        merge: merge adapters into the base weights.
+        model: current path of the base model, if it was moved.
+        trust: allow code that the checkpoint's config names: a policy backend given by its path, or a model with
+            `trust_remote_code`.
+        registry: used to look up backends; the installed plugins by default.
+
+    Raises:
+        CheckpointError: `checkpoint` is not a checkpoint, or is corrupt.
+        UserError: `output` exists, is inside `checkpoint` or cannot be written, or the backend does not support the format.
+    """
+    registry = registry if registry is not None else Registry(discover())
+    source, policy = _source(checkpoint)
+    if not trust:
+        _reject_untrusted_code(checkpoint, policy, merge=merge)
+        policy = _without_remote_code(policy)
+    _check_output(output, checkpoint)
+    backend = str(policy["backend"]) if policy else to
+    conversions = _conversions(registry, backend) if policy else _conversions_of_a_folder(registry, to)
+    partial = _partial(output)
+    try:
+        function = conversions.get(to)
+        if function is not None:
+            if to == HF:
+                check_model(source)
+            _load(function)(Conversion(source=source, output=partial, policy=policy, merge=merge, model=model))
+        elif to == HF and (source / "config.json").is_file():
+            copy_model(source, partial)
+        else:
+            raise _unsupported_format(backend, to, {*conversions, *_copied(source)})
+        if output.exists():
+            output.rmdir()
+        os.replace(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    files = sorted(path for path in output.rglob("*") if path.is_file())
+    return ConversionResult(
+        output=output,
+        files=tuple(str(path.relative_to(output)) for path in files),
+        num_bytes=sum(path.stat().st_size for path in files),
+        backend=None if function is None else backend,
+        left_out=left_out(source),
+        needed_code=needed_code(source),
+    )
+
+
+def _source(checkpoint: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The folder of the weights, and the section `policy` of the run that wrote them."""
+    if (checkpoint / "config.json").is_file():
+        return checkpoint, {}
+    state = read_state(checkpoint)
+    weights = checkpoint / "policy" / "weights"
+    if not weights.is_dir():
+        raise damage_error(checkpoint, ["policy/weights: missing"])
+    verify_checkpoint(checkpoint, only=["policy/weights"])
+    policy = state["config"].get("policy")
+    if not isinstance(policy, Mapping) or not isinstance(policy.get("backend"), str):
+        raise damage_error(checkpoint, ["state.json: `config.policy.backend` must be the name of a backend"])
+    return weights, policy
+
+
+def _reject_untrusted_code(checkpoint: Path, policy: Mapping[str, Any], *, merge: bool) -> None:
+    """Reject code that is named by a file of the checkpoint and not by the user."""
+    backend = policy.get("backend", "")
+    code = None
+    if is_path(backend):
+        code = f"the class {backend} as its policy backend"
+    elif merge and policy != _without_remote_code(policy):
+        code = f"the code of the model {policy.get('model_name')} (trust_remote_code)"
+    if code is not None:
+        raise UserError(
+            f"The config in {checkpoint / 'state.json'} names {code}, and converting would run it. If you trust the author "
+            "of this checkpoint, add --trust-checkpoint."
+        )
+
+
+def _without_remote_code(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_remote_code(value) if isinstance(value, Mapping) else False if key == "trust_remote_code" else value
+        for key, value in section.items()
+    }
+
+
+def _check_output(output: Path, checkpoint: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} already exists. Give a new folder, or remove it first.")
+    if output.resolve().is_relative_to(checkpoint.resolve()):
+        raise UserError(
+            f"{output} is inside {checkpoint}, which would then contain a copy of itself. Give a folder outside it."
+        )
+
+
+def _partial(output: Path) -> Path:
+    """An empty folder next to the output, which is renamed to it at the end."""
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error}. Give a folder in a writable location.") from error
+    return partial
+
+
+def _conversions_of_a_folder(registry: Registry, to: str) -> Mapping[str, str]:
+    """Conversions of a Transformers model folder by the backend named like the format; empty if it is only copied."""
+    if to == HF:
+        return {}
+    try:
+        return _conversions(registry, to)
+    except (UnknownComponentError, WrongKindError) as error:
+        formats = [HF, *(name for name in registry.names("policy") if name != HF and name in _conversions(registry, name))]
+        raise NotSupportedError(
+            f"There is no format {to!r}.{did_you_mean(to, formats)} A Transformers model folder can be converted to: "
+            f"{', '.join(formats)}."
+        ) from error
+
+
+def _conversions(registry: Registry, backend: str) -> Mapping[str, str]:
+    policy_class = registry.find("policy", backend).load()
+    conversions: Mapping[str, str] = getattr(policy_class, "checkpoint_conversions", {})
+    return conversions
+
+
+def _copied(source: Path) -> set[str]:
+    return {HF} if (source / "config.json").is_file() else set()
+
+
+def _load(function: str) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _unsupported_format(backend: str, to: str, formats: set[str]) -> NotSupportedError:
+    supported = sorted(formats)
+    return NotSupportedError(
+        f"The policy backend {backend!r} does not convert to {to!r}.{did_you_mean(to, supported)} It converts to: "
+        f"{', '.join(supported) or 'nothing'}. For the format of another backend, first convert to {HF!r} (with --merge if "
+        "adapters were trained), then convert that folder."
+    )

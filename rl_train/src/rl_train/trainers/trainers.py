@@ -1,0 +1,369 @@
+"""Python trainers: `DPOTrainer(policy, cluster).train(dataset)` runs the same training function as `rlcore train`.
+
+A trainer connects existing components and passes the Run to the algorithm. It does not own them: the caller shuts down policy,
+engine, environments and cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rl_core.config.schema import EnvironmentConfig, PolicyConfig
+from rl_core.config.source_tree import dotted
+from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.dispatch.worker_facade import WorkerFacade
+from rl_core.errors import ConfigError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.contracts import model_contracts
+from rl_train.assembly.data import Source
+from rl_train.assembly.losses import make_loss
+from rl_train.assembly.model_checks import check_models
+from rl_train.assembly.reward_checks import check_weights, is_conversational, try_functions
+from rl_train.assembly.run_assembly import DataLoaders, assemble_run
+from rl_train.assembly.worker_code_errors import reporting_lines
+from rl_train.assembly.workers import Builder, Workers
+from rl_train.config.checks import section_conflicts
+from rl_train.config.own_weights_checks import own_weights_refused
+from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, DataConfig, LossConfig, RolloutConfig, RunConfig
+from rl_train.config.section_resolver import COMPANIONS
+from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.metrics.jsonl import JsonlLogger
+from rl_train.metrics.logger import Logger
+from rl_train.rewards.environment import FunctionEnvironment, named_functions
+from rl_train.run_folders.run_folder import lock_again_if_deleted, lock_run_folder, start_in
+from rl_train.tools.task_tools import tools_of_instances
+from rl_train.trainers.trainer_data import read_python_data, section_from
+
+if TYPE_CHECKING:
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+_log = logging.getLogger("rlcore")
+TASK = "default"
+
+
+class _PythonEnvironment(EnvironmentConfig):
+    """The section of an environment that was passed in Python."""
+
+    names: tuple[str, ...] = ()
+    """Names of the rewards of its functions."""
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return self.names
+
+
+class Trainer:
+    """Runs an algorithm with existing components.
+
+    Args:
+        policy: the model to train. If it was created without a cluster, it is moved to `cluster`, if that is given.
+        cluster: where policy and engine run; None leaves them unchanged.
+        config: the algorithm's section, as its model or as a dict; its defaults if None.
+        loss_fn: the loss, as an object or as a section `loss_fn`; the algorithm's default loss if None.
+        generation: the engine, for algorithms that sample.
+        value: the critic (a model with `head="scalar"`), for algorithms that have one.
+        teacher: the teacher, for algorithms that have one; it scores at the policy's temperature.
+        environments: one environment, or several by task name.
+        reward_fns: functions that score completions, used instead of `environments`: one, several, or several by the names of
+            their rewards; see `rl_train.rewards.functions`. They run in this process.
+        reward_weights: weights of named rewards, 1 by default.
+        tokenizer: the policy's tokenizer; loaded from its `model_name` by default.
+        folder: folder of metrics.jsonl, rollouts and checkpoints; None writes to a temporary folder.
+        checkpointing: the section `checkpointing`; disabled by default.
+        rollout: the section `rollout`.
+        loggers: additional loggers.
+
+    Raises:
+        ConfigError: the components or sections are incompatible.
+    """
+
+    algorithm: ClassVar[str]
+
+    def __init__(
+        self,
+        policy: ColocatablePolicyInterface,
+        cluster: RayVirtualCluster | None = None,
+        *,
+        config: AlgorithmConfig | Mapping[str, Any] | None = None,
+        loss_fn: LossFunction | LossConfig | Mapping[str, Any] | None = None,
+        generation: GenerationInterface | None = None,
+        value: DistributedPolicy | None = None,
+        teacher: DistributedPolicy | None = None,
+        environments: EnvironmentInterface | Mapping[str, EnvironmentInterface] | None = None,
+        reward_fns: Callable[..., Any] | Sequence[Callable[..., Any]] | Mapping[str, Callable[..., Any]] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        tokenizer: Any = None,
+        folder: str | Path | None = None,
+        checkpointing: CheckpointingConfig | Mapping[str, Any] | None = None,
+        rollout: RolloutConfig | Mapping[str, Any] | None = None,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        self.policy, self.generation, self.cluster, self.folder, self.loggers = policy, generation, cluster, folder, loggers
+        self.value, self.teacher = value, teacher
+        self._registry = Registry(discover())
+        if reward_fns is not None and environments is not None:
+            raise ConfigError("`reward_fns` and `environments` both score completions: pass one of them.")
+        self._functions = None if reward_fns is None else FunctionEnvironment(functions=named_functions(reward_fns))
+        environments = environments or self._functions
+        self._environments = (
+            {TASK: environments} if isinstance(environments, EnvironmentInterface) else dict(environments or {})
+        )
+        self._reward_weights = dict(reward_weights or {})
+        self._loss_fn, loss_section = self._loss(loss_fn)
+        self._own_loss = type(loss_fn) if isinstance(loss_fn, LossFunction) else None
+        self.config = self._run_config(config, loss_section, checkpointing, rollout)
+        if self.config.checkpointing.enabled and folder is None:
+            raise ConfigError("checkpointing needs a folder: pass `folder` to the trainer")
+        self._check_conflicts()
+        if tokenizer is not None and self.config.policy.tokenizer.chat_template_kwargs:
+            raise ConfigError(
+                "policy.tokenizer.chat_template_kwargs has no effect on a tokenizer that is passed to the trainer: set "
+                "tokenizer.chat_template = rl_core.data.tokenizer.with_template_kwargs(tokenizer.chat_template, {...}) instead"
+            )
+        self._tokenizer = tokenizer or load_policy_tokenizer(self.config.policy)
+        check_models(self.config, self._tokenizer)
+        parts: tuple[Any, ...] = (policy, generation, value, teacher)
+        for part in parts:
+            if cluster is not None and isinstance(part, WorkerFacade) and part.is_in_process:
+                if isinstance(part, DistributedPolicy) and part.weight_version > 0:
+                    raise ConfigError(
+                        f"{part.config.model_name} was trained in this process, and moving it to the cluster would lose its "
+                        "training. Create it with `cluster=...`, or save a checkpoint and create it from that."
+                    )
+                part.move_to_cluster(cluster)
+
+    def train(self, dataset: Any, validation: Any = None) -> list[dict[str, float]]:
+        """Train to the config's last step.
+
+        Args:
+            dataset: a path (JSON lines, parquet, a folder), the name of a dataset on the hub, a list of dicts, a
+                `datasets.Dataset`, records, or a section; see `python_data.read_python_data`.
+            validation: the validation data in the same forms, if the config enables validation.
+
+        Returns:
+            The metrics of each step, as in metrics.jsonl; a validation before the first step comes first.
+
+        Raises:
+            DataError: the data does not exist, or a row does not have the form that the algorithm needs.
+            ConfigError: validation is enabled, but there is no data for it.
+        """
+        algorithm = self.config.algorithm
+        validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+        data, train, held_out = read_python_data(
+            dataset, validation if validates else None, self._registry, wants_pairs=algorithm.needs_preferences
+        )
+        if validates and held_out is None:
+            raise ConfigError(
+                "The config enables validation (val_period, val_at_start or val_at_end): pass data as `validation=`."
+            )
+        self._try_reward_functions(train)
+        config = self.config.model_copy(update={"data": data, "algorithm": _for_dataset(algorithm, train)})
+        tools = tools_of_instances(self._environments, self._tokenizer)
+        sets = {"": held_out} if validates and held_out is not None else {}
+        loaders = DataLoaders(config, self._tokenizer, train=train, validation=sets, tools=tools)
+        history: list[dict[str, float]] = []
+        with ExitStack() as exits:
+            folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
+            start = lock_run_folder(start_in(folder), config.checkpointing, exits)
+            builder = Builder(run=loaders.resolve_steps(config), registry=self._registry, exits=exits, cluster=self.cluster)
+            run = assemble_run(
+                builder,
+                Workers(
+                    policy=self.policy,
+                    generation=self.generation,
+                    environments=self._environments,
+                    companions={name: model for name in COMPANIONS if (model := getattr(self, name)) is not None},
+                ),
+                loaders,
+                loss_fn=self._loss_fn,
+                tokenizer=self._tokenizer,
+                resolved=config.model_dump(mode="json", serialize_as_any=True),
+                folder=folder,
+            )
+            if run.checkpoints is not None:
+                lock_again_if_deleted(run.checkpoints.store, start, exits)
+                # Checkpoints of an earlier call of `train` with this folder; this call counts its steps from 1 again.
+                run.checkpoints.store.set_aside(after=0)
+            run.loggers = [JsonlLogger(folder), *run.loggers, *self.loggers]
+            run.on_step = lambda step, metrics: history.append({"step": step, **metrics})
+            algorithm = self._registry.find("algorithm", self.algorithm).load()
+            with reporting_lines(self._own_loss) if self._own_loss is not None else nullcontext():
+                algorithm(run.config.algorithm, run)
+        return history
+
+    def _try_reward_functions(self, train: Source) -> None:
+        if self._functions is not None:
+            self._functions.as_messages = is_conversational(train.records)
+            functions = self._functions.functions
+            names = try_functions(functions, train, as_messages=self._functions.as_messages)
+            check_weights(self._reward_weights, names | {function.name for function in functions})
+
+    def _loss(self, given: Any) -> tuple[LossFunction, LossConfig]:
+        if isinstance(given, LossFunction):
+            section = getattr(given, "config", None)
+            return given, section if isinstance(section, LossConfig) else LossConfig()
+        algorithm = self._registry.find("algorithm", self.algorithm).load_config()
+        assert algorithm is not None
+        assert issubclass(algorithm, AlgorithmConfig)
+        named = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
+        name = named or algorithm.default_loss
+        if name is None:
+            raise ConfigError(f"{self.algorithm} has no default loss: pass `loss_fn` to {type(self).__name__}.")
+        component = self._registry.find("loss", name)
+        section = (
+            given if isinstance(given, LossConfig) else section_from(component.load_config() or LossConfig, given, "loss_fn")
+        )
+        return make_loss(component, section), section
+
+    def _run_config(self, config: Any, loss_section: LossConfig, checkpointing: Any, rollout: Any) -> RunConfig:
+        model = self._registry.find("algorithm", self.algorithm).load_config()
+        policy = getattr(self.policy, "config", None)
+        if not isinstance(policy, PolicyConfig):
+            raise ConfigError(
+                f"{type(self.policy).__name__} has no `config` of type PolicyConfig, which sets its tokenizer and maximum "
+                "sequence length. Add one."
+            )
+        # The policy's own `generation` section only sets its scoring; samples come from the `generation` argument.
+        policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
+        return RunConfig(
+            algorithm_name=self.algorithm,
+            algorithm=config if isinstance(config, AlgorithmConfig) else section_from(model, config, self.algorithm),
+            loss_fn=loss_section,
+            policy=policy,
+            value=_companion_section(self.value),
+            teacher=_companion_section(self.teacher),
+            data=DataConfig(),
+            env={
+                task: _PythonEnvironment(reward_weights=self._reward_weights, names=self._reward_names())
+                for task in self._environments
+            },
+            rollout=section_from(RolloutConfig, rollout or {}, "rollout"),
+            checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
+        )
+
+    def _check_conflicts(self) -> None:
+        algorithm = self.config.algorithm
+        if algorithm.needs_generation and (self.generation is None or (algorithm.needs_rewards and not self._environments)):
+            raise ConfigError(
+                f"{self.algorithm} samples and scores: pass `generation`, and `reward_fns` or `environments`, to "
+                f"{type(self).__name__}."
+            )
+        if (self._functions is not None or self._reward_weights) and not (
+            algorithm.needs_rewards and algorithm.needs_generation
+        ):
+            raise ConfigError(f"{self.algorithm} does not use rewards: remove `reward_fns` and `reward_weights`.")
+        if self.generation is not None and self.generation.has_own_weights:
+            key = getattr(self.config.policy.generation, "weights_key", None)
+            raise ConfigError(f"`generation`: {own_weights_refused(self.algorithm, type(self.generation).__name__, key)}")
+        self._check_teacher()
+        self._check_contracts()
+        if "value" in algorithm.runtime_needs.companions and self.value is None:
+            raise ConfigError(
+                f"{self.algorithm} has a critic: pass `value`, a model with head='scalar', to {type(self).__name__}."
+            )
+        self._check_temperatures()
+        self._check_turns()
+        if conflicts := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
+            raise ConfigError("\n".join(conflicts))
+
+    def _reward_names(self) -> tuple[str, ...]:
+        return () if self._functions is None else tuple(function.name for function in self._functions.functions)
+
+    def _check_turns(self) -> None:
+        for task, environment in self._environments.items():
+            allowed, needed = self.config.max_turns[task], environment.min_turns
+            if allowed < needed:
+                raise ConfigError(
+                    f"Rollouts have at most {allowed} turn(s), but {type(environment).__name__} needs {needed} to give a "
+                    f"reward. Set `max_rollout_turns` of the algorithm to {needed} or more."
+                )
+
+    def _check_contracts(self) -> None:
+        given = {"policy": self.policy, "value": self.value, "teacher": self.teacher, "policy.generation": self.generation}
+        for name, contract in model_contracts(self.config, self._loss_fn).items():
+            if given[name] is not None and (problem := contract.problem(type(given[name]))) is not None:
+                raise ConfigError(f"`{name.removeprefix('policy.')}`: {problem}")
+
+    def _check_teacher(self) -> None:
+        needs_teacher = "teacher" in self.config.algorithm.runtime_needs.companions
+        if needs_teacher != (self.teacher is not None):
+            action = "needs a teacher: pass" if needs_teacher else "does not use a teacher: remove"
+            raise ConfigError(f"{self.algorithm} {action} `teacher`.")
+
+    def _check_temperatures(self) -> None:
+        """Reject different temperatures. In a config file one key sets them all; here each model has its own."""
+        needed = self.config.scoring_temperature
+        why = (
+            f"`generation` samples at temperature {needed:g}"
+            if self.config.algorithm.needs_generation
+            else f"{self.algorithm} does not sample, so it trains at temperature 1"
+        )
+        for name, model in (("policy", self.policy), ("teacher", self.teacher)):
+            section = getattr(model, "config", None)
+            if isinstance(section, PolicyConfig) and section.head == "tokens" and section.scoring_temperature != needed:
+                raise ConfigError(
+                    f"{why}, but the {name} scores tokens at {section.scoring_temperature:g}: every log-probability would be "
+                    f"from another distribution. Create the {name} with `generation={{'temperature': {needed:g}}}`."
+                )
+
+
+def _for_dataset(algorithm: AlgorithmConfig, train: Source) -> AlgorithmConfig:
+    """The section with a default number of records per step that the dataset has."""
+    fitting = algorithm.for_records(max(1, len(train.records)))
+    if fitting is not algorithm:
+        key = str(algorithm.records_key)
+        count, default = getattr(fitting, key), getattr(algorithm, key)
+        _log.warning("each step uses all %d records of %s: the default %s is %d", count, train.name, key, default)
+    return fitting
+
+
+def _companion_section(model: DistributedPolicy | None) -> PolicyConfig | None:
+    """The section of a companion model, without `generation`, because only the policy samples."""
+    section = getattr(model, "config", None)
+    return section.model_copy(update={"generation": None}) if isinstance(section, PolicyConfig) else None
+
+
+class DPOTrainer(Trainer):
+    """Trains on preference pairs: records of `prompt`, `chosen` and `rejected`, each a text or messages."""
+
+    algorithm = "dpo"
+
+
+class RewardModelTrainer(Trainer):
+    """Trains a reward model on pairs as for DPO, with an optional `margin`; the policy must have `head="scalar"`."""
+
+    algorithm = "rm"
+
+
+class SFTTrainer(Trainer):
+    """Trains on conversations: records of `messages` that end with an assistant message."""
+
+    algorithm = "sft"
+
+
+class GRPOTrainer(Trainer):
+    """Trains on rewards: records of `messages` and `extra_env_info`; needs `generation`, and `reward_fns` or `environments`."""
+
+    algorithm = "grpo"
+
+
+class PPOTrainer(Trainer):
+    """Trains on rewards with a critic: records as for GRPO; needs `value`, `generation`, and `reward_fns` or `environments`."""
+
+    algorithm = "ppo"
+
+
+class DistillationTrainer(Trainer):
+    """Distills a teacher on the policy's own answers: records of `messages`; needs `generation` and `teacher`."""
+
+    algorithm = "distillation"

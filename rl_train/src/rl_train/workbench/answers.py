@@ -1,0 +1,251 @@
+"""Answers that should be rewarded, and answers that should not: the checks of rewards in `rlcore check env`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_train.rewards.environment import FunctionEnvironment
+from rl_train.rewards.functions import BATCH_ARGUMENTS, ROW_ARGUMENTS
+from rl_train.rollouts.records import EXPECTED_KEYS, expected_answer
+from rl_train.workbench.play import repeated_answers
+from rl_train.workbench.results import CheckFailedError, CheckResult, CheckStatus, check_result
+from rl_train.workbench.trial import EnvironmentTrial, TrialRow
+
+ANSWER_FORMS = ("{0}", "\\boxed{{{0}}}", "<answer>{0}</answer>", "Prediction: {0}", "The answer is {0}.")
+"""Forms of the expected answer; an environment may accept only one."""
+WRONG_ANSWERS = ("", "I do not know.", "\N{PARTY POPPER} \\boxed{} </answer> \x00")
+"""Answers that every environment must be able to score, and should not reward."""
+_NUMBERS = ("0", "1", "-1", "2", "10", "nan", "inf", "1e999")
+_WORDS = ("True", "False", "yes", "no", "A", "B", "None", "[]", "{}", ".", "Score: 10", " ".join(100 * "a"))
+CONSTANTS = (*_NUMBERS, *_WORDS)
+"""Answers that do not depend on the problem."""
+_NEAR_MISSES: Mapping[str, Callable[[str, str], str]] = {
+    "ANSWER or OTHER": lambda answer, other: f"{answer} or {other}",
+    "OTHER, ANSWER": lambda answer, other: f"{other}, {answer}",
+    "not ANSWER": lambda answer, other: f"not {answer}",
+    "-ANSWER": lambda answer, other: f"-{answer}",
+    "ANSWER plus 1": lambda answer, other: re.sub(r"-?\d{1,15}", lambda number: str(int(number.group()) + 1), answer, count=1),
+}
+"""Answers that are nearly right, from the expected answer and that of another row."""
+_MOST = 0.5
+"""Fraction of problems above which a wrong answer fails the check."""
+_NOTED = 0.3
+"""Mean reward of a constant answer, relative to that of expected answers, above which it is noted."""
+_SHOWN_CHARS = 30
+
+
+def answer_checks(trial: EnvironmentTrial, environment: EnvironmentInterface) -> Iterator[CheckResult]:
+    """Compare the rewards of expected answers, constant answers and near misses, for the rows of each dataset."""
+    by_source: defaultdict[str, list[TrialRow]] = defaultdict(list)
+    for row in trial.rows:
+        by_source[row.source].append(row)
+    for source, rows in by_source.items():
+        for result in _SourceCheck(trial, environment, rows).results():
+            name = f"{result.name} of {source}" if source else result.name
+            yield CheckResult(status=result.status, name=name, detail=result.detail)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Solved:
+    """A row whose expected answer gets more than a wrong one."""
+
+    row: TrialRow
+    expected: str
+    reward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Paid:
+    """How an answer that should not be rewarded was rewarded."""
+
+    label: str
+    paid: int
+    """Number of rows on which it gets as much as the expected answer."""
+    rows: int
+    """Number of rows on which it is wrong and was scored."""
+    mean: float
+    """Mean reward on them."""
+
+    @property
+    def is_on_most(self) -> bool:
+        """Whether it is rewarded on most rows, and on more than one."""
+        return self.paid > max(1, self.rows * _MOST)
+
+
+class _SourceCheck:
+    def __init__(self, trial: EnvironmentTrial, environment: EnvironmentInterface, rows: Sequence[TrialRow]) -> None:
+        self._trial, self._environment, self._rows = trial, environment, rows
+        self._form = ANSWER_FORMS[0]
+        self._solved: list[_Solved] = []
+        self._read: set[str] = set()
+        """Keys of the metadata that the environment reads."""
+
+    def results(self) -> Iterator[CheckResult]:
+        if not (yield from check_result("correct answers", self._correct_answers)):
+            return
+        if not self._solved:
+            yield from check_result("constant answers", self._constant_answers_without_expected)
+            return
+        yield from check_result("constant answers", self._constant_answers)
+        yield from check_result("near misses", self._near_misses)
+
+    def _rewards(self, rows: Sequence[TrialRow], answers: Sequence[str]) -> list[float | None]:
+        return repeated_answers(self._environment, self._trial, rows, answers)
+
+    def _correct_answers(self) -> tuple[CheckStatus, str]:
+        given = [(row, str(answer)) for row in self._rows if (answer := expected_answer(row.metadata)) is not None]
+        if not given:
+            return CheckStatus.NOTE, "the rows have no expected answer, so none was tried"
+        rows = [TrialRow(messages=row.messages, metadata=_watched(row.metadata, self._read)) for row, _ in given]
+        wrong = self._rewards(rows, [WRONG_ANSWERS[1]] * len(rows))
+        for form in ANSWER_FORMS:
+            rewards = self._rewards(rows, [form.format(expected) for _, expected in given])
+            solved = [
+                _Solved(row=row, expected=expected, reward=reward)
+                for (row, expected), reward, other in zip(given, rewards, wrong, strict=True)
+                if reward is not None and other is not None and reward > other
+            ]
+            if len(solved) > len(self._solved):
+                self._form, self._solved = form, solved
+        self._read |= _parameters(self._environment)
+        if not self._read:
+            self._solved = []
+            return CheckStatus.NOTE, "the environment does not read the metadata of its rows, so no answer is the right one"
+        if self._solved:
+            mean = sum(each.reward for each in self._solved) / len(self._solved)
+            return CheckStatus.OK, (
+                f"as {self._form.format('ANSWER')!r}, {len(self._solved)} of {len(given)} expected answers got more than a "
+                f"wrong one; their mean reward is {mean:g}"
+            )
+        tried = ", ".join(form.format("ANSWER") for form in ANSWER_FORMS)
+        problem = f"no form of the expected answer got a higher reward than {WRONG_ANSWERS[1]!r} (tried {tried})"
+        if self._reads_expected:
+            raise CheckFailedError(f"{problem}.")
+        return CheckStatus.NOTE, f"{problem}; the environment reads neither {' nor '.join(EXPECTED_KEYS)}"
+
+    @property
+    def _reads_expected(self) -> bool:
+        return not self._read.isdisjoint(EXPECTED_KEYS)
+
+    def _constant_answers(self) -> tuple[CheckStatus, str]:
+        answers = dict.fromkeys([*CONSTANTS, *(each.expected for each in self._solved)])
+        found = [self._paid(repr(_cut(answer)), partial(_always, answer)) for answer in answers]
+        found.append(self._paid("the question", lambda solved: str(solved.row.messages[-1]["content"])))
+        most, best = max(found, key=lambda each: each.paid / max(each.rows, 1)), max(found, key=lambda each: each.mean)
+        if most.is_on_most:
+            problem = (
+                f"the answer {most.label} is rewarded like the expected one on {most.paid} of {most.rows} problems for which "
+                "it is wrong. Training would learn this answer instead of the task."
+            )
+            if self._reads_expected:
+                raise CheckFailedError(problem)
+            return CheckStatus.NOTE, problem
+        worst = f"{most.label} is, on {most.paid} of {most.rows}," if most.paid else "none is"
+        detail = (
+            f"of {len(found)} answers that do not depend on the problem, if they are wrong, {worst} rewarded "
+            f"like the expected one; the highest mean reward is {best.mean:g}, of {best.label}"
+        )
+        mean = sum(each.reward for each in self._solved) / len(self._solved)
+        return CheckStatus.NOTE if best.mean > _NOTED * mean else CheckStatus.OK, detail
+
+    def _near_misses(self) -> tuple[CheckStatus, str]:
+        others = {each.expected: self._other(each) for each in self._solved}
+        found = [self._paid(label, partial(_changed, change, others)) for label, change in _NEAR_MISSES.items()]
+        shown = ", ".join(f"{each.label!r} {each.paid} of {each.rows}" for each in found)
+        is_noted = any(each.is_on_most for each in found)
+        return CheckStatus.NOTE if is_noted else CheckStatus.OK, f"rewarded like the expected answer ANSWER: {shown}"
+
+    def _constant_answers_without_expected(self) -> tuple[CheckStatus, str]:
+        in_forms = [form.format(answer) for form in ANSWER_FORMS[1:] for answer in ("0", "1", "yes")]
+        answers = {repr(_cut(answer)): [answer] * len(self._rows) for answer in (*CONSTANTS, *in_forms)}
+        answers["the question"] = [str(row.messages[-1]["content"]) for row in self._rows]
+        means = {}
+        for label, texts in answers.items():
+            rewards = [reward for reward in self._rewards(self._rows, texts) if reward is not None]
+            if rewards:
+                means[label] = sum(rewards) / len(rewards)
+        if not means:
+            return CheckStatus.NOTE, "no row was scored"
+        best = max(means, key=lambda label: means[label])
+        return CheckStatus.NOTE, (
+            f"of {len(means)} answers that do not depend on the problem, {best} has the highest mean reward, {means[best]:g}. "
+            "If good answers do not get much more, training learns such answers"
+        )
+
+    def _paid(self, label: str, answer: Callable[[_Solved], str]) -> _Paid:
+        wrong = [each for each in self._solved if not _is_same(answer(each), each.expected)]
+        rewards = (
+            self._rewards([each.row for each in wrong], [self._form.format(answer(each)) for each in wrong]) if wrong else []
+        )
+        scored = [(each, reward) for each, reward in zip(wrong, rewards, strict=True) if reward is not None]
+        return _Paid(
+            label=label,
+            paid=sum(reward >= each.reward for each, reward in scored),
+            rows=len(scored),
+            mean=sum(reward for _, reward in scored) / max(len(scored), 1),
+        )
+
+    def _other(self, solved: _Solved) -> str:
+        """The expected answer of another row, if they differ."""
+        different = (each.expected for each in self._solved if not _is_same(each.expected, solved.expected))
+        return next(different, WRONG_ANSWERS[1])
+
+
+class _Watched(dict[str, Any]):
+    """Metadata that records which of its keys are read."""
+
+    def __init__(self, values: Mapping[str, Any], read: set[str]) -> None:
+        super().__init__(values)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __or__(self, other: Any) -> _Watched:  # type: ignore[override]
+        return _Watched({**self, **other}, self._read)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watched:
+        return _Watched(copy.deepcopy(dict(self), memo), self._read)
+
+
+def _watched(metadata: Any, read: set[str]) -> Any:
+    return _Watched(metadata, read) if isinstance(metadata, dict) else metadata
+
+
+def _parameters(environment: EnvironmentInterface) -> set[str]:
+    """Fields of a row that reward functions have parameters for; empty if the environment has no functions."""
+    functions = environment.functions if isinstance(environment, FunctionEnvironment) else []
+    named = {name for function in functions for name in function.accepted or function.required}
+    return named - {*ROW_ARGUMENTS, *BATCH_ARGUMENTS}
+
+
+def _always(answer: str, solved: _Solved) -> str:
+    return answer
+
+
+def _changed(change: Callable[[str, str], str], others: Mapping[str, str], solved: _Solved) -> str:
+    return change(solved.expected, others[solved.expected])
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two answers are equal, ignoring case, white space at the ends and how a number is written."""
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one.strip().casefold() == other.strip().casefold()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -1,0 +1,219 @@
+"""An environment and rows for it, without a model: for `rlcore check env` and `rlcore env play`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import isroutine
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.cluster.remote_actor import plain_class
+from rl_core.config.python_sections import section_of_values
+from rl_core.config.schema import EnvironmentConfig
+from rl_core.errors import ComponentImportError, ConfigError, DataError, WrongKindError
+from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
+from rl_train.assembly.contracts import first_argument
+from rl_train.assembly.reward_checks import resolve_completion_formats, sources_of
+from rl_train.assembly.run_assembly import read_sources
+from rl_train.config.loader import load_config
+from rl_train.config.section_resolver import FUNCTIONS, section_of
+from rl_train.data.conversations import read_messages, without_answer
+from rl_train.data.json_lines import JsonLines
+
+UNDECLARED_TURNS = 100
+"""Maximum number of turns for a class named by its path, which declares no number and may need several."""
+_PROMPTS = ("messages", "prompt", "question", "problem")
+_NOT_METADATA = (*_PROMPTS, "task_name", "tools", "stop_strings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRow:
+    """A prompt and its metadata."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """The conversation up to the first answer."""
+    metadata: Any
+    """What the environment gets as the metadata of the first turn."""
+    source: str = ""
+    """Name of its dataset, if there are several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentTrial:
+    """An environment that can be created, and rows for it."""
+
+    task: str
+    """Task name, for messages."""
+    section: EnvironmentConfig
+    make: Callable[[], EnvironmentInterface]
+    """Creates an instance in this process."""
+    rows: Sequence[TrialRow]
+    """At least one row."""
+    max_turns: int
+    """Maximum number of turns of a rollout."""
+    reads_tool_calls: bool = False
+    """Whether messages of the model are parsed for tool calls, which needs the tokens of a model."""
+
+    def reward_of(self, rewards: Mapping[str, float]) -> float:
+        """The reward of a row: the weighted sum of its named rewards."""
+        return sum(self.section.reward_weights.get(name, 1.0) * value for name, value in rewards.items())
+
+
+def open_trial(
+    name: str,
+    settings: Sequence[str] = (),
+    *,
+    config: Path | None = None,
+    rows: Path | None = None,
+    limit: int = 8,
+) -> EnvironmentTrial:
+    """An environment by name, with rows from a file, from a config, or from the dataset of the same name.
+
+    Args:
+        name: a registered environment, the dotted path of an environment class or of a reward function; with `config`, a
+            task of its `env` section.
+        settings: `key=value` of the environment's section, and `data.key=value` of its dataset; with `config`, overrides.
+        config: a config file, whose environment and data are used.
+        rows: a JSON Lines file: `messages`, or a text as `prompt`, `question` or `problem`; `extra_env_info` is the metadata,
+            or else all other fields.
+        limit: maximum number of rows, of each dataset.
+
+    Raises:
+        UserError: the environment, the config or the rows cannot be used.
+    """
+    registry = Registry(discover())
+    if config is not None:
+        section, max_turns, trial_rows = _from_config(name, settings, config, registry, limit)
+    else:
+        section, trial_rows = _by_name(name, settings, registry, limit=0 if rows is not None else limit)
+        max_turns = section.max_rollout_turns or (UNDECLARED_TURNS if section.env_cls is not None else section.turns_needed)
+    if rows is not None:
+        trial_rows = read_rows(rows, limit=limit)
+    if not trial_rows:
+        raise ConfigError(f"There are no rows for {name!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
+    make = constructor(section, name, registry)
+    plain: Any = make.func
+    reads_tool_calls = bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
+    return EnvironmentTrial(
+        task=name, section=section, make=make, rows=trial_rows, max_turns=max_turns, reads_tool_calls=reads_tool_calls
+    )
+
+
+def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> partial[EnvironmentInterface]:
+    """Creates instances of a task's environment in this process.
+
+    Raises:
+        UserError: there is no such environment, or it lacks a requirement.
+    """
+    name = section.env_cls or section.name or task
+    worker_class = _component(name, registry).load()
+    if not issubclass(plain_class(worker_class), EnvironmentInterface):
+        raise WrongKindError(f"{name} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
+    settings: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+    return partial(plain_class(worker_class), **first_argument(worker_class, settings))
+
+
+def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
+    """The first rows of a JSON Lines file; see `open_trial` for their form.
+
+    Raises:
+        DataError: the file cannot be read, or a row has no prompt.
+    """
+    lines = JsonLines(path)
+    rows = []
+    for number in range(min(limit, len(lines))):
+        row = lines[number]
+        key = next((key for key in _PROMPTS if row.get(key) is not None), None)
+        if key is None:
+            raise DataError(f"{lines.row_location(number)}: the row has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
+        messages = without_answer(read_messages(row[key], repr(key), role="user"))
+        metadata = row.get("extra_env_info", {key: value for key, value in row.items() if key not in _NOT_METADATA})
+        rows.append(TrialRow(messages=messages, metadata=metadata))
+    return rows
+
+
+def _component(name: str, registry: Registry) -> Component:
+    component = registry.find("environment", name)
+    problem = unmet_needs(component.needs)
+    if problem is not None:
+        raise ConfigError(f"The environment {name!r} cannot run here: {problem}. {component.install or ''}".rstrip())
+    return component
+
+
+def _by_name(name: str, settings: Sequence[str], registry: Registry, *, limit: int) -> tuple[EnvironmentConfig, list[TrialRow]]:
+    values, data = _parsed(settings)
+    if is_path(name):
+        chosen = {"name": FUNCTIONS, "reward_fn": name} if _is_function(name) else {"env_cls": name}
+    else:
+        chosen = {"name": name}
+    component = _component(chosen.get("name") or name, registry)
+    section = section_of_values(section_of(component, Kind.ENVIRONMENT), {**chosen, **values}, name=f"env.{name}")
+    assert isinstance(section, EnvironmentConfig)
+    return section, _generated_rows(name, data, registry, limit)
+
+
+def _is_function(path: str) -> bool:
+    try:
+        return isroutine(Component.from_path(path).load())
+    except ComponentImportError:
+        return False
+
+
+def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, limit: int) -> list[TrialRow]:
+    """Rows of the dataset of the same name, if there is one that needs no file."""
+    if not limit or name not in registry.names("dataset"):
+        if values and limit:
+            raise ConfigError(f"There is no dataset {name!r} for {', '.join(f'data.{key}' for key in values)}.")
+        return []
+    component = registry.find("dataset", name)
+    section = section_of_values(section_of(component, Kind.DATASET), dict(values), name="data")
+    return _rows_of(component.load()(section), limit)
+
+
+def _from_config(
+    task: str, overrides: Sequence[str], path: Path, registry: Registry, limit: int
+) -> tuple[EnvironmentConfig, int, list[TrialRow]]:
+    run = load_config(path, list(overrides), registry=registry).run
+    if task not in run.env:
+        raise ConfigError(f"{path} has no section env.{task}; its tasks are {', '.join(run.env) or 'none'}.")
+    train, validation = read_sources(run, registry)
+    run = resolve_completion_formats(run, train, *validation.values())
+    tasks = list(run.env)
+    sources = [*sources_of(task, [train], tasks=tasks)] or [*sources_of(task, [*validation.values()], tasks=tasks)][:1]
+    rows = [row for each in sources for row in _rows_of(each.records, limit, name=each.name if len(sources) > 1 else "")]
+    return run.env[task], run.max_turns[task], rows
+
+
+def _rows_of(records: Any, limit: int, name: str = "") -> list[TrialRow]:
+    selected = (records[index] for index in range(min(limit, len(records))))
+    return [
+        TrialRow(messages=without_answer(record["messages"]), metadata=record.get("extra_env_info"), source=name)
+        for record in selected
+    ]
+
+
+def _parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of the environment's and of the dataset's section."""
+    environment: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{text!r} is not a setting: write key=value.")
+        target = data if key.startswith("data.") else environment
+        *sections, last = key.removeprefix("data.").split(".")
+        for section in sections:
+            target = target.setdefault(section, {})
+        try:
+            target[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{text!r}: the value is not YAML: {error}") from error
+    return environment, data
