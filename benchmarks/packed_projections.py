@@ -20,7 +20,7 @@ import torch
 import transformers
 from generation_vs_transformers import load, rlcore_generate
 
-from rl_backends_hf.sampling.token_choice import packed_linears
+from rl_backends_hf.sampling import packed_linears
 
 SHORT = 13
 """Tokens of the short call, which is just long enough for packing."""

@@ -7,9 +7,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_backends_hf.sampling import shared_prompts
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_backends_hf.sampling.shared_prompts import PromptTable, attend_own
-from rl_backends_hf.sampling import shared_prompts
 from rl_core.data.batched_data_dict import BatchedDataDict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
