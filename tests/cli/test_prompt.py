@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_train.config.prompt_files import packaged_prompts
+from rl_train.prompts.prompt_files import packaged_prompts
 from rlcore_cli.main import main
 
 ROOT = Path(__file__).parents[2]

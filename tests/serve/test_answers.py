@@ -13,7 +13,7 @@ from rl_serve.chat_service import ChatService, open_chat_service
 from rl_serve.grading import Grader
 from rl_serve.sampling import Limits
 from rl_serve.settings import BackendSection, ChatSettings
-from rl_train.data.prompts import load_prompt
+from rl_train.prompts.templates import load_prompt
 
 PROBLEM = "What is 2 + 2?"
 FILLED = load_prompt("generic/math").fill({"problem": PROBLEM})[0]["content"]

@@ -22,7 +22,7 @@ from rl_serve.app import create_proxy_app
 from rl_serve.backend import Backend
 from rl_serve.sampling import Limits
 from rl_serve.settings import BackendSection
-from rl_train.data.prompts import load_prompt
+from rl_train.prompts.templates import load_prompt
 
 QUESTION = [{"role": "user", "content": "Q"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}

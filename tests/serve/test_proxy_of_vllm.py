@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_servers import kill, vllm_server
 
 from rl_core.cluster.ports import free_port
-from rl_train.data.prompts import load_prompt
+from rl_train.prompts.templates import load_prompt
 
 pytestmark = [
     pytest.mark.vllm,

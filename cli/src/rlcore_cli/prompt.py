@@ -46,9 +46,9 @@ def list_prompts() -> None:
     Example:
         rlcore prompt list
     """
-    from rl_train.config.prompt_examples import find_examples, packaged_examples, read_examples
-    from rl_train.config.prompt_files import needed_fields, packaged_prompts, read_prompt
-    from rl_train.data.prompts import load_prompt
+    from rl_train.prompts.example_lists import find_examples, packaged_examples, read_examples
+    from rl_train.prompts.prompt_files import needed_fields, packaged_prompts, read_prompt
+    from rl_train.prompts.templates import load_prompt
 
     print("prompt configs (data.prompt.prompt_config):")
     for name in packaged_prompts():
@@ -82,7 +82,7 @@ def show(
         rlcore prompt show generic/math --input '{"problem": "2+2"}' --examples-type math_worked
         rlcore prompt show generic/math --input '{"problem": "2+2"}' --model HuggingFaceTB/SmolLM2-135M-Instruct
     """
-    from rl_train.data.prompts import load_prompt
+    from rl_train.prompts.templates import load_prompt
 
     template = load_prompt(name, examples_type)
     row = {field: f"{{{field}}}" for field in sorted(template.needs)} if fields is None else _fields(fields)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.errors import DataError
 from rl_serve.errors import ApiError
-from rl_train.data.prompts import PromptTemplate, load_prompt
+from rl_train.prompts.templates import PromptTemplate, load_prompt
 
 _QUESTION = ("question", "problem")
 """Names of the question; each stands in for the other."""

@@ -18,9 +18,9 @@ from rl_core.errors import ConfigError
 from rl_sandbox.config import SandboxConfig
 from rl_train.config.interpolation import escape, resolve
 from rl_train.config.overrides import apply_overrides
-from rl_train.config.prompt_files import prompt_problem
 from rl_train.config.secrets import Secrets
 from rl_train.config.sources import read_sources
+from rl_train.prompts.prompt_files import prompt_problem
 
 
 class BackendSection(Section):

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError
-from rl_train.config.prompt_files import packaged_prompts
 from rl_train.data.dataset_config import JsonlDatasetConfig, OnTooLong
 from rl_train.data.datasets import RecordDataset
 from rl_train.data.processors import collate_datums, conversation_datum, prompt_datum
-from rl_train.data.prompts import PromptTemplate, load_prompt
+from rl_train.prompts.prompt_files import packaged_prompts
+from rl_train.prompts.templates import PromptTemplate, load_prompt
 
 
 def dataset_of(tmp_path, *rows, **config) -> RecordDataset:

@@ -13,7 +13,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import read_data
 from rl_train.config.loader import load_config
 from rl_train.data.processors import conversation_datum
-from rl_train.data.prompts import load_prompt
+from rl_train.prompts.templates import load_prompt
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 BASE = {"sft": {}, "policy": {"backend": "hf", "model_name": "some/model"}}

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from rl_core.errors import DataError
-from rl_train.config.prompt_examples import packaged_examples
-from rl_train.config.prompt_files import packaged_prompts
-from rl_train.data import few_shot
 from rl_train.data.dataset_config import JsonlDatasetConfig
 from rl_train.data.datasets import RecordDataset
-from rl_train.data.prompts import load_prompt
+from rl_train.prompts import few_shot
+from rl_train.prompts.example_lists import packaged_examples
+from rl_train.prompts.prompt_files import packaged_prompts
+from rl_train.prompts.templates import load_prompt
 
 NEAREST = """
 few_shot_examples:
@@ -143,7 +143,7 @@ def test_equal_scores_keep_the_order_of_the_file_in_every_process(nearest, tmp_p
     expected = text(nearest(pool), problem="count the owls")
     assert expected == "count the dogs -> 1\ncount the cats -> 0\ncount the owls"
     program = (
-        "from rl_train.data.prompts import load_prompt\n"
+        "from rl_train.prompts.templates import load_prompt\n"
         f"print(load_prompt({str(tmp_path / 'p.yaml')!r}).fill({{'problem': 'count the owls'}})[0]['content'], end='')"
     )
     for seed in ("1", "2"):
@@ -162,7 +162,7 @@ def test_a_missing_bm25s_names_the_command_that_installs_it(nearest, monkeypatch
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(DataError, match=r"needs the package bm25s: pip install 'rl-train\[prompts\]'"):
         few_shot.Bm25(["a"])
-    monkeypatch.setattr("rl_train.config.prompt_files.find_spec", lambda name: None)
+    monkeypatch.setattr("rl_train.prompts.prompt_files.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"p\.yaml:5:19: few_shot_examples\.retrieval_file: searching .* 'rl-train\[prompts\]'"):
         nearest()
 

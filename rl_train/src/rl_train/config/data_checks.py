@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.static_lookup import missing_target
-from rl_train.config.prompt_files import prompt_problem
 from rl_train.config.schema import RunConfig
+from rl_train.prompts.prompt_files import prompt_problem
 
 _KINDS = {"conversations": "prompts or conversations", "pairs": "pairs of a chosen and a rejected answer"}
 

@@ -13,7 +13,7 @@ from rl_core.config.introspection import Model
 from rl_core.plugins.component import Kind
 from rl_train.config.schema_index import SchemaIndex
 from rl_train.config.section_resolver import BASES, COMPANIONS, FUNCTION_KEYS, FUNCTIONS, SECTIONS
-from rl_train.config.yaml_reader import MARKS
+from rl_train.yaml_reader import MARKS
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 _PATH = {"type": "string", "pattern": r"[.:]"}

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
-from rl_train.config.yaml_reader import read_yaml
+from rl_train.yaml_reader import read_yaml
 
 _SHAPE = re.compile(r"(?P<plus>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
 _INDEX = re.compile(r"\[(\d{1,9})\]")

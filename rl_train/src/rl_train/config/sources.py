@@ -14,7 +14,7 @@ from functools import reduce
 
 from rl_core.config.diagnostics import Problems, nearest, show
 from rl_core.config.source_tree import Node, SourceLocation
-from rl_train.config.yaml_reader import read_yaml
+from rl_train.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20
 """Bytes; a larger file is not a hand-written config and was probably given by mistake."""

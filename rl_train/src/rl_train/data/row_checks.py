@@ -12,11 +12,11 @@ from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import with_prompt
-from rl_train.config.prompt_files import prompt_problem
 from rl_train.config.schema import DataConfig
 from rl_train.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceFields, RecordFields, RowsConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed
 from rl_train.data.record_functions import PACKAGED
+from rl_train.prompts.prompt_files import prompt_problem
 
 
 def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:

@@ -17,7 +17,6 @@ from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import BadRows, Source, read_data, read_source
 from rl_train.config.aliases import expand_data_paths
-from rl_train.config.path_lookup import looks_like_path
 from rl_train.config.schema import DataConfig
 from rl_train.config.section_resolver import section_of
 from rl_train.data.arrow_rows import ArrowRows, is_dataset_dict, is_table
@@ -35,6 +34,7 @@ from rl_train.data.preferences import PreferenceDataset
 from rl_train.data.record_functions import form_hint
 from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
+from rl_train.path_lookup import looks_like_path
 
 _FORMS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
     (frozenset({"messages"}), {"record_fn": "record"}),

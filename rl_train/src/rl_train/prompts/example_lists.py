@@ -1,4 +1,4 @@
-"""Lists of few-shot examples: packaged ones by name, and files in YAML or JSON Lines. Imports no torch."""
+"""Lists of few-shot examples: packaged ones by name, and files in YAML or JSON Lines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rl_core.config.diagnostics import Problems, comma_separated
 from rl_core.config.source_tree import SourceLocation
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
-from rl_train.config.yaml_reader import read_yaml
+from rl_train.yaml_reader import read_yaml
 
-PACKAGED_EXAMPLES = Path(__file__).parents[1] / "data" / "prompt_examples"
+PACKAGED_EXAMPLES = Path(__file__).parent / "prompt_examples"
 
 
 def packaged_names(folder: Path) -> list[str]:

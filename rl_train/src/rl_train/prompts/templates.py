@@ -10,8 +10,8 @@ from typing import Any
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
-from rl_train.config.prompt_files import EXAMPLES, FewShotExamples, find_prompt, placeholders, read_prompt
-from rl_train.data.few_shot import FixedExamples, NearestExamples, NoExamples, select_examples
+from rl_train.prompts.few_shot import FixedExamples, NearestExamples, NoExamples, select_examples
+from rl_train.prompts.prompt_files import EXAMPLES, FewShotExamples, find_prompt, placeholders, read_prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
-from rl_train.config.prompt_examples import find_examples, read_examples
-from rl_train.config.prompt_files import BM25S, FewShotExamples, check_fields, needed_fields
+from rl_train.prompts.example_lists import find_examples, read_examples
+from rl_train.prompts.prompt_files import BM25S, FewShotExamples, check_fields, needed_fields
 
 _log = logging.getLogger("rlcore")
 

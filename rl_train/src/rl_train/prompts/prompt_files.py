@@ -1,6 +1,6 @@
 """Prompt configs: YAML files with the messages of a prompt and its few-shot examples, in the format of NeMo-Skills.
 
-Finds, reads and checks the files. Imports no torch, because `rlcore validate` uses it.
+Finds, reads and checks the files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from rl_core.config.source_tree import KeyPath, Node, SourceLocation
 from rl_core.config.validation import Validator
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
-from rl_train.config.path_lookup import locate
-from rl_train.config.prompt_examples import find_examples, find_file, packaged_names, read_examples
-from rl_train.config.yaml_reader import read_yaml
+from rl_train.path_lookup import locate
+from rl_train.prompts.example_lists import find_examples, find_file, packaged_names, read_examples
+from rl_train.yaml_reader import read_yaml
 
-# Located by folder, because rl_train.config must not import rl_train.data.
-PACKAGED = Path(__file__).parents[1] / "data" / "prompt_configs"
+PACKAGED = Path(__file__).parent / "prompt_configs"
 EXAMPLES = "examples"
 """The placeholder of the user message that the few-shot examples replace."""
 BM25S = "pip install 'rl-train[prompts]'"
