@@ -1,4 +1,4 @@
-"""Moved to `rl_core.tools.runner`."""
+"""Moved to `rl_core.tools`."""
 
 import warnings
 from importlib import import_module
@@ -8,4 +8,4 @@ warnings.warn("rl_core.interfaces.tool_runner has moved to rl_core.tools.", Depr
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(import_module("rl_core.tools.runner"), name)
+    return getattr(import_module("rl_core.tools"), name)
