@@ -128,10 +128,10 @@ class Bridge:
                 if not chosen:
                     continue
                 entry = self._exported[index] if stage == self._ranks.pipeline.rank() else None
-                for number, tensors in zip(chosen, self._gather(entry, export, stage, chosen, value, dtype), strict=True):
-                    for each, tensor in zip(export.names, tensors, strict=True):
-                        if wanted is None or each[number] in wanted:
-                            yield each[number], tensor
+                gathered = self._gather(entry, export, stage, chosen, value, dtype)
+                for name, tensor in _named(export, chosen, gathered):
+                    if wanted is None or name in wanted:
+                        yield name, tensor
 
     def _gather(
         self,
@@ -223,6 +223,16 @@ class Bridge:
     def _is_copy(self, entry: LocalParameter) -> bool:
         """Whether it is the last stage's copy of the embedding, which the first stage exports."""
         return self._tied and entry.weight.hf == ("lm_head.weight",)
+
+
+def _named(export: Export, chosen: Sequence[int], gathered: Iterator[list[torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor in the manifest's order: of several experts, all tensors of the first one come first."""
+    if len(export.names) == 1:  # not collected, so that only one tensor is in memory
+        for number, [tensor] in zip(chosen, gathered, strict=True):
+            yield export.names[0][number], tensor
+        return
+    for names, tensors in zip(export.names, zip(*gathered, strict=True), strict=True):
+        yield from ((names[number], tensor) for number, tensor in zip(chosen, tensors, strict=True))
 
 
 def _merge_experts(same: Sequence[Export]) -> Export:

@@ -29,9 +29,7 @@ def send(collective):
         manifest = manifest_of(weights)
         buckets = split_into_buckets(manifest, budget_bytes=2**20)
         assert len(buckets) > 3
-        collective.send(
-            manifest, buckets, lambda names, w=weights: ((n, w[n]) for n in names), refit=str(version), version=version
-        )
+        collective.send(manifest, buckets, iter(weights.items()), refit=str(version), version=version)
 
 
 def receive(collective):

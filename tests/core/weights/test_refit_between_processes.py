@@ -14,7 +14,9 @@ import torch
 from refit_processes import ProcessEngine, ProcessPolicy, WorkerProcess
 from tiny_refit_workers import (
     ForgetfulEngine,
+    GatheringPolicy,
     HalfPrecisionEngine,
+    MortalEngine,
     PolicyThatBreaks,
     PolicyThatLoses,
     PolicyThatRepeats,
@@ -22,6 +24,7 @@ from tiny_refit_workers import (
     TinyPolicy,
 )
 
+from rl_core.cluster.ports import free_port
 from rl_core.errors import WeightSyncError
 from rl_core.weights.collective import WeightCollective, abort_rendezvous
 from rl_core.weights.shared_memory import DIRECTORY
@@ -131,6 +134,26 @@ def test_a_policy_that_breaks_in_the_middle_of_a_broadcast_leaves_no_engine_wait
     for rank in engine.ranks:
         assert rank.submit("get_weight_version").result(timeout=LIMIT_S) == -1
     assert time.monotonic() - started < LIMIT_S
+
+
+def test_an_engine_that_dies_in_the_middle_of_a_broadcast_leaves_no_rank_of_the_policy_gathering(processes):
+    """The other rank would wait in a gather that rank 0 does not start, and could not take part in the next refit."""
+    policy = ProcessPolicy(WorkerProcess(GatheringPolicy, 0), WorkerProcess(GatheringPolicy, 1))
+    policy.join(free_port("127.0.0.1"))
+    started = time.monotonic()
+    mortal = ProcessEngine(WorkerProcess(MortalEngine))
+    sync = synchronizer(policy, mortal, CollectiveTransport)
+    with pytest.raises((WeightSyncError, BrokenProcessPool)):
+        sync.sync()
+    assert policy.ranks[1].submit("get_weight_version").result(timeout=LIMIT_S) == 0
+    processes[1].become(TinyEngine)
+    engine = ProcessEngine(processes[1])
+    synchronizer(policy, engine, CollectiveTransport).sync()
+    assert_equal_on_all(policy, engine)
+    assert time.monotonic() - started < LIMIT_S
+    policy.shutdown()
+    for rank in (*policy.ranks, *mortal.ranks):
+        rank.close()
 
 
 def test_a_policy_that_is_killed_in_the_middle_of_a_refit_leaves_nothing_in_shared_memory(processes):

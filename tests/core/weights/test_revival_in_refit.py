@@ -47,8 +47,9 @@ def die_if_requested(verb, rank):
 
 class MortalPolicy(TinyPolicy):
     def iter_weights(self, names=None):
-        die_if_requested("gather", self.context.rank)
-        yield from super().iter_weights(names)
+        for named in super().iter_weights(names):
+            die_if_requested("gather", self.context.rank)
+            yield named
 
 
 class MortalEngine(TinyEngine):

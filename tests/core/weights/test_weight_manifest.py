@@ -11,6 +11,7 @@ from tiny_refit_workers import TinyModel
 from rl_core.errors import WeightSyncError
 from rl_core.weights.manifest import (
     fill,
+    in_manifest_order,
     lay_out,
     manifest_of,
     manifest_to_send,
@@ -31,6 +32,15 @@ def test_buckets_contain_every_name_once_in_order_within_the_budget_except_for_l
     assert names == [name for name in manifest if name not in large] + large
     assert buckets[len(buckets) - len(large) :] == [[name] for name in large]
     assert all(lay_out(manifest, bucket)[1] <= budget for bucket in buckets[: len(buckets) - len(large)])
+
+
+@given(manifest=manifests, budget=st.integers(1, 2000))
+def test_buckets_in_the_manifests_order_are_the_same_buckets_cut_where_a_large_tensor_belongs(manifest, budget):
+    buckets = split_into_buckets(manifest, budget_bytes=budget)
+    ordered = in_manifest_order(buckets, manifest)
+    assert [name for bucket in ordered for name in bucket] == list(manifest)
+    assert all(any(set(cut) <= set(bucket) for bucket in buckets) for cut in ordered)
+    assert len(ordered) <= 2 * len(buckets)
 
 
 def test_tensors_that_an_engine_fuses_share_a_bucket_if_they_fit():

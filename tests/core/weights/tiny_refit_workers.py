@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rl_core.weights.manifest import manifest_of, weights_of
@@ -148,6 +150,36 @@ class PolicyThatRepeats(TinyPolicy):
     def prepare_weights_for_ipc(self, budget_bytes: int = 2**20, **kwargs):
         super().prepare_weights_for_ipc(budget_bytes, **kwargs).append(["q.weight"])
         return self._refit.buckets
+
+
+class GatheringPolicy(TinyPolicy):
+    """One of two ranks, which take part in gathering each tensor."""
+
+    def join(self, port: int) -> None:
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=self.context.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=self.context.rank, world_size=2)
+
+    def iter_weights(self, names=None):
+        for name, tensor in super().iter_weights(names):
+            whole = tensor.detach().clone()
+            dist.broadcast(whole, src=0)
+            yield name, whole
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        dist.destroy_process_group()
+
+
+class MortalEngine(TinyEngine):
+    """Its process ends in the second bucket."""
+
+    buckets = 0
+
+    def load_weights(self, tensors) -> None:
+        self.buckets += 1
+        if self.buckets == 2:
+            os._exit(1)
+        super().load_weights(tensors)
 
 
 class PolicyThatBreaks(TinyPolicy):

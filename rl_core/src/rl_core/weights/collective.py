@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,6 @@ from rl_core.interfaces.policy import RefitManifest
 from rl_core.rendezvous.stores import open_store
 from rl_core.weights.manifest import ALIGNMENT, Placement, fill, lay_out
 
-Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
-"""Yields the tensors of the named bucket."""
 Load = Callable[[Mapping[str, torch.Tensor], str, int], None]
 """Receives one bucket: tensors, refit, weight version."""
 
@@ -103,7 +102,7 @@ class WeightCollective:
         self,
         manifest: RefitManifest,
         buckets: Sequence[Sequence[str]],
-        gather: Gather,
+        tensors: Iterator[tuple[str, torch.Tensor]],
         *,
         sent: RefitManifest | None = None,
         refit: str,
@@ -112,9 +111,9 @@ class WeightCollective:
         """Broadcast every bucket, from rank 0.
 
         Args:
-            manifest: forms of the tensors, as `gather` yields them.
+            manifest: forms of the tensors, as `tensors` yields them.
             buckets: their names.
-            gather: yields the tensors of one bucket.
+            tensors: name and tensor, in the order of the buckets.
             sent: the forms in which they are sent; their own by default.
             refit: id of this refit.
             version: weight version of the tensors.
@@ -134,13 +133,13 @@ class WeightCollective:
         }
         self._send_plan(plan)
         on_the_wire: list[Pending | None] = [None, None]
-        for number, (names, (places, size)) in enumerate(zip(buckets, laid_out, strict=True)):
+        for number, (places, size) in enumerate(laid_out):
             turn = number % 2
             self._wait(on_the_wire[turn])
             buffer = self._buffer(turn, size)
             try:
                 buffer[:_PREFIX].zero_()
-                fill(buffer[_PREFIX:], places, gather(names), manifest)
+                fill(buffer[_PREFIX:], places, islice(tensors, len(places)), manifest)
             except BaseException:
                 buffer[0] = _GAVE_UP
                 self._wait(on_the_wire[1 - turn])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -129,6 +130,16 @@ def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[li
         buckets[-1].extend(names)
         room -= needed
     return sorted(buckets, key=lambda names: lay_out(manifest, names)[1] > budget_bytes)
+
+
+def in_manifest_order(buckets: Sequence[Sequence[str]], manifest: RefitManifest) -> list[list[str]]:
+    """The same tensors in the manifest's order, in which one pass gathers each module once.
+
+    A bucket is cut where a tensor of another bucket belongs between two of its own.
+    """
+    row = {name: number for number, name in enumerate(manifest)}
+    ordered = sorted((row[name], number, name) for number, names in enumerate(buckets) for name in names)
+    return [[name for *_, name in same] for _, same in groupby(ordered, key=itemgetter(1))]
 
 
 def lay_out(manifest: RefitManifest, names: Iterable[str]) -> tuple[dict[str, Placement], int]:

@@ -21,7 +21,7 @@ from rl_core.weights.collective import WeightCollective
 from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid
 from rl_core.weights.disk import write_tensors
 from rl_core.weights.fingerprint import Kind, combine, tensor_digest
-from rl_core.weights.manifest import dtype_of, fill, lay_out, manifest_to_send, split_into_buckets
+from rl_core.weights.manifest import dtype_of, fill, in_manifest_order, lay_out, manifest_to_send, split_into_buckets
 from rl_core.weights.shared_memory import SegmentPair
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor), gathered one at a time; the named ones, or all of the manifest in order.
+        """Yield (name, full tensor), gathered one at a time, in the manifest's order; the named ones, or all.
 
         Every rank is called with the same names. A yielded tensor is valid only until the next step of the iterator.
         """
@@ -148,14 +148,19 @@ class WeightSource(ABC):
         if self._refit is None:
             self.prepare_weights_for_ipc()
         refit = self._open_refit()
-        if self.context.rank != 0:
-            _exhaust(self.iter_weights())
-            return 0
-        if self._collective is None:
-            raise WeightSyncError("The policy has not joined a weight collective: call init_collective on both sides.")
-        return self._collective.send(
-            refit.manifest, refit.buckets, self.iter_weights, sent=refit.sent, refit=refit.id, version=refit.version
-        )
+        buckets = in_manifest_order(refit.buckets, refit.manifest)
+        tensors = self.iter_weights([name for names in buckets for name in names])
+        try:
+            if self.context.rank != 0:
+                return 0
+            if self._collective is None:
+                raise WeightSyncError("The policy has not joined a weight collective: call init_collective on both sides.")
+            return self._collective.send(
+                refit.manifest, buckets, tensors, sent=refit.sent, refit=refit.id, version=refit.version
+            )
+        finally:
+            # The other ranks gather all tensors, even if rank 0 cannot send them.
+            _exhaust(tensors)
 
     def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> dict[str, str]:
         """Name to digest of each tensor as the receiver would store it; empty on ranks other than 0.
