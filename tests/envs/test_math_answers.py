@@ -82,26 +82,14 @@ def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, spl
     assert found == matrix
 
 
-INDEPENDENT_FALSE_POSITIVES = [
-    ("14", r"\boxed{14 \text{ litres}}"),  # the question asks for days, but it also has litres
-    ("(2x - 1)(3x + 4)", r"\boxed{x(6x+5) - 4}"),  # a sum that has a product as one term
-    (r"\$34", r"\boxed{34\%}"),  # the question has a percentage and asks for dollars
-]
-INDEPENDENT_FALSE_NEGATIVES = [
-    ("14", r"\boxed{{\color{red}14}}"),  # colors are not read
-    (r"\frac{3}{7}", r"\boxed{P(\text{red}) = \frac{3}{7}}"),  # the probability of a named event is not the name of a value
-    ("(3, 6)", r"\boxed{P(3, 6)}"),  # the name of a point is not read
-]
-
-
-def test_the_default_rule_errs_on_six_known_pairs_that_were_labeled_independently_of_it(grader):
+def test_the_default_rule_agrees_with_every_label_of_the_independent_corpus(grader):
     rows = rows_of("independent.jsonl")
     graded = grader.environment.step(
         [answered(row["completion"], row["question"]) for row in rows], [{"expected_answer": row["expected"]} for row in rows]
     )
     matrix, others = confusion(rows, graded)
-    assert sorted(others) == sorted(INDEPENDENT_FALSE_POSITIVES + INDEPENDENT_FALSE_NEGATIVES)
-    assert matrix == {(True, True): 55, (True, False): 3, (False, True): 3, (False, False): 133}
+    assert others == []
+    assert matrix == {(True, True): 58, (False, False): 136}
 
 
 GRADED_OTHERWISE_WITHOUT_BOX = {  # the ends of the completions

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_envs.math.answers import grade_answer
+from rl_envs.math.asked_units import units_of_answer
 from rl_envs.math.comparison import Comparison, compare
-from rl_envs.math.units import mentioned_units
 
 few = settings(max_examples=60, deadline=None)
 CORPUS = Path(__file__).parent / "math_corpus"
@@ -54,7 +54,9 @@ NOT_REWARDED = {
     "14 zebras": "14 cm; 14 lions; 15 zebras",
     r"5 \text{ million}": "5; 5 thousand; 5 dollars",
     "5000000": r"5\text{ thousand}; 5; 50 \text{ million}",
-    r"\$5": "5 cents; €5; 5 euros",
+    r"\$5": r"5 cents; €5; 5 euros; 5\%; 5 \text{ percent}",
+    r"5\%": r"\$5; 5 dollars; 5 \text{ cm}; 5^\circ",
+    r"5 \text{ km}": r"5\%; 5^\circ",
     r"90^\circ": r"90 \text{ radians}; 90 \text{ cm}",
     "HTH": r"HHT; H^2T; \text{HHT}; H \cdot T",
     "CAB": "ABC; A*C*B",
@@ -83,6 +85,27 @@ NOT_REWARDED = {
     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": r"\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}",
     "x^2 + 1": "y^2 + 1",
     "x = 5": "x = 5, y = 6; y = 5; x = 5 or 6",
+    "(2x - 1)(3x + 4)": r"""
+        x(6x+5) - 4; -4 + x(6x + 5); 6x^2 + 5x - 4; (6x^2+5x-4)^1; (6x^2+5x-4)^{1}; 6x^2 + x(5) - 4; 2x(3x+4) - (3x+4)
+        \frac{(6x^2+5x-4)(x+1)}{x+1}; x(6x + 5 - \frac{4}{x}); (6x^2+5x-4)(\sin^2 x + \cos^2 x); (6x^2+5x-4) \cdot \frac{x}{x}
+        -(4 - 5x - 6x^2)
+    """,
+    "(x-1)(x+1)(x+2)": "(x^2-1)(x+2); x(x+1)(x+2) - (x+1)(x+2)",
+    "x(x-3)(x+3)": "x(x^2-9); x^3 - 9x",
+    "(x-2)^2 + 3": "x^2 - 4x + 7; x(x-4) + 7; (x-2)(x-2) + 4",
+    "(x-2)^2 - 1": "(x-3)(x-1); x^2 - 4x + 3",
+    "x + 1": r"\frac{x^2-1}{x-1}; \frac{x(x+1)}{x}; (x+1)(\sin^2 x + \cos^2 x); e^{\ln(x+1)}; \sqrt{(x+1)^2}",
+    r"\frac{3}{7}": r"""
+        P(\text{red}) = \frac{4}{7}; 1 - P(\text{red}) = \frac{3}{7}; P(A) = P(B) = \frac{4}{7}; P(A) + P(B) = \frac{3}{7}
+    """,
+    "0": "x(x + 1) = 0; x(2) = 0; f(x) + 1 = 0; 2P(A) = 0",
+    "4": "x^2 = 4; 2x = 4; x(2) = 4; f(2) = 4 = 5",
+    "x^2": "f(x+1) = x^2; f(2) = x^2 + 1",
+    "(3, 6)": "P(6, 3); P(3, 6, 9); -(3, 6); 2(3, 6); P(3, 6) + Q(3, 6); P(3, 6), Q(3, 6); P = Q = (3, 7); P'(3, 7); P(3) = 6",
+    "P(3, 6)": "Q(3, 6); 3, 7",
+    "14": r"""
+        {\color{red}15}; \cancel{14}; \cancel{28} 14; \textcolor{red}{1} 4; \color{14}; \sout{14}; \text{\color{red}not } 14
+    """,
 }
 """Expected answers, each with answers that are not rewarded, separated by semicolons or line ends."""
 
@@ -134,6 +157,39 @@ REWARDED = {
     "B": r"\textbf{(B)}\ 12; (B) 12; B",
     r"\{\text{red}, \text{blue}\}": r"\{blue, red\}; \text{red}, \text{blue}",
     r"\text{square}": r"a square; \text{Square}",
+    "14": r"""
+        {\color{red}14}; \color{red} 14; \color{red}{14}; \textcolor{red}{14}; \textcolor{blue}{\mathbf{14}}
+        \color[rgb]{1,0,0} 14
+        {\bf 14}; \Large 14; {\large 14}; \mathbf 14; \ensuremath{14}; \hspace{1cm} 14; \hbox{14}; \bold{14}; \boldsymbol 14
+        \rm 14
+        14\ \checkmark; 14 \quad \blacksquare; 14 \square
+    """,
+    "x^2 + 1": r"{\color{blue}x^2} + 1; \textcolor{red}{x}^2 + 1",
+    r"\frac{3}{7}": r"""
+        P(\text{red}) = \frac{3}{7}; P(red) = \frac{3}{7}; \mathbb{P}(A) = \frac37; \Pr(A) = 3/7; P(A|B) = \frac{3}{7}
+        P(A \cap B) = \frac{3}{7}; P(A \mid B) = \frac{3}{7}; P(X = 3) = \frac{3}{7}; P(X > 3) = \frac{3}{7}; E[X] = \frac{3}{7}
+        \mathbb{E}[X] = \frac{3}{7}; E(X) = \frac{3}{7}; \text{P(red)} = \frac{3}{7}; P_1 = \frac{3}{7}
+        P(\text{not blue}) = \frac{3}{7}
+        P(\text{red}) = \frac{6}{14} = \frac{3}{7}; \text{Var}(X) = \frac{3}{7}
+    """,
+    "7": "f(2) = 7; g(-1) = 7; f(2)=7; f^{-1}(3) = 7; |AB| = 7; \\overline{AB} = 7; AB = 7; a_{10} = 7; S_{10} = 7; n = 7",
+    "2x": r"f'(x) = 2x; y' = 2x; \frac{dy}{dx} = 2x; \frac{d}{dx} f(x) = 2x; f(x) = 2x",
+    "3": r"\lim_{x \to 0} f(x) = 3",
+    r"30^\circ": r"\angle ABC = 30^\circ; m\angle ABC = 30^\circ; \angle A = 30^\circ; \theta = 30^\circ",
+    "(3, 6)": r"""
+        P(3, 6); P = (3, 6); P_1(3, 6); P\,(3, 6); \text{P}(3, 6); A'(3, 6); P: (3, 6); \left(3, 6\right); (x, y) = (3, 6)
+    """,
+    "P(3, 6)": "(3, 6); P(3, 6); P = (3, 6)",
+    "(2x - 1)(3x + 4)": r"""
+        (3x+4)(2x-1); (1-2x)(-3x-4); 6(x - \frac{1}{2})(x + \frac{4}{3}); -(1 - 2x)(3x + 4); (2x-1) \cdot (3x+4)
+    """,
+    "(x-1)^2": "(x-1)(x-1); (1-x)^2",
+    "(x^2-1)(x+2)": "(x-1)(x+1)(x+2)",
+    "2(x-3)(x+3)": "(2x-6)(x+3)",
+    "(x-2)^2 + 3": "3 + (x-2)^2; (2-x)^2 + 3",
+    "x^2 + 2x + 1": "1 + 2x + x^2",
+    r"\frac{x^2-1}{2}": r"\frac{1}{2}x^2 - \frac{1}{2}; \frac12(x^2 - 1)",
+    r"\frac{x+1}{x-1}": r"1 + \frac{2}{x-1}; -\frac{x+1}{1-x}",
 }
 """Expected answers, each with answers that are rewarded."""
 
@@ -195,10 +251,48 @@ def test_two_values_joined_in_any_way_are_rewarded_for_neither(one, other, conne
         ("How many degrees has the angle?", r"5 \text{ radians}", False),
         ("Put the number in a box.", "5 boxes", False),
         ("", "5 cm", True),
+        ("A tank of 60 litres loses 12 litres a day. After how many days is it empty?", r"5 \text{ litres}", False),
+        ("A tank of 60 litres loses 12 litres a day. After how many days is it empty?", r"5 \text{ days}", True),
+        ("How many more red marbles than blue balls are in 3 boxes?", "5 marbles", True),
+        ("How many more red marbles than blue balls are in 3 boxes?", "5 boxes", False),
+        ("How many more red marbles than blue balls are in 3 boxes?", "5 balls", False),
+        ("How many miles of road does a driver see in 10 minutes?", "5 miles", True),
+        ("How many miles of road does a driver see in 10 minutes?", "5 min", False),
+        ("How many square feet of carpet does a room of 1 ft by 5 ft need?", r"5 \text{ ft}^2", True),
+        ("How many square feet of carpet does a room of 1 ft by 5 ft need?", r"5 \text{ ft}", False),
+        ("How many dozen eggs are in 60 eggs?", "5 \\%", False),
+        ("A cyclist rides 10 miles in 2 hours. How many miles per hour is that?", "5 mph", True),
+        ("A cyclist rides 10 miles in 2 hours. How many miles per hour is that?", "5 miles", False),
+        ("A rectangle has sides of 1 cm and 5 cm. What is its area?", r"5 \text{ cm}^2", True),
+        ("A rectangle has sides of 1 cm and 5 cm. What is its area?", r"5 \text{ cm}", False),
+        ("A cube has edges of 2 cm. Find the volume.", r"5 \text{ cm}^2", False),
+        ("A square has an area of 25 m^2. What is the length of a side?", r"5 \text{ m}", True),
+        ("A square has an area of 25 m^2. What is the length of a side?", r"5 \text{ m}^2", False),
+        ("A pen costs $1. How much do 5 boxes with a pen each cost?", "5 boxes", False),
+        ("A pen costs $1. How much do 5 boxes with a pen each cost?", "5 dollars", True),
+        ("How long does a trip of 300 km at 60 km/h take?", "5 h", True),
+        ("How tall is a child of 5 years, in feet?", "5 years", False),
+        ("How old is a child of 5 feet?", "5 feet", False),
+        ("A film starts at noon. When does it end?", "5 pm", True),
+        ("How many hours are left?", "5 pm", False),
+        ("What is 2 + 3?", "5 pm", False),
+        ("What is 2 + 3?", r"5^\circ", False),
+        ("Which number lies in the middle of 4 and 6?", "5 inches", False),
+        ("Which is Tom's number?", "5 s", False),
+        ("How large is angle A?", r"5^\circ", True),
+        ("What percent of 20 is 1?", r"5\%", True),
+        ("How many percent of the students are ill?", r"5\%", True),
+        ("By how much percent do prices rise?", r"5\%", True),
+        ("What is the interest rate?", r"5\%", True),
+        ("What is the percent increase of the cost?", r"5\%", True),
+        ("Prices fall by 10\\%. How many dollars does a pen of $5.56 cost?", r"5\%", False),
+        ("Prices fall by 10\\%. What does a pen of $5.56 cost now?", r"5\%", False),
+        ("What is 2 + 3?", r"5\%", False),
+        ("", r"5\%", True),
     ],
 )
 def test_a_unit_that_the_expected_answer_lacks_must_be_in_the_question(question, answer, is_rewarded):
-    assert rewarded("5", answer, units=mentioned_units(question)) is is_rewarded
+    assert rewarded("5", answer, units=units_of_answer(question)) is is_rewarded
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,24 @@ from typing import Any
 
 import sympy
 
+from rl_envs.math.forms import has_form_of
 from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of
 from rl_envs.math.inequalities import as_interval, without_variable
-from rl_envs.math.lists import EQUALS, elements, in_order_of_names, is_named, kinds_agree, left_side, without_name
+from rl_envs.math.lists import (
+    EQUALS,
+    elements,
+    in_order_of_names,
+    is_named,
+    kinds_agree,
+    left_side,
+    stated,
+    without_name,
+    without_point_names,
+)
 from rl_envs.math.notation import compact, has_text, normalize, plain, split_top, without_layout
 from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, is_rounding_of, read_clock, read_number, read_numeral
-from rl_envs.math.unevaluated import more_undone, undone_arithmetic
-from rl_envs.math.units import Quantity, are_different, is_mentioned, quantity
+from rl_envs.math.unevaluated import undone_arithmetic
+from rl_envs.math.units import PERCENT, Quantity, are_different, is_among, quantity
 from rl_envs.math.words import has_same_letters, has_same_words, is_same_choice, is_same_date, is_words, symbol_of
 
 LONGEST_ANSWER = 4000
@@ -90,7 +101,8 @@ class _Comparer:
         if "\\emptyset" in (expected, answer) or _DATE_OR_RANGE.fullmatch(compact(expected)):
             return Comparison.DIFFERENT
         expected, answer = _as_intervals(without_variable(expected), without_variable(answer))
-        if any("\\begin" in text or _ORDER.search(text) for text in (expected, answer)):
+        expected, answer = without_point_names(expected, answer)
+        if any("\\begin" in text or _ORDER.search(stated(text)) for text in (expected, answer)):
             return self._whole(expected, answer)
         for structured in (self._approximation, self._plus_minus, self._collection, self._equation, self._ratio):
             found = structured(expected, answer)
@@ -214,7 +226,8 @@ class _Comparer:
             return _equal_if(numerals[0] == numerals[1])
         gold = quantity(expected)
         given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold)
-        if are_different(gold.unit, given.unit) or not self._may_have(gold, given):
+        is_unit_for_percent = (gold.is_percent and given.unit is not None) or (given.is_percent and gold.unit is not None)
+        if is_unit_for_percent or are_different(gold.unit, given.unit) or not self._may_have(gold, given):
             return Comparison.DIFFERENT
         found = self._value(gold.value, given.value)
         if gold.is_percent == given.is_percent:
@@ -225,14 +238,15 @@ class _Comparer:
         """Whether the answer may have its unit. A single letter is a choice, without a unit."""
         if given.unit is None or gold.unit is not None:
             return True
-        return not gold.value.isalpha() and (self._units is None or is_mentioned(given.unit, self._units))
+        return not gold.value.isalpha() and (self._units is None or is_among(given.unit, self._units))
 
     def _percent(self, expected: str, answer: str, as_unit: Comparison, *, expected_is_percent: bool) -> Comparison:
         """If only one of them has a percent sign, it is an optional unit (50 for 50%) or a factor of 1/100 (0.5)."""
         gold, given = read_number(expected), read_number(answer)
         if gold is None or given is None:
             return Comparison.DIFFERENT if as_unit is Comparison.EQUAL else as_unit
-        if as_unit is Comparison.EQUAL and (expected_is_percent or abs(gold.value) > 1):
+        asks_percent = self._units is None or PERCENT in self._units
+        if as_unit is Comparison.EQUAL and (expected_is_percent or (asks_percent and abs(gold.value) > 1)):
             return Comparison.EQUAL
         factor = 100 if expected_is_percent else sympy.Rational(1, 100)
         return self._undone_or(_equal_if(given.value * factor == gold.value), given.undone - gold.undone)
@@ -251,10 +265,8 @@ class _Comparer:
         expected_tree = _as_tree(expected, gold)
         if expected_tree is None:
             return Comparison.DIFFERENT
-        undone = more_undone(
-            given.undone if given else undone_arithmetic(answer, answer_tree),
-            gold.undone if gold else undone_arithmetic(expected, expected_tree),
-        )
+        undone = given.undone if given else undone_arithmetic(answer, answer_tree)
+        undone -= gold.undone if gold else undone_arithmetic(expected, expected_tree)
         if undone - self._allowed and not self._allow_unevaluated:
             return Comparison.UNEVALUATED
         if not has_same_letters(expected, answer):
@@ -262,8 +274,13 @@ class _Comparer:
         if not isinstance(expected_tree, sympy.Expr) or not isinstance(answer_tree, sympy.Expr):
             return _equal_if(is_verified(expected_tree, answer_tree))
         found = _equal_if(has_same_value(expected_tree, answer_tree, gold, given))
-        has_more_variables = bool(answer_tree.free_symbols - expected_tree.free_symbols)
-        return self._undone_or(found, frozenset({"variable"})) if found is Comparison.EQUAL and has_more_variables else found
+        if found is Comparison.EQUAL and not self._has_form(expected_tree, answer_tree):
+            return self._undone_or(found, frozenset({"form"}))
+        return found
+
+    def _has_form(self, expected: Any, answer: Any) -> bool:
+        has_more_variables = bool(answer.free_symbols - expected.free_symbols)
+        return not has_more_variables and has_form_of(expected, answer, lowest_terms=REDUCTION not in self._allowed)
 
     def _whole(self, expected: str, answer: str) -> Comparison:
         """Inequalities, sets and matrices, compared by math-verify."""
@@ -272,7 +289,7 @@ class _Comparer:
             return Comparison.UNREADABLE
         if trees[0] is None:
             return Comparison.DIFFERENT
-        undone = more_undone(undone_arithmetic(answer, trees[1]), undone_arithmetic(expected, trees[0]))
+        undone = undone_arithmetic(answer, trees[1]) - undone_arithmetic(expected, trees[0])
         return self._undone_or(_equal_if(has_same_letters(expected, answer) and is_verified(*trees)), undone)
 
     def _undone_or(self, found: Comparison, undone: frozenset[str]) -> Comparison:

@@ -11,9 +11,9 @@ from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
 from rl_envs.completions import final_text
 from rl_envs.config import MathEnvironmentConfig, read_section
+from rl_envs.math.asked_units import units_of_answer
 from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
 from rl_envs.math.lowest_terms import needs_lowest_terms
-from rl_envs.math.units import mentioned_units
 from rl_envs.single_turn import correctness_replies, ended
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
@@ -62,7 +62,7 @@ class MathEnvironment(EnvironmentInterface):
                 expected=_expected_answer(row, info),
                 completion=final_text(log[-1]["content"])[-LONGEST_COMPLETION:],
                 lowest_terms=needs_lowest_terms(_question(log)),
-                units=mentioned_units(_question(log)),
+                units=units_of_answer(_question(log)),
             )
             for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
         ]

@@ -64,6 +64,11 @@ def has_same_value(expected: Any, answer: Any, gold: Number | None, given: Numbe
     return value is not None and is_rounded(value, decimal)
 
 
+def is_identity(one: Any, other: Any) -> bool:
+    """Whether two formulas have the same value for all values of their variables."""
+    return _is_zero(_exact(one) - _exact(other))
+
+
 def value_of(formula: Any) -> Fraction | None:
     """The value of a formula to 30 digits; None if it has variables or is not a real number."""
     value = None if formula.free_symbols - {_IMAGINARY} else _number_at(_exact(formula), {})

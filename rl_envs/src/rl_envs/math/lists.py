@@ -12,9 +12,17 @@ from rl_envs.math.units import quantity
 EQUALS = r"(?<![<>!:])=(?!=)"
 """Separates the sides of an equation."""
 _SEPARATORS = r"[,;]"
+_VARIABLE = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s*[A-Za-z])*\))?"
+_NUMBER = r"-?\s*(?:\d+(?:[./]\d+)?|\\frac\{\d+\}\{\d+\}|\\pi)"
+_OF_EVENT = r"(?:\\mathbb\{[PE]\}|\\text\{(?:Pr|Var|E|P)\}|\\?Pr|P|E)\s*(?:\([^()]*(?:\([^()]*\)[^()]*)?\)|\[[^\[\]]*\])"
 _LEFT_SIDE = re.compile(
-    r"(?!\\not(?![A-Za-z]))\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s*[A-Za-z])*\))?|\\text\{[^{}]*\}(?:\s*\w+)?"
+    rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}"
+    rf"|[fghpqFGHQ](?:\^\{{?-1\}}?|'+)?\s*\(\s*(?:{_NUMBER}|[A-Za-z])\s*\)"  # a function at a point
+    r"|\|[A-Z]{2}\||\\overline\s*\{[A-Z]{2}\}|m?\s*\\angle\s*[A-Z]{1,3}"
+    r"|\\frac\{d(?:\^\{\d\})?\s*[a-z]?\}\{d\s*[a-z](?:\^\{\d\})?\}(?:\s*[a-z]\s*\([a-z]\))?"  # a derivative
+    r"|\\lim_\{[^{}]*\}\s*[a-z](?:\s*\([a-z]\)|_\{?n\}?))"
 )
+_POINT = re.compile(r"(?:\\text\{\s*)?([A-Z])\s*\}?((?:_\{?\w+\}?|')*)\s*[:=]?\s*(\(.*\))")
 
 
 def elements(text: str) -> tuple[str, list[str]]:
@@ -58,6 +66,27 @@ def kinds_agree(expected: str, answer: str) -> bool:
 def is_named(sides: Sequence[str]) -> bool:
     r"""Whether the left side of an equation is a name such as `x`, `f(x)` or `\text{area}`."""
     return len(sides) > 1 and _LEFT_SIDE.fullmatch(sides[0]) is not None
+
+
+def stated(text: str) -> str:
+    """The text without the name of a value in front of an equals sign."""
+    return "=".join(without_name(split_top(text, EQUALS)))
+
+
+def without_point_names(expected: str, answer: str) -> tuple[str, str]:
+    """Both texts; as pairs of coordinates if one is a pair and the other a named point, or both are points of the same name."""
+    names, pairs = zip(*map(_point, (expected, answer)), strict=True)
+    is_same = None not in pairs and (names[0] == names[1] or "" in names)
+    return (pairs[0], pairs[1]) if is_same else (expected, answer)
+
+
+def _point(text: str) -> tuple[str, str | None]:
+    """The name of a point and its coordinates, `P` and `(3, 6)`; empty for bare coordinates, and None for another text."""
+    match = _POINT.fullmatch(text)
+    name, pair = ("", text) if match is None else (match.group(1) + match.group(2), match.group(3))
+    enclosed = brackets(pair)
+    is_pair = enclosed is not None and enclosed[0] + enclosed[2] == "()" and len(split_top(enclosed[1], ",")) > 1
+    return name, pair if is_pair else None
 
 
 def left_side(sides: Sequence[str]) -> str:

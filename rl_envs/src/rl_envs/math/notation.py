@@ -17,17 +17,28 @@ _CHARACTERS = str.maketrans(
         "\u00a0": " ", "\u202f": " ", "\n": " ", "\t": " ", "“": '"', "”": '"',
     }
 )  # fmt: skip
-_STYLES = "text|textbf|textit|textrm|textnormal|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|underline"
+_STYLES = (
+    "text|textbf|textit|textrm|textnormal|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|bold|mbox|hbox|underline"
+)
+_SWITCHES = (
+    "displaystyle|textstyle|limits|bf|rm|it|sf|tt|bfseries|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
+    "|ensuremath"
+)
 _FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|det"
 _LAYOUT: Sequence[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right|big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
-        (r"\\(?:displaystyle|textstyle|limits)(?![A-Za-z])", ""),
+        (rf"\\(?:{_SWITCHES})(?![A-Za-z])", ""),
+        (r"\\color\s*(?:\[[A-Za-z]*\])?\s*\{[^{}]*\}", ""),
+        (r"\\textcolor\s*(?:\[[A-Za-z]*\])?\s*\{[^{}]*\}\s*(?=\{)", ""),
+        (r"\\hspace\*?\s*\{[^{}]*\}", " "),
+        (rf"\\(?:{_STYLES})(?![A-Za-z])(?!\s*\{{)", " "),
         (r"(?<=\d)(?:\\,|\{,\}|\\!,|,\\!)(?=\d{3}(?!\d))", ","),
         (r"(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\!", ""),
         (r"\s+", " "),
+        (r"(?<=[ }])\s*(?:\\(?:checkmark|blacksquare|square|qed)|[\u2713\u2714\u220e])\s*$", ""),
     )
 ]
 _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [

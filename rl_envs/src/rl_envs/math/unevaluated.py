@@ -29,13 +29,9 @@ _IN_TEXT = {
 _FRACTION = re.compile(
     r"\\frac\s*\{\s*-?\s*(\d{1,300})\s*\}\s*\{\s*-?\s*(\d{1,300})\s*\}|(?<![\d.^])(\d{1,300})\s*[/:]\s*(\d{1,300})(?![\d.])"
 )
+_LOGARITHM = re.compile(r"\\(?:ln|log)(?![a-z])")
 _ALWAYS = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative, sympy.Mod, sympy.factorial, sympy.binomial)
 _OF_RATIONALS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
-
-
-def more_undone(answer: frozenset[str], expected: frozenset[str]) -> frozenset[str]:
-    """Unevaluated operations that only the answer has; factoring counts only if a product is expected."""
-    return answer - expected - (frozenset() if "expansion" in expected else frozenset({"factoring"}))
 
 
 def undone_arithmetic(text: str, tree: Any) -> frozenset[str]:
@@ -49,31 +45,11 @@ def undone_arithmetic(text: str, tree: Any) -> frozenset[str]:
     for above, below, plain_above, plain_below in _FRACTION.findall(text):
         numerator, denominator = int(above or plain_above), int(below or plain_below)
         kinds |= reducible(numerator, denominator) if denominator else frozenset()
+    if _LOGARITHM.search(text) and not tree.has(sympy.log):
+        kinds.add("logarithm")
     for node in sympy.preorder_traversal(tree):
         kinds |= _of_node(node)
-    return frozenset(kinds) | _polynomial_form(tree)
-
-
-def _polynomial_form(tree: Any) -> frozenset[str]:
-    """Whether a polynomial is a product of sums (not expanded) or a sum (not factored); empty for other formulas.
-
-    The answer must have the expected form: `(x + 2)^2` does not answer "Expand (x + 2)^2".
-    """
-    if not isinstance(tree, sympy.Expr) or not tree.free_symbols or not tree.is_polynomial():
-        return frozenset()
-    if any(_is_product_of_sums(node) for node in sympy.preorder_traversal(tree)):
-        return frozenset({"expansion"})
-    factors = _flat(tree, sympy.Mul) if isinstance(tree, sympy.Mul) else [tree]
-    return frozenset({"factoring"}) if any(isinstance(factor, sympy.Add) for factor in factors) else frozenset()
-
-
-def _is_product_of_sums(node: Any) -> bool:
-    if isinstance(node, sympy.Pow):
-        return isinstance(node.base, sympy.Add) and bool(node.free_symbols)
-    if not isinstance(node, sympy.Mul):
-        return False
-    factors = [factor for factor in _flat(node, sympy.Mul) if factor.free_symbols]
-    return len(factors) > 1 and any(isinstance(factor, sympy.Add) for factor in factors)
+    return frozenset(kinds)
 
 
 def _of_node(node: Any) -> set[str]:

@@ -33,11 +33,13 @@ woman women word worker
 _NAMES = {alias: name for name, aliases in _MEASURES.items() for alias in (name, *aliases.split())} | {
     noun: noun for noun in _COUNTED.split()
 }
-_SAME = {"mi/h": "mph", "km/h": "kmh"}
+RATES = {"mi/h": "mph", "km/h": "kmh"}
+"""Rates with a name of their own."""
+PERCENT = "percent"
 _LETTERS_OF_UNITS = frozenset("mglsh")
 """Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
 _ATTACHED = "mm|cm|km|kg|mg|ml|lb|lbs|oz|ft|mph|pm|am"
-_CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling"}
+CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling"}
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF])?\s*\}?$")
 _TEXT = r"\\text\{((?:[^{}]|\{-?\d+\})*)\}"
 _RATE = re.compile(rf"\\frac\{{{_TEXT}\}}\{{{_TEXT}\}}")
@@ -46,7 +48,6 @@ _POWER = re.compile(r"\^?\{?(-?\d+)")
 _WORDS = re.compile(r"(?<=[\d}%)])\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\s*[A-Za-z]+(?:\^\{?-?\d\}?)?)?)$")
 _LETTERS = re.compile(rf"(?<=\d)({_ATTACHED})$")
 _TERM = r"[a-z]+(?:\^(?:2|3|-1|-2))?"
-_BOXED = re.compile(r"\bin (?:a|the) box\b")
 _UNIT = re.compile(rf"({_TERM})(?:[ /]({_TERM}))?(?:[ /]({_TERM}))?")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|(?<=[\d}])\s*percent)$")
 
@@ -70,7 +71,7 @@ def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None
         expected: the expected answer, if `text` is the model's. It may have any unit (`14 \text{ zebras}`), the model's answer
             only this or a listed one.
     """
-    for symbol, unit in _CURRENCIES.items():
+    for symbol, unit in CURRENCIES.items():
         if text.removeprefix("-").startswith(symbol) or text.endswith(symbol):
             return Quantity(value=text.replace(symbol, "", 1).replace("- ", "-").strip(), unit=unit)
     if percent := _PERCENT.search(text):
@@ -100,7 +101,7 @@ def canonical(unit: str) -> str:
     text = re.sub(r"\s*(?:\bper\b|/)\s*", "/", text.strip(" ."))
     text = re.sub(r"(years?) old\b", r"\1", text)
     text = " ".join(re.sub(r"[a-z][a-z.]*", lambda word: _name(word.group()), text).split())
-    return _SAME.get(text, text)
+    return RATES.get(text, text)
 
 
 def is_listed(unit: str) -> bool:
@@ -109,25 +110,10 @@ def is_listed(unit: str) -> bool:
     return match is not None and all(term.partition("^")[0] in _NAMES for term in match.groups() if term is not None)
 
 
-def mentioned_units(question: str) -> tuple[str, ...] | None:
-    """The units in a question, which an answer may have although the expected one has none; None without a question.
-
-    Times of day and the general `unit` are always among them, and angles unless the question has one of the two.
-    """
-    words = re.findall(r"[a-z]+", _BOXED.sub("", question.lower()))
-    if not words:
-        return None
-    units = {_name(word) for word in words if _name(word) in _NAMES}
-    units |= {unit for symbol, unit in _CURRENCIES.items() if symbol in question}
-    units |= {term for rate, same in _SAME.items() if same in units for term in rate.split("/")}
-    units |= {"degree"} if "circ" in words or "°" in question else set()
-    return tuple(sorted(units | {"unit", "am", "pm"} | (set() if units & {"degree", "radian"} else {"degree", "radian"})))
-
-
-def is_mentioned(unit: str, units: Sequence[str]) -> bool:
-    """Whether all terms of a canonical unit are among the mentioned ones."""
-    rate = next((rate for rate, same in _SAME.items() if same == unit and same not in units), unit)
-    return all(term.partition("^")[0] in units for term in re.split("[ /]", rate))
+def is_among(unit: str, units: Sequence[str]) -> bool:
+    """Whether a canonical unit, or each of its terms, is among the given ones: `km/h` if km and h are."""
+    rate = next((rate for rate, same in RATES.items() if same == unit), unit)
+    return unit in units or rate in units or all(term in units for term in re.split("[ /]", rate))
 
 
 def are_different(expected: str | None, answer: str | None) -> bool:
