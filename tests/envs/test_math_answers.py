@@ -82,14 +82,25 @@ def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, spl
     assert found == matrix
 
 
-def test_the_default_rule_agrees_with_every_label_of_the_independent_corpus(grader):
-    rows = rows_of("independent.jsonl")
+@pytest.mark.parametrize(
+    ("file", "unpaid", "matrix"),
+    [
+        ("independent.jsonl", [], {(True, True): 58, (False, False): 136}),
+        (
+            "second_independent.jsonl",
+            [(r"\text{composite}", r"\boxed{\text{composite number}}")],  # words are compared as a whole
+            {(True, True): 73, (True, False): 1, (False, False): 114},
+        ),
+    ],
+)
+def test_the_default_rule_rewards_no_wrong_answer_of_the_independent_corpora(grader, file, unpaid, matrix):
+    rows = rows_of(file)
     graded = grader.environment.step(
         [answered(row["completion"], row["question"]) for row in rows], [{"expected_answer": row["expected"]} for row in rows]
     )
-    matrix, others = confusion(rows, graded)
-    assert others == []
-    assert matrix == {(True, True): 58, (False, False): 136}
+    found, others = confusion(rows, graded)
+    assert others == unpaid
+    assert found == matrix
 
 
 GRADED_OTHERWISE_WITHOUT_BOX = {  # the ends of the completions

@@ -93,6 +93,17 @@ NOT_REWARDED = {
     "(x-1)(x+1)(x+2)": "(x^2-1)(x+2); x(x+1)(x+2) - (x+1)(x+2)",
     "x(x-3)(x+3)": "x(x^2-9); x^3 - 9x",
     "(x-2)^2 + 3": "x^2 - 4x + 7; x(x-4) + 7; (x-2)(x-2) + 4",
+    "4n - 1": "3 + 4(n-1); 4(n-1) + 3; 2(2n - 1) + 1; 4n + 2(1) - 3",
+    r"4\sqrt{2} - 1": r"3 + 4(\sqrt{2} - 1)",
+    r"\frac{x+3}{2}": r"1 + \frac{x+1}{2}",
+    "-2, 0, 2": r"0, \pm 3; \pm 2; 0, \pm 2, 2; (0, \pm 2)",
+    r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}": r"""
+        A^T = \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}; 2A = \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}
+        A = B = \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+    """,
+    r"A = \begin{pmatrix} 1 & 3 \end{pmatrix}": r"B = \begin{pmatrix} 1 & 3 \end{pmatrix}",
+    "39": r"\text{Answer: not } 39; \text{Answer: } 39, 40; \text{The answer is not } 39; \text{Answer } 39; 3\phantom{9}",
+    r"\$60": "EUR 60; GBP 60; USD 61; USD60 60",
     "(x-2)^2 - 1": "(x-3)(x-1); x^2 - 4x + 3",
     "x + 1": r"\frac{x^2-1}{x-1}; \frac{x(x+1)}{x}; (x+1)(\sin^2 x + \cos^2 x); e^{\ln(x+1)}; \sqrt{(x+1)^2}",
     r"\frac{3}{7}": r"""
@@ -184,6 +195,22 @@ REWARDED = {
         (3x+4)(2x-1); (1-2x)(-3x-4); 6(x - \frac{1}{2})(x + \frac{4}{3}); -(1 - 2x)(3x + 4); (2x-1) \cdot (3x+4)
     """,
     "(x-1)^2": "(x-1)(x-1); (1-x)^2",
+    "4n - 1": "-1 + 4n; a_n = 4n - 1",
+    "y = -2x + 7": "y = 5 - 2(x - 1); y - 5 = -2(x - 1)",
+    "-2, 0, 2": r"0, \pm 2; x = 0, \pm 2; \{0, \pm 2\}; x = \pm 2, x = 0; x = \pm 2, 0; \pm 2 \text{ and } 0",
+    r"\{-2, -1, 0, 1, 2\}": r"0, \pm 1, \pm 2; \{\pm 2, \pm 1, 0\}",
+    r"1 + \sqrt{2}, 1 - \sqrt{2}, 3": r"3, 1 \pm \sqrt{2}",
+    r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}": r"""
+        A^T = \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}; A = \begin{bmatrix} 1 & 3 \\ 2 & 4 \end{bmatrix}
+        A^{-1} = \begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}
+    """,
+    r"A = \begin{pmatrix} 1 & 3 \end{pmatrix}": r"\begin{pmatrix} 1 & 3 \end{pmatrix}; A = \begin{pmatrix} 1 & 3 \end{pmatrix}",
+    "39": r"""
+        \phantom{x}39\phantom{x}; \text{Answer: } 39; \text{Answer: 39}; Answer: 39
+        \text{The final answer is } 39; The answer is $39$
+        \textbf{Answer:} 39
+    """,
+    r"\$60": r"USD 60; US\$60; \text{USD } 60; 60 USD; \text{US}\$60",
     "(x^2-1)(x+2)": "(x-1)(x+1)(x+2)",
     "2(x-3)(x+3)": "(2x-6)(x+3)",
     "(x-2)^2 + 3": "3 + (x-2)^2; (2-x)^2 + 3",
@@ -289,6 +316,9 @@ def test_two_values_joined_in_any_way_are_rewarded_for_neither(one, other, conne
         ("Prices fall by 10\\%. What does a pen of $5.56 cost now?", r"5\%", False),
         ("What is 2 + 3?", r"5\%", False),
         ("", r"5\%", True),
+        ("What is the probability of 5 beans?", "5 beans", False),
+        ("What fraction of the beans is green?", "5 beans", False),
+        ("What is the ratio of apples to pears?", "5 apples", False),
     ],
 )
 def test_a_unit_that_the_expected_answer_lacks_must_be_in_the_question(question, answer, is_rewarded):

@@ -26,6 +26,7 @@ _QUANTITIES = [
         (r"\bhow (?:far|tall|high|deep|wide)\b", _LENGTHS),
         (r"\bhow old\b", _TIMES),
         (rf"\bhow heavy\b|\bhow much {_WITHIN}{{0,60}}?\bweigh", _MASSES),
+        (rf"{_WHAT_IS}(?:probability|chance|likelihood|ratio|fraction)\b|\b(?:what|which) fraction\b", frozenset[str]()),
         (rf"{_WHAT_IS}(?:cost|price|profit|wage|salary)\b", _MONEY),
         (rf"\b(?:how much(?! time)|what) {_WITHIN}{{0,80}}?\b(?:money|costs?|pay|paid|spend|spent|earn|earned|owe)\b", _MONEY),
     )

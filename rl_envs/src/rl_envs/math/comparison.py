@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from enum import IntEnum
 from typing import Any
 
@@ -28,7 +29,7 @@ from rl_envs.math.lists import (
 )
 from rl_envs.math.notation import compact, has_text, normalize, plain, split_top, without_layout
 from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, is_rounding_of, read_clock, read_number, read_numeral
-from rl_envs.math.unevaluated import undone_arithmetic
+from rl_envs.math.unevaluated import MULTIPLE, undone_arithmetic
 from rl_envs.math.units import PERCENT, Quantity, are_different, is_among, quantity
 from rl_envs.math.words import has_same_letters, has_same_words, is_same_choice, is_same_date, is_words, symbol_of
 
@@ -131,9 +132,8 @@ class _Comparer:
         return self.of(expected, given[-1] if is_decimal else exact)
 
     def _plus_minus(self, expected: str, answer: str) -> Comparison | None:
-        if not any(text.count("\\pm") == 1 for text in (expected, answer)):
-            return None
-        return self._unordered(_both_signs(expected), _both_signs(answer))
+        gold, given = _both_signs(expected), _both_signs(answer)
+        return None if gold is None and given is None else self._unordered(gold or _parts(expected), given or _parts(answer))
 
     def _collection(self, expected: str, answer: str) -> Comparison | None:
         r"""Tuples, intervals, sets, unions and bare lists; None if both are single."""
@@ -174,14 +174,21 @@ class _Comparer:
             return None
         if not all(gold) or not all(given):
             return Comparison.UNREADABLE
-        if is_named(gold) and is_named(given) and left_side(gold) != left_side(given):
+        are_named = is_named(gold) and is_named(given)
+        if are_named and left_side(gold) != left_side(given):
             return Comparison.DIFFERENT
         if is_named(gold) and len(given) > 1 and not is_named(given) and self._same_equation(gold, given) is Comparison.EQUAL:
             return Comparison.EQUAL
         gold, given = list(without_name(gold)), list(without_name(given))
         if len(gold) == 1:
-            return self._stated_value(gold[0], given)
+            return (self._with_multiples() if are_named else self)._stated_value(gold[0], given)
         return Comparison.DIFFERENT if len(given) == 1 else self._same_equation(gold, given)
+
+    def _with_multiples(self) -> _Comparer:
+        """Accepts `y = 5 - 2(x - 1)` for `y = 7 - 2x`, which is how a line through a point is written."""
+        other = copy(self)
+        other._allowed = self._allowed | {MULTIPLE}
+        return other
 
     def _stated_value(self, expected: str, given: Sequence[str]) -> Comparison:
         """`3 + 2 = 5` means 5, if its sides are equal."""
@@ -284,6 +291,11 @@ class _Comparer:
 
     def _whole(self, expected: str, answer: str) -> Comparison:
         """Inequalities, sets and matrices, compared by math-verify."""
+        if "\\begin" in expected + answer:
+            names = {left_side(sides) for sides in (split_top(text, EQUALS) for text in (expected, answer)) if is_named(sides)}
+            if len(names) > 1:
+                return Comparison.DIFFERENT
+            expected, answer = stated(expected), stated(answer)
         trees = formula_of(expected), formula_of(answer)
         if trees[1] is None:
             return Comparison.UNREADABLE
@@ -310,9 +322,20 @@ def _as_intervals(expected: str, answer: str) -> tuple[str, str]:
     return (expected if read[0] is None else read[0][1]), (answer if read[1] is None else read[1][1])
 
 
-def _both_signs(text: str) -> list[str]:
-    if text.count("\\pm") == 1:
-        return [text.replace("\\pm", sign).strip().removeprefix("+").strip() for sign in "+-"]
+def _both_signs(text: str) -> list[str] | None:
+    """The elements of a list or set, two for each that has one plus-minus sign; None without such an element."""
+    parts = _parts(text)
+    if all(part.count("\\pm") != 1 for part in parts):
+        return None
+    return [
+        part.replace("\\pm", sign).strip().removeprefix("+").strip()
+        for part in parts
+        for sign in ("+-" if part.count("\\pm") == 1 else ["\\pm"])
+    ]
+
+
+def _parts(text: str) -> list[str]:
+    """The elements of a list or set; a tuple is one element."""
     opening, parts = elements(text)
     return parts if opening in ("", "\\{\\}") else [text]
 

@@ -15,8 +15,9 @@ _SEPARATORS = r"[,;]"
 _VARIABLE = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s*[A-Za-z])*\))?"
 _NUMBER = r"-?\s*(?:\d+(?:[./]\d+)?|\\frac\{\d+\}\{\d+\}|\\pi)"
 _OF_EVENT = r"(?:\\mathbb\{[PE]\}|\\text\{(?:Pr|Var|E|P)\}|\\?Pr|P|E)\s*(?:\([^()]*(?:\([^()]*\)[^()]*)?\)|\[[^\[\]]*\])"
+_MATRIX = r"[A-Z]\^\{?(?:-1|T|\\top)\}?"
 _LEFT_SIDE = re.compile(
-    rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}"
+    rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}|{_MATRIX}"
     rf"|[fghpqFGHQ](?:\^\{{?-1\}}?|'+)?\s*\(\s*(?:{_NUMBER}|[A-Za-z])\s*\)"  # a function at a point
     r"|\|[A-Z]{2}\||\\overline\s*\{[A-Z]{2}\}|m?\s*\\angle\s*[A-Z]{1,3}"
     r"|\\frac\{d(?:\^\{\d\})?\s*[a-z]?\}\{d\s*[a-z](?:\^\{\d\})?\}(?:\s*[a-z]\s*\([a-z]\))?"  # a derivative

@@ -24,6 +24,7 @@ _SWITCHES = (
     "displaystyle|textstyle|limits|bf|rm|it|sf|tt|bfseries|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     "|ensuremath"
 )
+_LABEL = r"(?:[Tt]he )?(?:[Ff]inal )?(?:[Aa]nswer|[Ss]olution|[Rr]esult)\s*(?:is\b:?|:)"
 _FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|det"
 _LAYOUT: Sequence[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
@@ -32,12 +33,15 @@ _LAYOUT: Sequence[tuple[re.Pattern[str], str]] = [
         (rf"\\(?:{_SWITCHES})(?![A-Za-z])", ""),
         (r"\\color\s*(?:\[[A-Za-z]*\])?\s*\{[^{}]*\}", ""),
         (r"\\textcolor\s*(?:\[[A-Za-z]*\])?\s*\{[^{}]*\}\s*(?=\{)", ""),
+        (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (r"\\hspace\*?\s*\{[^{}]*\}", " "),
         (rf"\\(?:{_STYLES})(?![A-Za-z])(?!\s*\{{)", " "),
         (r"(?<=\d)(?:\\,|\{,\}|\\!,|,\\!)(?=\d{3}(?!\d))", ","),
         (r"(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\!", ""),
         (r"\s+", " "),
+        (rf"^\\(?:{_STYLES})\s*\{{\s*{_LABEL}\s*\}}\s*(?=.)", ""),
+        (rf"^(\\(?:{_STYLES})\s*\{{)?\s*{_LABEL}\s*(?=.)", r"\1"),
         (r"(?<=[ }])\s*(?:\\(?:checkmark|blacksquare|square|qed)|[\u2713\u2714\u220e])\s*$", ""),
     )
 ]
@@ -101,7 +105,7 @@ def without_layout(text: str) -> str:
     text = without_delimiters(text).translate(_CHARACTERS)
     for pattern, replacement in _LAYOUT:
         text = pattern.sub(replacement, text)
-    return _without(r"\{", _FINAL.sub("", text).strip())
+    return without_delimiters(_without(r"\{", _FINAL.sub("", text).strip()))
 
 
 def normalize(text: str) -> str:

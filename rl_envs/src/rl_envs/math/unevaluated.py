@@ -29,6 +29,8 @@ _IN_TEXT = {
 _FRACTION = re.compile(
     r"\\frac\s*\{\s*-?\s*(\d{1,300})\s*\}\s*\{\s*-?\s*(\d{1,300})\s*\}|(?<![\d.^])(\d{1,300})\s*[/:]\s*(\d{1,300})(?![\d.])"
 )
+MULTIPLE = "multiple of a sum"
+"""The kind of unevaluated arithmetic in `3 + 4(n - 1)`."""
 _LOGARITHM = re.compile(r"\\(?:ln|log)(?![a-z])")
 _ALWAYS = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative, sympy.Mod, sympy.factorial, sympy.binomial)
 _OF_RATIONALS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min)
@@ -70,9 +72,15 @@ def _of_node(node: Any) -> set[str]:
 
 
 def _of_sum(node: Any) -> set[str]:
-    """Two rational terms, or two with the same factor such as `2x + 3x`."""
-    terms = [_coefficient_free(term) for term in _flat(node, sympy.Add)]
-    return {"sum"} if len(set(terms)) < len(terms) else set()
+    """Two rational terms, two with the same factor such as `2x + 3x`, or a multiple of a sum such as `3 + 4(n - 1)`."""
+    terms = _flat(node, sympy.Add)
+    bare = [_coefficient_free(term) for term in terms]
+    return ({"sum"} if len(set(bare)) < len(bare) else set()) | ({MULTIPLE} if any(map(_is_multiple_of_sum, terms)) else set())
+
+
+def _is_multiple_of_sum(term: Any) -> bool:
+    others = [factor for factor in _flat(term, sympy.Mul) if not _is_rational(factor)] if isinstance(term, sympy.Mul) else []
+    return len(others) == 1 and isinstance(others[0], sympy.Add)
 
 
 def _of_product(node: Any) -> set[str]:

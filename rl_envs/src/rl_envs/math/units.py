@@ -40,6 +40,7 @@ _LETTERS_OF_UNITS = frozenset("mglsh")
 """Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
 _ATTACHED = "mm|cm|km|kg|mg|ml|lb|lbs|oz|ft|mph|pm|am"
 CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling"}
+_CODE = re.compile(r"(?:\\text\{\s*)?(USD|EUR|GBP)\s*\}?\s*|(?:\\text\{\s*)?US\s*\}?\s*(?=\\?\$)")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF])?\s*\}?$")
 _TEXT = r"\\text\{((?:[^{}]|\{-?\d+\})*)\}"
 _RATE = re.compile(rf"\\frac\{{{_TEXT}\}}\{{{_TEXT}\}}")
@@ -71,9 +72,8 @@ def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None
         expected: the expected answer, if `text` is the model's. It may have any unit (`14 \text{ zebras}`), the model's answer
             only this or a listed one.
     """
-    for symbol, unit in CURRENCIES.items():
-        if text.removeprefix("-").startswith(symbol) or text.endswith(symbol):
-            return Quantity(value=text.replace(symbol, "", 1).replace("- ", "-").strip(), unit=unit)
+    if (amount := _amount(text)) is not None:
+        return amount
     if percent := _PERCENT.search(text):
         return Quantity(value=text[: percent.start()].strip(), is_percent=True)
     if degrees := _DEGREES.search(text):
@@ -90,6 +90,18 @@ def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None
         if is_listed(unit) or (in_text if expected is None else unit == expected.unit):
             return Quantity(value=text[: match.start()].strip(), unit=unit)
     return Quantity(value=text)
+
+
+def _amount(text: str) -> Quantity | None:
+    """An amount of money with the sign or code of its currency; None for anything else."""
+    if code := _CODE.match(text):
+        text = text[code.end() :]
+        if code.group(1):
+            return Quantity(value=text, unit=_name(code.group(1).lower()))
+    for symbol, unit in CURRENCIES.items():
+        if text.removeprefix("-").startswith(symbol) or text.endswith(symbol):
+            return Quantity(value=text.replace(symbol, "", 1).replace("- ", "-").strip(), unit=unit)
+    return None
 
 
 def canonical(unit: str) -> str:
