@@ -55,7 +55,7 @@ _TIME_OF_DAY = re.compile(r"\bwhen\b|time|clock|\bnoon\b|midnight|\b[ap]\.?m\b|h
 def units_of_answer(question: str) -> tuple[str, ...] | None:
     """The canonical units that an answer may have although the expected one has none; None without a question.
 
-    They are, in this order, the units that are counted ("how many days"), those in which the answer is asked for ("in meters"
+    They are, in this order, the units that are counted ("how many days"), those in which the answer is requested ("in meters"
     at the end of a sentence), those of the asked quantity that are in the question (currencies for a cost), or else all units
     in the question. The general `unit` is always among them.
     """

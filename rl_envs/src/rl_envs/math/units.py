@@ -34,7 +34,7 @@ _NAMES = {alias: name for name, aliases in _MEASURES.items() for alias in (name,
     noun: noun for noun in _COUNTED.split()
 }
 RATES = {"mi/h": "mph", "km/h": "kmh"}
-"""Rates with a name of their own."""
+"""Rates with their names."""
 PERCENT = "percent"
 _LETTERS_OF_UNITS = frozenset("mglsh")
 """Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
