@@ -135,7 +135,7 @@ def split_into_buckets(manifest: RefitManifest, *, budget_bytes: int) -> list[li
 def in_manifest_order(buckets: Sequence[Sequence[str]], manifest: RefitManifest) -> list[list[str]]:
     """The same tensors in the manifest's order, in which one pass gathers each module once.
 
-    A bucket is cut where a tensor of another bucket belongs between two of its own.
+    A bucket is split if a tensor of another bucket belongs between two of its tensors.
     """
     row = {name: number for number, name in enumerate(manifest)}
     ordered = sorted((row[name], number, name) for number, names in enumerate(buckets) for name in names)
