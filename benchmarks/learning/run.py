@@ -32,7 +32,7 @@ from tiny_model import make_tokenizer, write_untrained_model
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.run_assembly import read_sources
+from rl_train.assembly.preparation import Preparation
 from rl_train.config.loader import load_config
 from rl_train.metrics.jsonl import read_jsonl
 from rlcore_cli.main import app
@@ -103,11 +103,11 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path | No
 def training_records(config: Path, data: Sequence[str]) -> Any:
     """The records of the training data of a config; none of its problems is held out."""
     registry = Registry(discover())
-    train, validation = read_sources(load_config(config, list(data), registry=registry).run, registry)
-    assert train is not None
-    trained, held_out = ({problem(record) for record in source.records} for source in (train, validation[""]))
+    read = Preparation(load_config(config, list(data), registry=registry).run, registry).data
+    assert read.train is not None
+    trained, held_out = ({problem(record) for record in source.records} for source in (read.train, read.validation[""]))
     assert not trained & held_out, f"{len(trained & held_out)} held-out problems are in the training data"
-    return train.records
+    return read.train.records
 
 
 def problem(record: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.run_assembly import read_sources
+from rl_train.assembly.preparation import Preparation
 from rl_train.config.loader import load_config
 
 LEARNING = Path(__file__).parents[2] / "benchmarks" / "learning"
@@ -32,7 +32,7 @@ def test_some_demonstrations_of_each_task_succeed_and_most_do_not(name):
     task = tasks[name]
     if task.problems is None:
         registry = Registry(discover())
-        records = read_sources(load_config(LEARNING / f"{name}.yaml", [], registry=registry).run, registry)[0].records
+        records = Preparation(load_config(LEARNING / f"{name}.yaml", [], registry=registry).run, registry).data.train.records
     else:
         records = random.Random(0).sample(list(islice(task.problems(), 1600)), 100)
     draw, won = random.Random(0), 0

@@ -8,22 +8,20 @@ from rl_core.errors import UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import contract_conflicts
-from rl_train.assembly.late_errors import problem_in_section, with_key
+from rl_train.assembly.late_errors import problem_in_section
 from rl_train.assembly.model_checks import (
     length_conflicts,
     length_warnings,
     missing_models,
     refuse_other_tokenizers,
-    tokenizer_key,
 )
-from rl_train.assembly.reward_checks import resolve_completion_formats
-from rl_train.assembly.run_assembly import DataLoaders, loss_of, read_sources
+from rl_train.assembly.preparation import Preparation
+from rl_train.assembly.run_assembly import loss_of
 from rl_train.config.component_checks import Finding, sections_of
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.own_weights_checks import own_weights_conflicts
+from rl_train.config.schema import RunConfig
 from rl_train.config.turn_checks import imported_turn_conflicts
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
-from rl_train.tools.task_tools import tools_of_run
 
 
 def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
@@ -72,17 +70,11 @@ def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
             yield problem
 
 
-def _load_data(loaded: LoadedConfig, registry: Registry) -> None:
+def _load_data(loaded: LoadedConfig, registry: Registry) -> RunConfig:
     """The first steps of a run: the tokenizer, the data, and the first row of each dataset as tokens."""
-    config = loaded.run
-    with with_key(f"policy.{tokenizer_key(config.policy)}"):
-        tokenizer = load_policy_tokenizer(config.policy)
-    refuse_other_tokenizers(config, tokenizer)
-    tools = tools_of_run(config, registry, tokenizer) if config.algorithm.runtime_needs.samples else None
-    with with_key("data"):
-        train, validation = read_sources(config, registry)
-        loaders = DataLoaders(config, tokenizer, train=train, validation=validation, tools=tools)
-    resolve_completion_formats(loaders.resolve_steps(config), train, *validation.values())
+    prepared = Preparation(loaded.run, registry)
+    refuse_other_tokenizers(loaded.run, prepared.tokenizer)
+    return prepared.training_config
 
 
 def _problem_of(step: Callable[[], object], *, key: str = "") -> Finding | None:

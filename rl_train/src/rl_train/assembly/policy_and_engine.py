@@ -15,14 +15,12 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.data import prompt_loader, read_data
+from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.workers import Builder, make_cluster
 from rl_train.config.loader import load_config
 from rl_train.config.schema import RunConfig
 from rl_train.config.sources import ConfigFiles
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.rollouts.seeds import sample_seed
-from rl_train.tools.task_tools import tools_of_run
 
 Message = dict[str, str]
 
@@ -117,22 +115,22 @@ def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = 
             "The config has no `policy.generation`, so there is no engine to compare with the policy. Add one, for example "
             "++policy.generation.backend=hf."
         )
-    tokenizer = load_policy_tokenizer(config.policy)
-    prompts = _first_prompts(config, registry, tokenizer, num_prompts)
-    return PolicyAndEnginePlan(config=config, registry=registry, tokenizer=tokenizer, prompts=prompts)
+    # No row after these prompts is used, so none is checked.
+    datasets = config.data.model_copy(update={"validation": None, "validation_sets": {}, "check_rows": 0})
+    prepared = Preparation(config.model_copy(update={"data": datasets}), registry, datasets=datasets)
+    tokenizer = prepared.tokenizer
+    return PolicyAndEnginePlan(
+        config=config, registry=registry, tokenizer=tokenizer, prompts=_first_prompts(prepared, num_prompts)
+    )
 
 
-def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count: int) -> Prompts:
-    train, _ = read_data(config.data.model_copy(update={"validation": None}), registry)
+def _first_prompts(prepared: Preparation, count: int) -> Prompts:
+    train, seed, padding = prepared.data.train, prepared.config.algorithm.seed, prepared.tokenizer.pad_token_id
     if train is None:
         raise ConfigError("data.train is required: prompts are taken from it. Add `data: {train: {dataset_name: ...}}`.")
     if count < 1:
         raise ConfigError(f"The number of prompts is {count}: use at least 1.")
-    # Only these prompts are used, so no later row is checked.
-    config = config.model_copy(update={"data": config.data.model_copy(update={"check_rows": 0})})
-    tools = tools_of_run(config, registry, tokenizer)
-    loader = prompt_loader(train, config, tokenizer, batch_size=count, shuffle=False, tools=tools)
-    first: BatchedDataDict[Any] = next(iter(loader))
+    first: BatchedDataDict[Any] = next(iter(prepared.prompts(train, batch_size=count)))
     usable = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
     if not usable:
         raise DataError(f"All of the first {first.size} prompts are too long and dropped: raise data.max_input_seq_length.")
@@ -140,10 +138,10 @@ def _first_prompts(config: RunConfig, registry: Registry, tokenizer: Any, count:
     rows = [torch.cat([message["token_ids"] for message in log]) for log in logs]
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {
-            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
+            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding),
             "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
             "stop_strings": [first["stop_strings"][row] for row in usable],
-            "sample_seeds": torch.tensor([sample_seed(config.algorithm.seed, row) for row in usable], dtype=torch.int64),
+            "sample_seeds": torch.tensor([sample_seed(seed, row) for row in usable], dtype=torch.int64),
         }
     )
     questions = [[{"role": message["role"], "content": message["content"]} for message in log] for log in logs]

@@ -16,15 +16,13 @@ from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
-from rl_train.assembly.data import Source, prompt_loader, read_data
-from rl_train.assembly.reward_checks import resolve_completion_formats
+from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.workers import Builder, make_cluster
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.own_weights_checks import declares_own_weights
-from rl_train.config.schema import RunConfig
+from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
 from rl_train.rollouts.eval_metrics import Group, Scores, default_ks, grouped, score
@@ -32,7 +30,7 @@ from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import environment_metrics
 from rl_train.run_folders.checkpoint_paths import CheckpointPaths, find_weights
-from rl_train.tools.task_tools import TaskTools, tools_of_run
+from rl_train.tools.task_tools import TaskTools
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with the name of the current phase, the number of finished items and their total."""
@@ -246,24 +244,20 @@ def plan_evaluation(
     _check_requirements(config, validation_set)
     _check_whose_weights(config, checkpoint, registry)
     modes = _eval_modes(config, samples=samples, greedy=greedy, ks=ks)
-    tokenizer = load_policy_tokenizer(config.policy)
-    source = _validation_data(config, validation_set, registry)
+    prepared = Preparation(config, registry, datasets=_datasets_of(config.data, validation_set))
+    tokenizer, source = prepared.tokenizer, prepared.data.validation[""]
     if len(source.records) and "messages" not in source.records[0]:
         raise ConfigError(
             f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
             "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
         )
-    config = resolve_completion_formats(config, source)
-    loaded = replace(loaded, run=config)
-    tools = tools_of_run(config, registry, tokenizer)
-    prompts = prompt_loader(source, config, tokenizer, batch_size=config.algorithm.val_batch_size, shuffle=False, tools=tools)
     return EvaluationPlan(
-        loaded=loaded,
+        loaded=replace(loaded, run=prepared.scoring_config),
         manager=manager,
         checkpoint=paths,
         tokenizer=tokenizer,
-        tools=tools,
-        prompts=prompts,
+        tools=prepared.tools,
+        prompts=prepared.prompts(source, batch_size=config.algorithm.val_batch_size),
         dataset_name=source.name,
         validation_set=validation_set,
         modes=modes,
@@ -271,13 +265,12 @@ def plan_evaluation(
     )
 
 
-def _validation_data(config: RunConfig, name: str | None, registry: Registry) -> Source:
-    data = config.data
-    if name is not None:
-        data = data.model_copy(update={"validation": data.validation_sets[name], "split": None})
-    _, source = read_data(data if data.split else data.model_copy(update={"train": None, "mix": {}}), registry)
-    assert source is not None
-    return source
+def _datasets_of(data: DataConfig, validation_set: str | None) -> DataConfig:
+    """The sections of the evaluated data: its own, and those that it is held out of."""
+    if validation_set is not None:
+        data = data.model_copy(update={"validation": data.validation_sets[validation_set], "split": None})
+    unused: dict[str, Any] = {"validation_sets": {}} if data.split else {"validation_sets": {}, "train": None, "mix": {}}
+    return data.model_copy(update=unused)
 
 
 def _check_requirements(config: RunConfig, validation_set: str | None) -> None:

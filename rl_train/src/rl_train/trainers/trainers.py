@@ -28,8 +28,9 @@ from rl_train.assembly.contracts import model_contracts
 from rl_train.assembly.data import Source
 from rl_train.assembly.losses import make_loss
 from rl_train.assembly.model_checks import check_models
+from rl_train.assembly.preparation import Preparation, RunData
 from rl_train.assembly.reward_checks import check_weights, is_conversational, try_functions
-from rl_train.assembly.run_assembly import DataLoaders, assemble_run
+from rl_train.assembly.run_assembly import assemble_run
 from rl_train.assembly.worker_code_errors import reporting_lines
 from rl_train.assembly.workers import Builder, Workers
 from rl_train.config.checks import section_conflicts
@@ -170,12 +171,13 @@ class Trainer:
         config = self.config.model_copy(update={"data": data, "algorithm": _for_dataset(algorithm, train)})
         tools = tools_of_instances(self._environments, self._tokenizer)
         sets = {"": held_out} if validates and held_out is not None else {}
-        loaders = DataLoaders(config, self._tokenizer, train=train, validation=sets, tools=tools)
+        run_data = RunData(train=train, validation=sets)
+        prepared = Preparation.of_objects(config, self._registry, tokenizer=self._tokenizer, tools=tools, data=run_data)
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
             start = lock_run_folder(start_in(folder), config.checkpointing, exits)
-            builder = Builder(run=loaders.resolve_steps(config), registry=self._registry, exits=exits, cluster=self.cluster)
+            builder = Builder(run=prepared.training_config, registry=self._registry, exits=exits, cluster=self.cluster)
             run = assemble_run(
                 builder,
                 Workers(
@@ -184,9 +186,8 @@ class Trainer:
                     environments=self._environments,
                     companions={name: model for name in COMPANIONS if (model := getattr(self, name)) is not None},
                 ),
-                loaders,
+                prepared,
                 loss_fn=self._loss_fn,
-                tokenizer=self._tokenizer,
                 resolved=config.model_dump(mode="json", serialize_as_any=True),
                 folder=folder,
             )

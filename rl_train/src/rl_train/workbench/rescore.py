@@ -16,8 +16,7 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import Source
-from rl_train.assembly.reward_checks import resolve_completion_formats
-from rl_train.assembly.run_assembly import read_sources
+from rl_train.assembly.preparation import Preparation
 from rl_train.config.loader import load_config
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
@@ -86,16 +85,15 @@ def rescore(
         what = f"no rollouts of step {missing[0]}" if missing else "no rollouts"
         raise ConfigError(f"{folder} has {what}: give the folder of a run, which has rollouts/step_000001.jsonl.")
     registry = Registry(discover())
-    run = load_config(config or folder / CONFIG, list(overrides), registry=registry).run
-    train, validation = read_sources(run, registry)
-    run = resolve_completion_formats(run, train, *validation.values())
+    prepared = Preparation(load_config(config or folder / CONFIG, list(overrides), registry=registry).run, registry)
+    run, data = prepared.scoring_config, prepared.data
     with ExitStack() as exits:
         environments = {task: constructor(section, task, registry)() for task, section in run.env.items()}
         for environment in environments.values():
             exits.callback(environment.shutdown)
         for step in selected_steps:
             yield from _of_step(
-                step, read_jsonl(files[step]), list(validation.values()) if step == 0 else [train], environments, run
+                step, read_jsonl(files[step]), list(data.validation.values()) if step == 0 else [data.train], environments, run
             )
 
 

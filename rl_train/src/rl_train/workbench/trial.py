@@ -21,8 +21,8 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.assembly.contracts import first_argument
-from rl_train.assembly.reward_checks import resolve_completion_formats, sources_of
-from rl_train.assembly.run_assembly import read_sources
+from rl_train.assembly.preparation import Preparation
+from rl_train.assembly.reward_checks import sources_of
 from rl_train.config.loader import load_config
 from rl_train.config.section_resolver import FUNCTIONS, section_of
 from rl_train.data.conversations import read_messages, without_answer
@@ -184,10 +184,11 @@ def _from_config(
     run = load_config(path, list(overrides), registry=registry).run
     if task not in run.env:
         raise ConfigError(f"{path} has no section env.{task}; its tasks are {', '.join(run.env) or 'none'}.")
-    train, validation = read_sources(run, registry)
-    run = resolve_completion_formats(run, train, *validation.values())
-    tasks = list(run.env)
-    sources = [*sources_of(task, [train], tasks=tasks)] or [*sources_of(task, [*validation.values()], tasks=tasks)][:1]
+    prepared = Preparation(run, registry)
+    run, data, tasks = prepared.scoring_config, prepared.data, list(run.env)
+    sources = [*sources_of(task, [data.train], tasks=tasks)] or [*sources_of(task, [*data.validation.values()], tasks=tasks)][
+        :1
+    ]
     rows = [row for each in sources for row in _rows_of(each.records, limit, name=each.name if len(sources) > 1 else "")]
     return run.env[task], run.max_turns[task], rows
 
