@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from rl_core.interfaces.policy import PolicyInterface
 from rl_train.component_outputs import generated
 
 QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
-"""Of |d|."""
+"""Quantiles of |d| that are reported."""
 LARGE_DIFFERENCES: Final = (0.1, 1.0)
 """Sizes of |d|, in nats; the share of tokens beyond each is reported."""
 _EDGES: Final = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 2**31)
@@ -28,9 +28,54 @@ _Z: Final = 2.326
 """The 99 % quantile of the standard normal distribution."""
 
 
+_Number = TypeVar("_Number", float, torch.Tensor)
+
+
+class TokenDifferences:
+    """Log-probabilities of the same tokens on two sides.
+
+    Args:
+        token_ids: [B, T] or [N].
+        policy: log-probabilities of the same shape, in nats.
+        engine: likewise.
+        compared: bool of the same shape: the tokens that are compared; all by default.
+
+    Attributes:
+        signed: float64, the policy's minus the engine's; 0 for tokens that are not compared.
+        num_tokens: number of compared tokens.
+    """
+
+    def __init__(
+        self, token_ids: torch.Tensor, policy: torch.Tensor, engine: torch.Tensor, *, compared: torch.Tensor | None = None
+    ) -> None:
+        self.token_ids, self.policy, self.engine = token_ids, policy, engine
+        self.compared = torch.ones_like(token_ids, dtype=torch.bool) if compared is None else compared
+        self.signed = torch.where(self.compared, (policy - engine).double(), 0.0)
+        self.num_tokens = int(self.compared.sum())
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """|signed|."""
+        return self.signed.abs()
+
+    @property
+    def mean(self) -> float:
+        """Mean size, in nats per compared token; NaN if there is none."""
+        return float(self.sizes.sum() / self.num_tokens)
+
+    def worst(self) -> tuple[int, ...]:
+        """Index of the compared token with the largest size; NaN is the largest."""
+        sizes = torch.where(self.compared, self.sizes, -1.0)
+        return tuple(int(axis) for axis in torch.unravel_index(sizes.argmax(), sizes.shape))
+
+    def values_at(self, at: tuple[int, ...]) -> str:
+        """Both log-probabilities of a token, in words."""
+        return f"{float(self.engine[at]):.4f} in the engine and {float(self.policy[at]):.4f} in the policy"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenDifference:
-    """One sampled token and what both sides say of it."""
+    """One sampled token and its log-probability on each side."""
 
     row: int
     """In the batch."""
@@ -50,7 +95,7 @@ class PositionRange:
     first: int
     """First position in the completion, from 0."""
     last: int
-    """Last position, itself included."""
+    """Last position, inclusive."""
     num_tokens: int
     multiplicative_error: float
     """exp(mean |d|)."""
@@ -73,7 +118,7 @@ class LogProbabilityAgreement:
     """
 
     multiplicative_error: float
-    """exp(mean |d|); 1 where they agree."""
+    """exp(mean |d|); 1 if they agree."""
     mean_abs_difference: float
     """Mean |d|, in nats."""
     mean_difference: float
@@ -100,7 +145,7 @@ class LogProbabilityAgreement:
 
         Two values are compared with `largest_error` of their sample: exp(mean |d|) of all tokens, and that of each range of
         positions that has at least `MIN_RANGE_TOKENS` tokens, so that many good early tokens cannot hide late ones that drift.
-        A NaN is beyond every threshold.
+        NaN exceeds every threshold.
         """
         judged = [("over all tokens", self.multiplicative_error, self.num_tokens)]
         judged += [
@@ -129,8 +174,26 @@ def largest_error(threshold: float, num_tokens: int) -> float:
     With a threshold of 1.05, 11 tokens may show 1.094, 24 tokens 1.078, 100 tokens 1.063, 1000 tokens 1.054; the limit tends to
     the threshold.
     """
-    factor = (1.0 - 1.0 / (9.0 * num_tokens) + _Z / (3.0 * math.sqrt(num_tokens))) ** 3
-    return math.exp(math.log(threshold) * factor)
+    return math.exp(math.log(threshold) * sampling_error(float(num_tokens)))
+
+
+def sampling_error(num_tokens: _Number) -> _Number:
+    """The factor by which the mean |d| of this many tokens (at least 1) may exceed the true mean; see `largest_error`."""
+    factor: _Number = (1.0 - 1.0 / (9.0 * num_tokens) + _Z / (3.0 * num_tokens**0.5)) ** 3
+    return factor
+
+
+def sampled_tokens(samples: BatchedDataDict[Any]) -> torch.Tensor:
+    """[B, T] bool: the tokens that were sampled; see `GenerationOutputSpec` for `samples`."""
+    lengths = samples["unpadded_sequence_lengths"].unsqueeze(1)
+    column = torch.arange(samples["output_ids"].shape[1])
+    sampled: torch.Tensor = (column >= lengths - samples["generation_lengths"].unsqueeze(1)) & (column < lengths)
+    return sampled
+
+
+def rows_to_score(samples: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Prompts and completions as the policy scores them; see `GenerationOutputSpec` for `samples`."""
+    return BatchedDataDict({"input_ids": samples["output_ids"], "input_lengths": samples["unpadded_sequence_lengths"]})
 
 
 def compare_log_probabilities(
@@ -162,35 +225,32 @@ def score_samples(training_backend: PolicyInterface, samples: BatchedDataDict[An
     Raises:
         DataError: there is no sampled token in it.
     """
-    lengths, sampled = samples["unpadded_sequence_lengths"], samples["generation_lengths"]
-    rows: BatchedDataDict[Any] = BatchedDataDict({"input_ids": samples["output_ids"], "input_lengths": lengths})
-    trained = training_backend.get_logprobs(rows)["logprobs"]
-    column = torch.arange(samples["output_ids"].shape[1])
-    starts = (lengths - sampled).unsqueeze(1)
-    mask = (column >= starts) & (column < lengths.unsqueeze(1))
+    trained = training_backend.get_logprobs(rows_to_score(samples))["logprobs"]
+    mask = sampled_tokens(samples)
     if not mask.any():
         raise DataError("No token was sampled, so there is nothing to compare. Give prompts that leave room for an answer.")
-    difference = (trained - samples["logprobs"])[mask].double()
-    size = difference.abs()
-    at_worst = int(size.argmax())
-    row, at = mask.nonzero()[at_worst].tolist()
+    differences = TokenDifferences(samples["output_ids"], trained, samples["logprobs"], compared=mask)
+    difference, size = differences.signed[mask], differences.sizes[mask]
+    worst = differences.worst()
+    starts = (samples["unpadded_sequence_lengths"] - samples["generation_lengths"]).unsqueeze(1)
+    positions = torch.arange(mask.shape[1]) - starts
     return LogProbabilityAgreement(
         multiplicative_error=float(size.mean().exp()),
         mean_abs_difference=float(size.mean()),
         mean_difference=float(difference.mean()),
         max_abs_difference=float(size.max()),
         worst=TokenDifference(
-            row=row,
-            position=at - int(starts[row]),
-            token_id=int(samples["output_ids"][row, at]),
-            training_logprob=float(trained[row, at]),
-            inference_logprob=float(samples["logprobs"][row, at]),
+            row=worst[0],
+            position=int(positions[worst]),
+            token_id=int(samples["output_ids"][worst]),
+            training_logprob=float(trained[worst]),
+            inference_logprob=float(samples["logprobs"][worst]),
         ),
         quantiles=_quantiles(size),
         kl=float((difference.expm1() - difference).mean()),
         share_beyond={limit: float((size > limit).double().mean()) for limit in LARGE_DIFFERENCES},
-        by_position=tuple(_by_position(difference, (column - starts)[mask])),
-        num_tokens=int(mask.sum()),
+        by_position=tuple(_by_position(difference, positions[mask])),
+        num_tokens=differences.num_tokens,
         num_rows=int(mask.any(dim=1).sum()),
     )
 

@@ -18,7 +18,6 @@ from rl_core.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from rl_train.weight_sync import waiting
 from rl_train.weight_sync.waiting import wait_together
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -127,7 +126,7 @@ def test_calls_of_two_groups_run_concurrently(square, pair, tmp_path):
 
 
 def test_the_failure_of_one_group_ends_the_wait_for_both(square, pair, beds, monkeypatch):
-    monkeypatch.setattr(waiting, "_GRACE_S", 0.2)  # no worker dies here
+    monkeypatch.setattr(pending_call, "_GRACE_S", 0.2)  # no worker dies here
     hanging = pair.submit_one("sleep_on", 0, str(beds))
     with pytest.raises(WorkerError, match="the sender failed"):
         wait_together([hanging, square.submit_all("raise_on", 1, RuntimeError("the sender failed"))], deadline_s=3600.0)

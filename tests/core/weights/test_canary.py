@@ -184,8 +184,8 @@ def test_a_policy_that_scores_at_another_temperature_than_its_engine_is_compared
     options = {"num_receivers": 1, "max_length": 24, "exact": True}
     with pytest.raises(WeightSyncError):
         make_canary(WORDS, **options).check(policy, engine)
-    retempering = TemperatureCorrection(factor=1.0 / 0.5, vocab_size=policy.facts["vocab_size"])
-    assert make_canary(WORDS, **options, retempering=retempering).check(policy, engine) < 1e-5
+    temperature_correction = TemperatureCorrection(factor=1.0 / 0.5, vocab_size=policy.facts["vocab_size"])
+    assert make_canary(WORDS, **options, temperature_correction=temperature_correction).check(policy, engine) < 1e-5
 
 
 def test_the_canary_runs_once_per_worker_or_in_every_sync_if_digests_are_of_received_weights(sides, monkeypatch):

@@ -58,12 +58,7 @@ class PendingCall:
         Raises:
             WorkerError: A worker raised or died; raised immediately, even if others are still busy.
         """
-        if not self._errors:
-            self._advance(timeout_s)
-        if self._errors:
-            self._wait_for_root_cause()
-            raise self._error()
-        return not self._open
+        return poll_together([self], timeout_s)
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` when a worker has answered or failed, in any thread; at once if that has already happened.
@@ -99,7 +94,7 @@ class PendingCall:
         """
         until = time.monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
         while True:
-            self._advance(max(until - time.monotonic(), 0.0))
+            _advance([self], max(until - time.monotonic(), 0.0))
             raised = [error for error in self._errors.values() if not isinstance(error, WorkerDiedError)]
             if raised:
                 raise raised[0]
@@ -110,33 +105,12 @@ class PendingCall:
         answers = self._values | self._errors
         return [answers[index] for index in sorted(answers)]
 
-    def _advance(self, timeout_s: float) -> None:
-        """Wait for at least one call to end, and process all that have."""
-        if not self._open:
-            return
-        from rl_core.cluster import daemons
-
-        for ref in daemons.wait(list(self._open), timeout_s=timeout_s):
-            index = self._open.pop(ref)
-            try:
-                self._values[index] = self._calls[index].result()
-            except WorkerError as error:
-                self._errors[index] = error
-
-    def _wait_for_root_cause(self) -> None:
-        until = time.monotonic() + _GRACE_S
-        while self._open and not self._death() and time.monotonic() < until:
-            self._advance(max(until - time.monotonic(), 0.0))
-
-    def _death(self) -> WorkerDiedError | None:
-        return next((error for error in self._errors.values() if isinstance(error, WorkerDiedError)), None)
-
-    def _error(self) -> WorkerError:
-        """A death, which explains the other failures; else the first failure."""
-        error = root_cause(list(self._errors.values()))
-        if len(self._errors) > 1:
-            self._errors = {0: error}  # reported only once
-        return error
+    def _finish(self, ref: Any) -> None:
+        index = self._open.pop(ref)
+        try:
+            self._values[index] = self._calls[index].result()
+        except WorkerError as error:
+            self._errors[index] = error
 
     def _expired(self) -> Exception:
         waiting = [self._calls[index] for index in sorted(self._open.values())]
@@ -145,6 +119,50 @@ class PendingCall:
         with ThreadPoolExecutor(max_workers=16) as looks:  # reading a stack on another node takes seconds
             reports = list(looks.map(lambda call: call.unanswered(self._deadlines.stack_s), waiting))
         return deadline_error(round(seconds, 1), reports, answered)
+
+
+def poll_together(pending: Sequence[PendingCall], timeout_s: float) -> bool:
+    """Whether every worker of all these calls has answered; waits up to `timeout_s`.
+
+    Raises:
+        WorkerError: A worker raised or died; raised immediately, even if others are still busy.
+    """
+    if not any(call._errors for call in pending):
+        _advance(pending, timeout_s)
+    failures = _errors_of(pending)
+    if failures:
+        raise _wait_for_root_cause(pending, failures)
+    return not any(call._open for call in pending)
+
+
+def _advance(pending: Sequence[PendingCall], timeout_s: float) -> None:
+    """Wait for at least one worker to answer, and process all answers."""
+    calls = {ref: call for call in pending for ref in call._open}
+    if not calls:
+        return
+    from rl_core.cluster import daemons
+
+    for ref in daemons.wait(list(calls), timeout_s=timeout_s):
+        calls[ref]._finish(ref)
+
+
+def _wait_for_root_cause(pending: Sequence[PendingCall], failures: list[WorkerError]) -> WorkerError:
+    """A death, which explains the other failures and may be noticed after them; else the first of `failures`."""
+    until = time.monotonic() + _GRACE_S
+    while any(call._open for call in pending) and time.monotonic() < until:
+        if any(isinstance(failure, WorkerDiedError) for failure in failures):
+            break
+        _advance(pending, max(until - time.monotonic(), 0.0))
+        failures += [error for error in _errors_of(pending) if error not in failures]
+    cause = root_cause(failures)
+    for call in pending:
+        if len(call._errors) > 1 and cause in call._errors.values():
+            call._errors = {0: cause}  # reported only once
+    return cause
+
+
+def _errors_of(pending: Sequence[PendingCall]) -> list[WorkerError]:
+    return [error for call in pending for error in call._errors.values()]
 
 
 def collect(calls: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:

@@ -290,7 +290,7 @@ class Builder:
             calibration=calibration,
             sides=sides,
             scored_rows=_two_scoring_microbatches(model) * getattr(policy, "data_ranks", 1),
-            retempering=TemperatureCorrection(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
+            temperature_correction=TemperatureCorrection(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
             if factor != 1.0
             else None,
         )

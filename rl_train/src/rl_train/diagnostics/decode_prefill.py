@@ -18,7 +18,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
 from rl_train.component_outputs import generated
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
-from rl_train.logprob_agreement import compare_log_probabilities
+from rl_train.logprob_agreement import TokenDifferences, compare_log_probabilities
 
 DECODE = "decode_against_prefill"
 POLICY = "engine_against_policy"
@@ -53,14 +53,16 @@ def check_decode_against_prefill(
     rows, columns = torch.tensor(places).unbind(dim=1)
     first = prefilled["unpadded_sequence_lengths"] - prefilled["generation_lengths"]
     answers = torch.arange(len(places))
-    difference = (prefilled["logprobs"][answers, first] - decoded["logprobs"][rows, columns]).double().abs()
-    same = prefilled["output_ids"][answers, first] == decoded["output_ids"][rows, columns]
+    token_ids = decoded["output_ids"][rows, columns]
+    same = prefilled["output_ids"][answers, first] == token_ids
+    differences = TokenDifferences(token_ids, prefilled["logprobs"][answers, first], decoded["logprobs"][rows, columns])
     starts = (decoded["unpadded_sequence_lengths"] - decoded["generation_lengths"])[rows]
-    error = float(difference.mean().exp())
-    worst = int(difference.argmax())
+    error = float(differences.sizes.mean().exp())
+    [worst] = differences.worst()
+    largest = float(differences.sizes[worst])
     details = {
         "multiplicative_error": _plain(error),
-        "max_abs_difference": _plain(float(difference[worst])),
+        "max_abs_difference": _plain(largest),
         "worst_position": int(columns[worst] - starts[worst]),
         "last_position": int((columns - starts).max()),
         "num_tokens": len(places),
@@ -69,7 +71,7 @@ def check_decode_against_prefill(
     }
     found = (
         f"exp(mean |d|) is {error:.6f} over {len(places)} tokens up to position {details['last_position']}; the largest |d| is "
-        f"{float(difference[worst]):.2g} nats, at position {details['worst_position']}; {int(same.sum())} of {len(places)} "
+        f"{largest:.2g} nats, at position {details['worst_position']}; {int(same.sum())} of {len(places)} "
         "tokens are the same"
     )
     if error <= threshold:

@@ -15,6 +15,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction, Reduction
+from rl_train.logprob_agreement import sampling_error
 
 ROW_NUMBERS = "row_numbers"
 COMPARISON = "comparison"
@@ -32,8 +33,6 @@ _REDUCTIONS: Mapping[str, Reduction] = {
 }
 _ROW_WEIGHTS = 997
 """A row counts as its number modulo this, plus 1, so that sums are exact in float32 and show a row that replaces another."""
-_Z = 2.326
-"""99 % quantile of the normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +57,6 @@ class Limits:
 def row_weights(row_numbers: torch.Tensor) -> torch.Tensor:
     """What each row adds to the sum that shows a row computed twice or not at all."""
     return (row_numbers % _ROW_WEIGHTS + 1).float()
-
-
-def sampling_error(num_tokens: torch.Tensor) -> torch.Tensor:
-    """By how much the mean of this many tokens may exceed the true one; see `rl_train.logprob_agreement.largest_error`."""
-    tokens = num_tokens.clamp(min=1)
-    return (1.0 - 1.0 / (9.0 * tokens) + _Z / (3.0 * tokens.sqrt())) ** 3
 
 
 class CheckedLoss(LossFunction):
@@ -132,7 +125,7 @@ class CheckedLoss(LossFunction):
     ) -> dict[str, torch.Tensor]:
         """Numbers of one comparison over the chosen tokens that are trained."""
         assert self._limits is not None
-        limits, mask = self._limits, chosen & _trained(data)
+        limits, mask = self._limits, chosen & trained_tokens(data)
         difference = difference.abs()
         finite = torch.isfinite(difference)
         invalid = (mask & ~finite).sum().float()
@@ -145,7 +138,11 @@ class CheckedLoss(LossFunction):
         mean, enough = so_far[0] / so_far[1].clamp(min=1), so_far[1] >= limits.mean_tokens
         beyond = judged & (of_rows > limits.row)
         refused = (invalid > 0) | (enough & (mean > limits.mean)) | beyond.any()
-        allowed = torch.inf if limits.doubtful is None or name != "engine" else limits.doubtful * sampling_error(so_far[1])
+        allowed = (
+            torch.inf
+            if limits.doubtful is None or name != "engine"
+            else limits.doubtful * sampling_error(so_far[1].clamp(min=1))
+        )
         return {
             f"{name}/sum": share[0],
             f"{name}/tokens": share[1],
@@ -157,7 +154,8 @@ class CheckedLoss(LossFunction):
         }
 
 
-def _trained(data: BatchedDataDict[Any]) -> torch.Tensor:
+def trained_tokens(data: BatchedDataDict[Any]) -> torch.Tensor:
+    """[B, T] bool: the tokens that the loss counts."""
     trained: torch.Tensor = (data["token_mask"] > 0) & (data["sample_mask"] > 0).unsqueeze(-1)
     return trained
 
@@ -168,7 +166,7 @@ def counted(data: BatchedDataDict[Any]) -> dict[str, torch.Tensor]:
     Args:
         data: `ROW_NUMBERS` are negative for rows that may be left out because they have no gradient.
     """
-    trained = _trained(data) & (data[ROW_NUMBERS] > 0).unsqueeze(-1)
+    trained = trained_tokens(data) & (data[ROW_NUMBERS] > 0).unsqueeze(-1)
     rows = trained.any(dim=-1)
     return {
         "rows": rows.sum().float(),

@@ -9,8 +9,9 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.policy import PolicyInterface
+from rl_train.logprob_agreement import TokenDifferences
 from rl_train.training_checks.agreement import Numbers, rule_of
-from rl_train.training_checks.checked_loss import WITH_ENGINE, Limits
+from rl_train.training_checks.checked_loss import WITH_ENGINE, Limits, trained_tokens
 
 
 def disagreement(
@@ -41,8 +42,8 @@ def disagreement(
         taken: whether the policy took the step nevertheless.
     """
     scored = rows["prev_logprobs"] if "prev_logprobs" in rows else policy.get_logprobs(rows)["logprobs"]
-    chosen = rows["comparison"] >= WITH_ENGINE
-    by_scores = _Difference(rows, scored, rows["generation_logprobs"], chosen)
+    compared = (rows["comparison"] >= WITH_ENGINE) & trained_tokens(rows)
+    by_scores = TokenDifferences(rows["input_ids"], scored, rows["generation_logprobs"], compared=compared)
     policy_label, engine_label = labels
     if engine.refused or engine.doubtful:
         numbers, what = engine, f"{engine_label} and {policy_label}"
@@ -65,9 +66,9 @@ def disagreement(
     return BrokenPromiseError(text)
 
 
-def _cause(by_scores: _Difference, limits: Limits, engine: Numbers, labels: tuple[str, str]) -> str:
+def _cause(by_scores: TokenDifferences, limits: Limits, engine: Numbers, labels: tuple[str, str]) -> str:
     policy, engine_label = labels
-    scoring_agrees = by_scores.agrees(limits)
+    scoring_agrees = by_scores.mean <= min(limits.mean, limits.doubtful or limits.mean)
     if engine.tokens == 0:
         return (
             f"`train` of {policy} must pass to the loss, at position t of a row, the log-probability of token t of that row, "
@@ -85,7 +86,7 @@ def _cause(by_scores: _Difference, limits: Limits, engine: Numbers, labels: tupl
             "must return the scores in the order of the rows, under the current weights and at the sampling temperature."
         )
     return (
-        f"`get_logprobs` of the policy differs from the engine as well: {by_scores.example()}. `generate` of {engine_label} "
+        f"`get_logprobs` of the policy differs from the engine as well: {_worst_row(by_scores)}. `generate` of {engine_label} "
         "must return for each sampled token its log-probability under the weights of its version, in the row and at the "
         "position of the token; and the policy must send the weights that it trains. Either the engine samples with other "
         "weights or from another distribution, or mixes up rows or positions, or the policy sent other weights, or scores at "
@@ -93,27 +94,13 @@ def _cause(by_scores: _Difference, limits: Limits, engine: Numbers, labels: tupl
     )
 
 
-class _Difference:
-    """|one - other| over the chosen tokens of rows."""
-
-    def __init__(self, rows: BatchedDataDict[Any], one: torch.Tensor, other: torch.Tensor, chosen: torch.Tensor) -> None:
-        self._rows, self._one, self._other = rows, one, other
-        trained = (rows["token_mask"] > 0) & (rows["sample_mask"] > 0).unsqueeze(-1)
-        self._chosen = chosen & trained
-        self._sizes = torch.where(self._chosen, (one - other).abs().double().nan_to_num(nan=torch.inf), 0.0)
-        self.mean = float(self._sizes.sum() / self._chosen.sum().clamp(min=1))
-
-    def agrees(self, limits: Limits) -> bool:
-        """Whether the mean is within the limit."""
-        return self.mean <= min(limits.mean, limits.doubtful or limits.mean)
-
-    def example(self) -> str:
-        """The largest difference in the worst row."""
-        of_rows = self._sizes.sum(dim=-1) / self._chosen.sum(dim=-1).clamp(min=1)
-        row = int(of_rows.argmax())
-        position = int(self._sizes[row].argmax())
-        return (
-            f"in row {row}, which is the worst with {float(of_rows[row]):.3g} nats on average, token "
-            f"{int(self._rows['input_ids'][row, position])} at position {position} has "
-            f"{float(self._other[row, position]):.4f} in the engine and {float(self._one[row, position]):.4f} in the policy"
-        )
+def _worst_row(differences: TokenDifferences) -> str:
+    """The largest difference in the worst row."""
+    sizes = differences.sizes.nan_to_num(nan=torch.inf)
+    of_rows = sizes.sum(dim=-1) / differences.compared.sum(dim=-1).clamp(min=1)
+    row = int(of_rows.argmax())
+    position = int(sizes[row].argmax())
+    return (
+        f"in row {row}, which is the worst with {float(of_rows[row]):.3g} nats on average, token "
+        f"{int(differences.token_ids[row, position])} at position {position} has {differences.values_at((row, position))}"
+    )

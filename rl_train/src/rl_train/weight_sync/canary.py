@@ -35,6 +35,7 @@ from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_train.component_outputs import check_version, generated, scored
+from rl_train.logprob_agreement import TokenDifferences, rows_to_score, sampled_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -122,22 +123,6 @@ class TemperatureCorrection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Compared:
-    """Log-probabilities of sampled tokens on both sides."""
-
-    output: BatchedDataDict[Any]
-    scored: torch.Tensor
-    differences: torch.Tensor
-    """[B, T] float64, |difference| in nats; 0 if no token was sampled."""
-    tokens: int
-
-    @property
-    def mean(self) -> float:
-        """In nats per sampled token."""
-        return float(self.differences.sum() / self.tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Canary:
     """Rows that are sampled and scored.
 
@@ -149,7 +134,7 @@ class Canary:
             those of the filtered distribution.
         calibration: the error of the first sync.
         sides: the arithmetic of both sides, see `CanaryCalibration`.
-        retempering: for a policy that scores at a temperature other than the engine's.
+        temperature_correction: for a policy that scores at a temperature other than the engine's.
         scored_rows: minimum number of rows that are scored together with `more_rows`, so that there are two microbatches.
     """
 
@@ -159,7 +144,7 @@ class Canary:
     greedy: bool = False
     calibration: CanaryCalibration = field(default_factory=CanaryCalibration)
     sides: str = ""
-    retempering: TemperatureCorrection | None = None
+    temperature_correction: TemperatureCorrection | None = None
     scored_rows: int = 0
 
     def check(self, policy: ColocatablePolicyInterface, generation: GenerationInterface, *, thorough: bool = False) -> float:
@@ -176,50 +161,44 @@ class Canary:
         generation.prepare_for_generation()
         rows = self.more_rows if thorough else self.rows
         if self.tolerance is not None:
-            return self._check_difference(self._compare(policy, generation, rows), self.tolerance, "").mean
+            return self._check_difference(self._compare(policy, generation, rows), self.tolerance, "")
         allowed = self.calibration.tolerance(self.sides)
         if allowed is None:
             first = self._check_difference(
                 self._compare(policy, generation, self.more_rows), FIRST_TOLERANCE, " at the first sync"
             )
-            self.calibration.record(self.sides, first.mean)
-            return first.mean
+            self.calibration.record(self.sides, first)
+            return first
         if not thorough:
-            compared = self._compare(policy, generation, rows)
-            if compared.mean <= allowed:
-                return compared.mean
+            error = self._compare(policy, generation, rows).mean
+            if error <= allowed:
+                return error
         rule = f", {MARGIN:g} times the error of the first sync" if allowed > LEAST_TOLERANCE else ""
-        return self._check_difference(self._compare(policy, generation, self.more_rows), allowed, rule).mean
+        return self._check_difference(self._compare(policy, generation, self.more_rows), allowed, rule)
 
     def _compare(
         self, policy: ColocatablePolicyInterface, generation: GenerationInterface, rows: BatchedDataDict[Any]
-    ) -> _Compared:
+    ) -> TokenDifferences:
         output = generated(generation, rows, greedy=self.greedy)
         # An engine that labels new rows as old would exempt them from every comparison with the current policy.
         check_version(generation, output)
-        lengths, sampled = output["unpadded_sequence_lengths"], output["generation_lengths"]
-        position = torch.arange(output["output_ids"].shape[1])
-        mask = (position >= (lengths - sampled).unsqueeze(1)) & (position < lengths.unsqueeze(1))
-        data: BatchedDataDict[Any] = BatchedDataDict({"input_ids": output["output_ids"], "input_lengths": lengths})
-        if self.retempering is None:
+        data = rows_to_score(output)
+        if self.temperature_correction is None:
             among = _with_other_rows(data, self.scored_rows if rows is self.more_rows else 0)
             scores = scored(policy.get_logprobs, among)["logprobs"][: data.size]
         else:
-            scores = self.retempering.logprobs(policy, data)
-        differences = torch.where(mask, (scores - output["logprobs"]).double().abs(), 0.0)
-        return _Compared(output=output, scored=scores, differences=differences, tokens=int(mask.sum()))
+            scores = self.temperature_correction.logprobs(policy, data)
+        return TokenDifferences(output["output_ids"], scores, output["logprobs"], compared=sampled_tokens(output))
 
-    def _check_difference(self, compared: _Compared, allowed: float, rule: str) -> _Compared:
-        if compared.mean <= allowed:
-            return compared
-        row, position = divmod(int(compared.differences.nan_to_num(float("inf")).argmax()), compared.differences.shape[1])
-        at = (row, position)
+    def _check_difference(self, differences: TokenDifferences, allowed: float, rule: str) -> float:
+        if differences.mean <= allowed:
+            return differences.mean
+        row, position = at = differences.worst()
         raise WeightSyncError(
             "After the refit every weight has arrived, but the generation backend computes log-probabilities that differ "
-            f"from the policy's: over {compared.tokens} canary tokens they differ by {compared.mean:.3g} nats on average "
-            f"(allowed: {allowed:.3g}{rule}) and by {float(compared.differences[at]):.3g} at most: token "
-            f"{int(compared.output['output_ids'][at])} at position {position} of row {row} has "
-            f"{float(compared.output['logprobs'][at]):.4f} in the engine and {float(compared.scored[at]):.4f} in the policy. "
+            f"from the policy's: over {differences.num_tokens} canary tokens they differ by {differences.mean:.3g} nats on "
+            f"average (allowed: {allowed:.3g}{rule}) and by {float(differences.sizes[at]):.3g} at most: token "
+            f"{int(differences.token_ids[at])} at position {position} of row {row} has {differences.values_at(at)}. "
             "The engine computes with an older copy of a weight, samples from a distribution other than the one that the "
             "policy scores, or rounds much more than the policy; or the policy scores at another temperature, or returns "
             f"scores in another order than its rows ({self.sides or 'unknown backends'}). `rlcore check logprobs` shows where "
@@ -237,7 +216,7 @@ def make_canary(
     greedy: bool = False,
     calibration: CanaryCalibration | None = None,
     sides: str = "",
-    retempering: TemperatureCorrection | None = None,
+    temperature_correction: TemperatureCorrection | None = None,
     scored_rows: int = 0,
 ) -> Canary:
     """Create a canary of random and of repetitive prompts.
@@ -251,7 +230,7 @@ def make_canary(
         greedy: see `Canary`.
         calibration: that of the run; a new one by default.
         sides: see `CanaryCalibration`.
-        retempering: see `Canary`.
+        temperature_correction: see `Canary`.
         scored_rows: see `Canary`.
     """
     vocabulary = torch.tensor(sorted(token_ids), dtype=torch.int64)
@@ -263,7 +242,7 @@ def make_canary(
         greedy=greedy,
         calibration=calibration if calibration is not None else CanaryCalibration(),
         sides=sides,
-        retempering=retempering,
+        temperature_correction=temperature_correction,
         scored_rows=scored_rows,
     )
 

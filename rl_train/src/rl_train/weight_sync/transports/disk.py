@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import glob
 import shutil
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from os import getpid
 from pathlib import Path
 from socket import gethostname
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 
-from rl_core.errors import DeadlineExceededError, WeightSyncError
+from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
+from rl_train.weight_sync.transports.bucket_pipeline import push_buckets
 
 _PREFIX = "rlcore-refit"
 
@@ -34,32 +33,20 @@ class DiskTransport(WeightTransport):
     name: ClassVar[str] = "disk"
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
-        deadline = time.monotonic() + self.context.deadline_s
-        buckets = policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, receiver_dtypes=self.context.receiver_dtypes())
-        moved = 0
-        loading: Future[None] | None = None
-        with _own_folder(self.context.folder) as folder, ThreadPoolExecutor(max_workers=1) as reader:
-            for number, keys in enumerate(buckets):
-                path = folder / f"{number}.safetensors"
-                handles = policy.get_weights_ipc_handles(keys, file=str(path))
-                self._finish(loading, deadline, number, len(buckets))
-                (folder / f"{number - 1}.safetensors").unlink(missing_ok=True)
-                loading = reader.submit(generation.update_weights, handles)
-                moved += int(handles["num_bytes"])
-            self._finish(loading, deadline, len(buckets), len(buckets))
-        return moved
+        with _own_folder(self.context.folder) as folder:
 
-    def _finish(self, loading: Future[None] | None, deadline: float, number: int, count: int) -> None:
-        if loading is None:
-            return
-        wait([loading], timeout=max(deadline - time.monotonic(), 0.0))
-        if not loading.done():
-            raise DeadlineExceededError(
-                f"The refit by disk has taken {self.context.deadline_s:g} s, and the generation backend has not loaded file "
-                f"{number} of {count} in {self.context.folder}. Use a faster folder (policy.generation.refit_folder), or "
-                "raise cluster.deadlines.refit_s."
-            )
-        loading.result()
+            def write(number: int, names: list[str]) -> dict[str, Any]:
+                (folder / f"{number - 2}.safetensors").unlink(missing_ok=True)
+                return policy.get_weights_ipc_handles(names, file=str(folder / f"{number}.safetensors"))
+
+            return push_buckets(self.context, policy, generation, write, overdue=self._overdue)
+
+    def _overdue(self, file: str) -> str:
+        return (
+            f"The refit by disk has taken {self.context.deadline_s:g} s, and the generation backend has not loaded file "
+            f"{file} in {self.context.folder}. Use a faster folder (policy.generation.refit_folder), or "
+            "raise cluster.deadlines.refit_s."
+        )
 
 
 @contextmanager
