@@ -136,6 +136,34 @@ def test_a_right_output_passes_unchanged_also_with_a_mask_of_the_prompts_and_row
     checked_generation({**output, "failures": [None, "no answer", None]}, data=data, generation=engine)
 
 
+def refused_rows(output, data, engine):
+    """The rows that are refused if each is the output of a call by itself."""
+    refused = []
+    for row in range(len(LENGTHS)):
+        one = BatchedDataDict({key: column[row : row + 1] for key, column in output.items()})
+        try:
+            assert checked_generation(one, data=data.slice(row, row + 1), generation=engine) is one
+        except RLCoreError:
+            refused.append(row)
+    return refused
+
+
+@pytest.mark.parametrize("wrong", [name for name in WRONG if WRONG[name][0] and name not in ("no batch", "a dropped row")])
+def test_a_wrong_row_by_itself_is_refused_and_a_right_one_is_not(engine, data, wrong):
+    output = engine.generate(data)
+    assert refused_rows(output, data, engine) == []
+    refused = refused_rows(WRONG[wrong][0](output), data, engine)
+    in_one_row = re.search(r"\brow (\d)", WRONG[wrong][1])
+    assert refused
+    assert in_one_row is None or int(in_one_row[1]) in refused
+
+
+def test_a_single_row_beyond_its_limit_is_refused(engine, data):
+    output = engine.generate(data)
+    data["max_new_tokens"] = output["generation_lengths"] - torch.tensor([0, 1, 0])
+    assert refused_rows(output, data, engine) == [1]
+
+
 def test_a_streamed_row_is_checked_as_a_batch_is(engine):
     class Echoes(GenerationInterface):
         """Written from scratch; reports probabilities instead of their logarithms."""

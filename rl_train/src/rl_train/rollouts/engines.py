@@ -264,10 +264,10 @@ def _outcome(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn 
 
 
 def _turn(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn:
-    end = int(output["unpadded_sequence_lengths"][row])
+    end = output["unpadded_sequence_lengths"].tolist()[row]
     return SampledTurn(
         token_ids=output["output_ids"][row, start:end].clone(),
         logprobs=output["logprobs"][row, start:end].clone(),
-        truncated=bool(output["truncated"][row]),
-        weight_version=int(output["weight_version"][row]),
+        truncated=output["truncated"].tolist()[row],
+        weight_version=output["weight_version"].tolist()[row],
     )
