@@ -133,11 +133,12 @@ def _is_one_right_row(output: Any, data: Mapping[str, Any], generation: Generati
         column = columns.get(key)
         if type(column) is not torch.Tensor or column.dtype is not dtype or column.ndim != ndim or not column.is_cpu:
             return False
-        if column.shape[0] != 1:
+        if column.numel() != 1 and (ndim == 1 or column.numel() > _SHORT_ROW):
             return False
-    if columns["output_ids"].shape[1] > _SHORT_ROW or columns["logprobs"].shape != columns["output_ids"].shape:
+    all_tokens, all_logprobs = columns["output_ids"].tolist(), columns["logprobs"].tolist()
+    if len(all_tokens) != 1 or len(all_logprobs) != 1 or len(all_tokens[0]) != len(all_logprobs[0]):
         return False
-    (tokens,), (logprobs,) = columns["output_ids"].tolist(), columns["logprobs"].tolist()
+    tokens, logprobs = all_tokens[0], all_logprobs[0]
     (prompt,), (start,) = data["input_ids"].tolist(), data["input_lengths"].tolist()
     (sampled,), (end,) = columns["generation_lengths"].tolist(), columns["unpadded_sequence_lengths"].tolist()
     has_lengths = 0 < sampled <= _limits(data, generation) and start + sampled == end <= len(tokens)
