@@ -122,7 +122,7 @@ def test_a_broken_promise_of_an_engine_is_named_with_class_distribution_and_row(
         checked_generation(output, data=data, generation=engine)
     assert re.search(
         r"^HuggingFaceGeneration\.generate .*rl_backends_hf\.generation\.HuggingFaceGeneration \(rl-backends-hf [\d.]+\), "
-        r"with the workers rl_backends_hf\.generation_worker\.HFGenerationWorker \(rl-backends-hf ",
+        r"with the workers rl_backends_hf\.sampling\.generation_worker\.HFGenerationWorker \(rl-backends-hf ",
         str(caught.value),
     )
 
