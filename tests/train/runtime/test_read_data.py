@@ -15,8 +15,8 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.sft_config import SFTConfig
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
-from rl_train.assembly.data_loaders import DataLoaders
 from rl_train.assembly.policy_and_engine import plan_policy_and_engine
+from rl_train.assembly.preparation import DataLoaders
 from rl_train.config.loader import load_config
 from rl_train.config.schema import DataConfig, LossConfig, PromptConfig, RunConfig, SplitConfig
 from rl_train.data import processors

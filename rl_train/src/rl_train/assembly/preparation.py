@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.data import Source, prompt_loader, read_data, read_validation_sets
-from rl_train.assembly.data_loaders import DataLoaders
+from rl_train.assembly.data import (
+    BadRows,
+    Source,
+    conversation_loader,
+    preference_loader,
+    prompt_loader,
+    read_data,
+    read_validation_sets,
+)
 from rl_train.assembly.late_errors import with_key
 from rl_train.assembly.model_checks import tokenizer_key
 from rl_train.assembly.reward_checks import resolve_completion_formats
 from rl_train.config.data_checks import validates
+from rl_train.config.lr_schedule_checks import schedule_conflicts, schedule_warnings
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.data.unknown_tokens import WARN_ABOVE, UnknownTokens, count_unknown_tokens
+from rl_train.rollouts.batches import PreferenceBatches, TrainingBatches
 from rl_train.tools.task_tools import TaskTools, tools_of_run
+
+_log = logging.getLogger("rlcore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +46,95 @@ class RunData:
 
     train: Source | None
     validation: Mapping[str, Source]
+
+
+class DataLoaders:
+    """The data loaders of a run: prompts, preference pairs or conversations, as the algorithm needs.
+
+    Args:
+        config: the run.
+        tokenizer: the policy's.
+        train: the training data; None if the algorithm needs none.
+        validation: the validation data by the name of its set, '' for `data.validation`; empty if validation is disabled.
+        tools: the tools of the environments; rows without `tools` are shown those of their task.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Any,
+        *,
+        train: Source | None,
+        validation: Mapping[str, Source],
+        tools: TaskTools | None = None,
+    ) -> None:
+        self.prompts: BatchedDataLoader | None = None
+        self.validation_prompts: dict[str, BatchedDataLoader] = {}
+        self.batches: TrainingBatches | None = None
+        self.answers: TrainingBatches | None = None
+        self.validation_batches: dict[str, TrainingBatches] = {}
+        self.bad_rows = train.bad_rows if train is not None else BadRows()
+        needs, val_size = config.algorithm.runtime_needs, config.algorithm.val_batch_size
+        prompts = partial(prompt_loader, run=config, tokenizer=tokenizer, tools=tools)
+        answers = partial(_answer_batches, config=config, tokenizer=tokenizer)
+        for name, source in validation.items():
+            with with_key(f"data.validation_sets.{name}" if name else "data"):
+                if needs.samples:
+                    self.validation_prompts[name] = prompts(source, batch_size=val_size, shuffle=False)
+                if needs.records is not None:
+                    self.validation_batches[name] = answers(source, batch_size=val_size, shuffle=False)
+        if needs.rollouts is not None and train is not None:
+            self.prompts = prompts(train, batch_size=needs.rollouts.prompts_per_draw, shuffle=config.data.shuffle)
+            if needs.rollouts.sampled_fraction < 1.0:
+                self.answers = answers(train, batch_size=needs.rollouts.rows_per_draw, shuffle=config.data.shuffle)
+        if needs.records is not None and train is not None:
+            self.batches = answers(train, batch_size=needs.records.records_per_step, shuffle=config.data.shuffle)
+        self.unknown_tokens = self._count_unknown_tokens(tokenizer)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the training data."""
+        metrics: dict[str, float] = {"data/bad_rows": self.bad_rows.count} if self.bad_rows.count else {}
+        if self.unknown_tokens is not None:
+            metrics["data/unknown_token_frac"] = self.unknown_tokens.fraction
+        return metrics
+
+    def _count_unknown_tokens(self, tokenizer: Any) -> UnknownTokens | None:
+        """Count unknown tokens in the first training rows, log their fraction, and warn if it is high."""
+        rows = self.prompts.dataset if self.prompts is not None else self.batches.rows if self.batches is not None else ()
+        counts = count_unknown_tokens(rows, tokenizer)
+        if counts is None:
+            return None
+        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * counts.fraction, counts.rows)
+        if counts.fraction > WARN_ABOVE:
+            _log.warning(
+                "%.1f %% of the tokens of the first %d training rows are %s, the tokenizer's unknown token; the first such "
+                "message is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with "
+                "another tokenizer.",
+                100 * counts.fraction,
+                counts.rows,
+                tokenizer.unk_token,
+                counts.example[:80],
+            )
+        return counts
+
+    def resolve_steps(self, config: RunConfig) -> RunConfig:
+        """The config with epochs converted to steps, after checking that learning-rate schedules fit the run.
+
+        Raises:
+            ConfigError: a schedule ends before the run.
+        """
+        algorithm = config.algorithm
+        epochs = algorithm.max_num_epochs
+        if epochs is not None and (self.prompts is not None or self.batches is not None):
+            num_batches = self.prompts.draws(epochs) if self.prompts is not None else epochs * len(self.batches or ())
+            last = min(algorithm.max_num_steps, num_batches)
+            counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
+            config = config.model_copy(update={"algorithm": counted})
+        if conflicts := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
+            raise ConfigError("\n".join(conflicts))
+        for path, message in schedule_warnings(config):
+            _log.warning("%s: %s", dotted(path), message)
+        return config
 
 
 class Preparation:
@@ -76,7 +179,7 @@ class Preparation:
         if self._datasets is not None:
             return _read(self._datasets, self.registry)
         with with_key("data"):
-            _check_presence(self.config)
+            _check_sampling(self.config)
         if validates(self.config):
             return _read(self.config.data, self.registry)
         training = self.config.data.model_copy(update={"validation": None, "validation_sets": {}})
@@ -114,21 +217,23 @@ def _read(datasets: DataConfig, registry: Registry) -> RunData:
     return RunData(train=train, validation=first | read_validation_sets(datasets, registry))
 
 
-def _check_presence(config: RunConfig) -> None:
-    """Check that the config has the data, the generation backend and the environments that the run needs.
+def _check_sampling(config: RunConfig) -> None:
+    """Check that a run that samples, if only in validation, has an engine and environments.
 
     Raises:
         ConfigError: one of them is missing.
     """
-    algorithm, data, needs = config.algorithm, config.data, config.algorithm.runtime_needs
-    if needs.training_data and not data.has_training_data:
-        raise ConfigError("data.train is required. Add `data: {train: {dataset_name: ...}}`.")
-    if validates(config) and not data.has_validation_data:
-        raise ConfigError(
-            "Validation is enabled (val_period, val_at_start or val_at_end), but there is no validation data. "
-            "Add `data: {validation: {dataset_name: ...}}` or `data: {split: {validation: 0.05}}`, or disable validation."
-        )
-    if needs.samples and (config.policy.generation is None or (algorithm.needs_rewards and not config.env)):
+    algorithm = config.algorithm
+    has_all = config.policy.generation is not None and (config.env or not algorithm.needs_rewards)
+    if algorithm.runtime_needs.samples and not has_all:
         raise ConfigError(
             f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
         )
+
+
+def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:
+    if config.algorithm.needs_preferences:
+        pairs = preference_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
+        return PreferenceBatches(pairs, pad_token_id=tokenizer.pad_token_id)
+    conversations = conversation_loader(source, config, tokenizer, batch_size=batch_size, shuffle=shuffle)
+    return TrainingBatches(conversations, pad_token_id=tokenizer.pad_token_id)

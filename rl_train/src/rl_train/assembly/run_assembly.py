@@ -16,11 +16,10 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
 from rl_train.assembly.contracts import check_contracts
-from rl_train.assembly.data_loaders import DataLoaders
 from rl_train.assembly.late_errors import with_key
 from rl_train.assembly.losses import make_loss
 from rl_train.assembly.model_checks import check_models, warn_about_engine_limit
-from rl_train.assembly.preparation import Preparation
+from rl_train.assembly.preparation import DataLoaders, Preparation
 from rl_train.assembly.training_checks import watch_training
 from rl_train.assembly.workers import Builder, Workers, make_cluster
 from rl_train.checkpoints.state import Checkpoints, Stateful
