@@ -66,6 +66,10 @@ class ForeignConfig:
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
+Case = tuple[Callable[[Any, ForeignConfig], bool], Decision]
+"""A condition on the value and the whole imported config, and the outcome if it holds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """The conversion of the keys that match a pattern.
@@ -161,6 +165,45 @@ def converted(pattern: str, decide: Callable[[Any, ForeignConfig], Decision], *,
     return Row(pattern=pattern, decide=decide, whole=whole)
 
 
+def cases(pattern: str, *options: Case, otherwise: Decision) -> Row:
+    """A row for a key with the outcome of the first case that applies."""
+    return converted(pattern, lambda value, foreign: _first(options, value, foreign) or otherwise)
+
+
+def kept(pattern: str, *exceptions: Case, to: str | None = None, whole: bool = False) -> Row:
+    """A row for a key whose value is kept, under its own path or `to`, unless a case applies; the first one decides."""
+
+    def decide(value: Any, foreign: ForeignConfig) -> Decision:
+        return _first(exceptions, value, foreign) or Mapped({to or pattern: value})
+
+    return converted(pattern, decide, whole=whole)
+
+
+def one_of(*values: Any) -> Callable[[Any, ForeignConfig], bool]:
+    """The condition that the value is one of these."""
+    return lambda value, foreign: value in values
+
+
+def other_than(*values: Any) -> Callable[[Any, ForeignConfig], bool]:
+    """The condition that the value is none of these."""
+    return lambda value, foreign: value not in values
+
+
+def is_empty(value: Any, foreign: ForeignConfig) -> bool:
+    """Whether the value is null, false, zero or empty."""
+    return not value
+
+
+def is_null(value: Any, foreign: ForeignConfig) -> bool:
+    """Whether the value is null."""
+    return value is None
+
+
+def is_true(value: Any, foreign: ForeignConfig) -> bool:
+    """Whether the value is true."""
+    return value is True
+
+
 def redundant(prefix: str, names: str, reason: str) -> list[Row]:
     """Rows for keys that are redundant whatever their value."""
     return [Row(pattern=_under(prefix, name), decide=lambda value, foreign: Redundant(reason)) for name in names.split()]
@@ -187,6 +230,10 @@ def redundant_if(prefix: str, names: str, allowed: Sequence[Any], *, since: str,
         return Redundant(since) if is_empty or any(_equal(value, one) for one in allowed) else Unsupported(reason)
 
     return [converted(_under(prefix, name), decide) for name in names.split()]
+
+
+def _first(options: Sequence[Case], value: Any, foreign: ForeignConfig) -> Decision | None:
+    return next((decision for applies, decision in options if applies(value, foreign)), None)
 
 
 def _covers(pattern: str, path: Sequence[str]) -> bool:

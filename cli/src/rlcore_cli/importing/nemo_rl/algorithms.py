@@ -7,10 +7,20 @@ from typing import Any
 
 from rl_train.config.durations import parse_duration
 from rlcore_cli.importing.nemo_rl.facts import algorithm_of, validates
-from rlcore_cli.importing.rows import Decision, ForeignConfig, Mapped, Redundant, Unsupported
+from rlcore_cli.importing.rows import (
+    Case,
+    Decision,
+    ForeignConfig,
+    Mapped,
+    Redundant,
+    Row,
+    Unsupported,
+    is_null,
+    kept,
+    other_than,
+)
 
 _GROUPS = ("grpo", "gdpo")
-_PAIR_LOSSES = {"dpo": "dpo", "ipo": "ipo"}
 _STD_OF_ALL = (
     "rewards are divided by the standard deviation of the whole group; NeMo RL excludes the sample itself, so its advantages "
     "differ"
@@ -26,17 +36,23 @@ _METRICS = {
 }
 
 
-def needs_validation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of a key that enables validation, which needs validation data."""
+def validation_rows(algorithm: str) -> list[Row]:
+    """Rows for the keys that enable validation, which needs validation data."""
+    return [
+        kept(
+            key,
+            (_is_negative, Mapped({key: 0}, "off")),
+            (
+                lambda value, foreign: value not in (False, 0) and not validates(foreign),
+                Unsupported("no validation data: set data.validation, or hold out training data with data.split"),
+            ),
+        )
+        for key in (f"{algorithm}.{name}" for name in ("val_period", "val_at_start", "val_at_end"))
+    ]
 
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
-            return Mapped({key: 0}, "off")
-        if validates(foreign) or value in (False, 0):
-            return Mapped({key: value})
-        return Unsupported("no validation data: set data.validation, or hold out training data with data.split")
 
-    return decide
+def _is_negative(value: Any, foreign: ForeignConfig) -> bool:
+    return isinstance(value, int) and value < 0
 
 
 def validation_batches(value: Any, foreign: ForeignConfig) -> Decision:
@@ -50,55 +66,6 @@ def validation_batches(value: Any, foreign: ForeignConfig) -> Decision:
     if value <= 0:
         return Redundant("all held-out records are used by default")
     return Mapped({f"{algorithm}.max_val_samples": value * size}, "counts records instead of batches")
-
-
-def group_estimator_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of a key of group-relative advantage estimators, which older NeMo RL configs have in `grpo`."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        if foreign.get("grpo.adv_estimator.name", "grpo") not in _GROUPS:
-            return Redundant("the advantage estimator is not group-relative")
-        note = _STD_OF_ALL if key == "use_leave_one_out_baseline" and value is True and _normalizes(foreign) else ""
-        return Mapped({f"grpo.adv_estimator.{key}": value}, note)
-
-    return decide
-
-
-def _normalizes(foreign: ForeignConfig) -> bool:
-    key = "normalize_rewards"
-    return foreign.get(f"grpo.adv_estimator.{key}", foreign.get(f"grpo.{key}", True)) is True
-
-
-def moved_key(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of a key of `grpo` that `grpo.adv_estimator` also has."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        if foreign.get(f"grpo.adv_estimator.{key}") is not None:
-            return Redundant(f"adv_estimator.{key} takes precedence")
-        return group_estimator_key(key)(value, foreign)
-
-    return decide
-
-
-def estimator(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the advantage estimator."""
-    if value in (*_GROUPS, "reinforce_plus_plus"):
-        return Mapped({"grpo.adv_estimator.name": value})
-    return Unsupported("estimators: grpo, rloo, reinforce_plus_plus, gdpo, turn_level, or the path of an AdvantageEstimator")
-
-
-def group_baseline(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the group baseline of REINFORCE++."""
-    if foreign.get("grpo.adv_estimator.name", "grpo") != "reinforce_plus_plus":
-        return Redundant("only reinforce_plus_plus uses it")
-    return Mapped({"grpo.adv_estimator.minus_baseline": value})
-
-
-def batch_multiplier(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the number of prompts that dynamic sampling draws at once, a multiple of the batch."""
-    if foreign.get("grpo.use_dynamic_sampling") is not True:
-        return Redundant("dynamic sampling is disabled")
-    return Mapped({"grpo.batch_multiplier": value})
 
 
 def steps(value: Any, foreign: ForeignConfig) -> Decision:
@@ -117,17 +84,6 @@ def epochs(value: Any, foreign: ForeignConfig) -> Decision:
     if isinstance(value, int) and value < 0:
         return Redundant("no limit by default")
     return Mapped({f"{algorithm}.max_num_epochs": value})
-
-
-def dynamic_sampling(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the switch for dynamic sampling, which replaces groups with equal rewards."""
-    if value is not True:
-        return Mapped({"grpo.use_dynamic_sampling": value})
-    return Mapped(
-        {"grpo.use_dynamic_sampling": True},
-        "filters whole groups by the environment's rewards before scaling and shaping; NeMo RL 0.6 filters by shaped rewards, "
-        "and single rows with leave-one-out",
-    )
 
 
 def overlong_penalty(algorithm: str) -> Callable[[Any, ForeignConfig], Decision]:
@@ -174,42 +130,11 @@ def kl_type(value: Any, foreign: ForeignConfig) -> Decision:
     return Mapped({"loss_fn.reference_policy_kl_type": value})
 
 
-def kl_in_reward(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the switch that subtracts the KL penalty from the reward."""
-    if value is True and not foreign.get("loss_fn.reference_policy_kl_penalty", 0.01):
-        return Redundant("reference_policy_kl_penalty is 0, so nothing is subtracted from the reward")
-    note = "the KL estimator in the reward is k1, because k2 and k3 have a wrong gradient there"
-    is_default = value is True and foreign.get("loss_fn.reference_policy_kl_type") is None
-    return Mapped({"loss_fn.use_kl_in_reward": value}, note if is_default else "")
-
-
-def truncation(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Convert a key of truncated importance sampling, which has an effect only if the correction is enabled."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        if foreign.get("loss_fn.use_importance_sampling_correction") is not True:
-            return Redundant("the importance-sampling correction is disabled")
-        if value is not None:
-            return Mapped({f"loss_fn.{key}": value})
-        if key == "truncated_importance_sampling_type":
-            return Unsupported("weights are always truncated, by default at 2.0 with `tis`")
-        return Redundant("the default bound is used")
-
-    return decide
-
-
 def on_policy(value: Any, foreign: ForeignConfig) -> Decision:
     """Convert the switch that sets the ratio to exactly 1 if a step makes one optimizer step."""
     if value is not True:
         return Redundant("the ratio is exactly 1 anyway if a step makes one optimizer step")
     return Mapped({f"{algorithm_of(foreign)}.skip_logprobs_when_on_policy": True}, "if a step makes one optimizer step")
-
-
-def pair_loss(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the preference loss."""
-    if str(value) in _PAIR_LOSSES:
-        return Mapped({"loss_fn.name": _PAIR_LOSSES[str(value)]})
-    return Unsupported("preference losses: dpo, ipo, dpo_hinge, simpo, orpo")
 
 
 def metric(value: Any, foreign: ForeignConfig) -> Decision:
@@ -226,20 +151,6 @@ def metric(value: Any, foreign: ForeignConfig) -> Decision:
     return Mapped({"checkpointing.metric_name": _METRICS[name]})
 
 
-def best_checkpoints(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the number of best checkpoints to keep."""
-    if value is None or not isinstance(metric(foreign.get("checkpointing.metric_name"), foreign), Mapped):
-        return Unsupported(
-            "checkpoints cannot be ranked because metric_name was not imported; the newest keep_latest_k are kept"
-        )
-    return Mapped({"checkpointing.keep_top_k": value})
-
-
-def unless_null(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of a key that may be null in NeMo RL but not in rlcore."""
-    return lambda value, foreign: Redundant("the default is used") if value is None else Mapped({key: value})
-
-
 def time_limit(value: Any, foreign: ForeignConfig) -> Decision:
     """Convert the time limit of the run: seconds, or `DD:HH:MM:SS`, which becomes `D-HH:MM:SS`."""
     if value is None:
@@ -253,6 +164,69 @@ def time_limit(value: Any, foreign: ForeignConfig) -> Decision:
     return Mapped({"checkpointing.max_time": limit})
 
 
-def unless_zero(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of a number for which NeMo RL's 0 and rlcore's null mean disabled."""
-    return lambda value, foreign: Mapped({key: value}) if value else Redundant("disabled")
+def ranks_checkpoints(foreign: ForeignConfig) -> bool:
+    """Whether the metric that ranks checkpoints can be converted."""
+    return isinstance(metric(foreign.get("checkpointing.metric_name"), foreign), Mapped)
+
+
+def unless_null(pattern: str, *, to: str | None = None) -> Row:
+    """A row for a key that may be null in NeMo RL but not in rlcore."""
+    return kept(pattern, (is_null, Redundant("the default is used")), to=to)
+
+
+def _estimator_is_not(*names: str) -> Callable[[Any, ForeignConfig], bool]:
+    return lambda _, foreign: foreign.get("grpo.adv_estimator.name", "grpo") not in names
+
+
+def _normalizes(foreign: ForeignConfig) -> bool:
+    key = "normalize_rewards"
+    return foreign.get(f"grpo.adv_estimator.{key}", foreign.get(f"grpo.{key}", True)) is True
+
+
+def _group_estimator_rows(key: str, *exceptions: Case) -> list[Row]:
+    """Rows for a key of group-relative advantage estimators, which older NeMo RL configs have in `grpo`."""
+    native = f"grpo.adv_estimator.{key}"
+    exceptions = ((_estimator_is_not(*_GROUPS), Redundant("the advantage estimator is not group-relative")), *exceptions)
+    moved = (lambda _, foreign: foreign.get(native) is not None, Redundant(f"adv_estimator.{key} takes precedence"))
+    return [kept(f"grpo.{key}", moved, *exceptions, to=native), kept(native, *exceptions)]
+
+
+ESTIMATOR: list[Row] = [
+    *_group_estimator_rows("normalize_rewards"),
+    *_group_estimator_rows(
+        "use_leave_one_out_baseline",
+        (
+            lambda on, foreign: on is True and _normalizes(foreign),
+            Mapped({"grpo.adv_estimator.use_leave_one_out_baseline": True}, _STD_OF_ALL),
+        ),
+    ),
+    kept(
+        "grpo.adv_estimator.name",
+        (
+            other_than(*_GROUPS, "reinforce_plus_plus"),
+            Unsupported("estimators: grpo, rloo, reinforce_plus_plus, gdpo, turn_level, or the path of an AdvantageEstimator"),
+        ),
+    ),
+    kept(
+        "grpo.adv_estimator.minus_baseline",
+        (_estimator_is_not("reinforce_plus_plus"), Redundant("only reinforce_plus_plus uses it")),
+    ),
+]
+"""The advantage estimator."""
+
+TRUNCATION: list[Row] = [
+    kept(
+        f"loss_fn.truncated_importance_sampling_{key}",
+        (
+            lambda _, foreign: foreign.get("loss_fn.use_importance_sampling_correction") is not True,
+            Redundant("the importance-sampling correction is disabled"),
+        ),
+        (is_null, of_null),
+    )
+    for key, of_null in (
+        ("type", Unsupported("weights are always truncated, by default at 2.0 with `tis`")),
+        ("ratio", Redundant("the default bound is used")),
+        ("ratio_min", Redundant("the default bound is used")),
+    )
+]
+"""Truncated importance sampling, which has an effect only if the correction is enabled."""

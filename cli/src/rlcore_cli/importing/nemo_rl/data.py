@@ -199,15 +199,6 @@ def length_of_prompts(value: Any, foreign: ForeignConfig) -> Decision:
     return Mapped({"data.max_input_seq_length": value})
 
 
-def environment_class(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the import path of an environment class; classes of NeMo packages are unsupported."""
-    if str(value).endswith("nemo_rl.environments.math_environment.MathEnvironment"):
-        return Mapped({"env.*.name": "math"}, "uses the environment `math` instead of NeMo's class")
-    if str(value).startswith(("nemo_rl.", "nemo_skills.", "nemo_gym.")):
-        return Unsupported("NeMo class: port it to rl_core's EnvironmentInterface")
-    return Mapped({"env.*.env_cls": value})
-
-
 def additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:
     """Keys that a dataset or task needs and that correspond to no key of the config."""
     for split in SPLITS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlcore_cli.importing.rows import Decision, Defaulted, ForeignConfig, Mapped, Redundant
+from rlcore_cli.importing.rows import Defaulted, ForeignConfig
 
 ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")
 """The supported algorithms; the first section found is used."""
@@ -60,27 +60,6 @@ def is_on(key: str) -> Callable[[ForeignConfig], bool]:
 def engine_is(name: str) -> Callable[[ForeignConfig], bool]:
     """Whether the generation backend has this name."""
     return lambda foreign: foreign.get("policy.generation.backend") == name
-
-
-def megatron(value: Any, foreign: ForeignConfig) -> Decision:
-    """`policy.backend` if Megatron is enabled."""
-    return Mapped({"policy.backend": "megatron"}) if value is True else Redundant("another policy backend is used")
-
-
-def dtensor(value: Any, foreign: ForeignConfig) -> Decision:
-    """`policy.backend` if DTensor is enabled and Megatron is not."""
-    if is_megatron(foreign) or value is not True:
-        return Redundant("policy.megatron_cfg.enabled selects the backend")
-    return Mapped({"policy.backend": "hf"})
-
-
-def logger(name: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of a switch such as `logger.wandb_enabled` to `enabled` of this logger."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        return Mapped({f"logger.loggers.{name}.enabled": True}) if value is True else Redundant("disabled")
-
-    return decide
 
 
 def additions(foreign: ForeignConfig, native: Mapping[str, Any]) -> Iterator[Defaulted]:

@@ -11,28 +11,6 @@ from rlcore_cli.importing.rows import Decision, ForeignConfig, Mapped, Redundant
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
 
-_CONTENT_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-def chat_template(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the chat template. In NeMo RL, `default` is that of the tokenizer and null means no template."""
-    if value == "default":
-        return Redundant("the tokenizer's template is the default")
-    if value is None:
-        return Mapped(
-            {"policy.tokenizer.chat_template": _CONTENT_ONLY},
-            "null means no template in NeMo RL: message contents are concatenated. Here null is the tokenizer's template",
-        )
-    return Mapped({"policy.tokenizer.chat_template": value})
-
-
-def template_kwargs(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the variables of the chat template."""
-    if not value:
-        return Redundant("none")
-    return Mapped({"policy.tokenizer.chat_template_kwargs": value})
-
-
 def pairs_as_rows(key: str) -> Callable[[Any, ForeignConfig], Decision]:
     """Return the conversion of a number of pairs to rows; algorithms without pairs keep the number."""
 
@@ -62,49 +40,11 @@ def length_of_answers(value: Any, foreign: ForeignConfig) -> Decision:
     return Mapped({"policy.generation.max_new_tokens": value})
 
 
-def temperature_of_validation(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the validation temperature, which must be 0 or that of training."""
-    if value in (0, foreign.get("policy.generation.temperature", 1.0)):
-        return Mapped({"policy.generation.val_temperature": value})
-    return Unsupported("validation can only use the training temperature or 0")
-
-
-def as_in_training(key: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of `top_p` or `top_k` of validation, which must equal that of training."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        if value == foreign.get(f"policy.generation.{key}", value):
-            return Redundant("validation uses the filter of training")
-        return Unsupported("validation uses the filter of training; only the temperature can differ")
-
-    return decide
-
-
-def unfiltered(key: str, neutral: Any) -> Callable[[Any, ForeignConfig], Decision]:
-    """Convert a sampling filter, which must be disabled for training."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        if value is None or value == neutral:
-            return Mapped({f"policy.generation.{key}": neutral})
-        return Unsupported(
-            "tokens would be sampled from the filtered distribution but scored under the full one, which grpo does not allow"
-        )
-
-    return decide
-
-
 def engine(value: Any, foreign: ForeignConfig) -> Decision:
     """Convert the generation backend."""
     if value in ("vllm", "hf"):
         return Mapped({"policy.generation.backend": value})
     return Unsupported(f"no generation backend {value!r}: choose another `policy.generation.backend`")
-
-
-def engine_precision(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the data type of the engine's weights."""
-    if value in ("float32", "bfloat16", "float16"):
-        return Mapped({"policy.generation.vllm_cfg.precision": value})
-    return Unsupported("the engine uses the policy's precision; set quantization in vllm_kwargs.quantization")
 
 
 ELSEWHERE = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "enable_chunked_prefill")
@@ -125,128 +65,11 @@ def cache_size(value: Any, foreign: ForeignConfig) -> Decision:
     return Mapped({"policy.generation.vllm_cfg.kv_cache_gib": value / 2**30}, "in GiB")
 
 
-def rows_decoded(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the maximum number of rows decoded together, which only the `hf` generation backend uses."""
-    if foreign.get("policy.generation.backend") == "hf":
-        return Mapped({"policy.generation.hf_cfg.max_batch_rows": value})
-    return Redundant("the engine batches automatically")
-
-
 def logprob_chunk(value: Any, foreign: ForeignConfig) -> Decision:
     """Convert the number of positions whose logits are computed at once."""
     if value is None:
         return Redundant("logits are always computed in chunks")
     return Mapped({f"policy.{_section(foreign)}.logprob_chunk_tokens": value})
-
-
-def config_overrides(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the fields of the model config."""
-    if not value:
-        return Redundant("none")
-    if is_megatron(foreign):
-        return Unsupported("the megatron backend uses the model config unchanged")
-    return Mapped({"policy.hf_cfg.config_overrides": value})
-
-
-def keywords(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the keyword arguments of the optimizer."""
-    return Mapped({"policy.optimizer.kwargs": value})
-
-
-def packer(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the bin-packing algorithm for microbatches."""
-    known = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
-    if value in known:
-        return Mapped({"policy.sequence_packing.algorithm": value})
-    return Unsupported(f"algorithms: {', '.join(known)}")
-
-
-def lora(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the section `lora`, which enables LoRA by its presence."""
-    return Mapped({"policy.hf_cfg.lora": {}}, "the section enables LoRA")
-
-
-def lora_targets(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the names of layers with adapters."""
-    if not value or foreign.get("policy.dtensor_cfg.lora_cfg.match_all_linear") is True:
-        return Redundant("match_all_linear takes precedence")
-    return Mapped({"policy.hf_cfg.lora.target_modules": value})
-
-
-def all_linear(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the switch that gives adapters to all linear layers."""
-    if value is True:
-        return Mapped({"policy.hf_cfg.lora.target_modules": "all-linear"}, "all but the LM head")
-    return Redundant("target_modules is used")
-
-
-def dropout_position(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the position of LoRA dropout: the input or the output of an adapter."""
-    if value == "pre" or not foreign.get("policy.dtensor_cfg.lora_cfg.dropout"):
-        return Redundant("there is no dropout, or it applies to the adapter's input")
-    return Unsupported("dropout applies to the adapter's input, as in peft")
-
-
-def lora_exclusions(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the names of layers without adapters."""
-    return Mapped({"policy.hf_cfg.lora.exclude_modules": value}) if value else Redundant("none")
-
-
-def expert_tensor_ranks(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the tensor parallelism of experts, which has an effect only with expert parallelism."""
-    if foreign.number("policy.megatron_cfg.expert_model_parallel_size", 1) == 1:
-        return Redundant("without expert parallelism, experts use the tensor parallelism of all other layers")
-    return Mapped({"policy.megatron_cfg.expert_tensor_parallel_size": value})
-
-
-def sequence_ranks(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert sequence parallelism, which needs tensor parallelism."""
-    if value is True and foreign.number("policy.megatron_cfg.tensor_model_parallel_size", 1) == 1:
-        return Redundant("no effect without tensor parallelism")
-    return Mapped({"policy.megatron_cfg.sequence_parallel": value})
-
-
-def recomputation(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert Megatron's activation checkpointing, of whole layers or only of attention."""
-    if value is not True:
-        return Mapped({"policy.activation_checkpointing": value})
-    if foreign.get("policy.megatron_cfg.recompute_granularity", "full") == "selective":
-        return Mapped({"policy.megatron_cfg.recompute_granularity": "selective"})
-    return Mapped({"policy.activation_checkpointing": True})
-
-
-def granularity(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert which activations are recomputed if activation checkpointing is enabled."""
-    if foreign.get("policy.megatron_cfg.activation_checkpointing") is not True:
-        return Redundant("activation_checkpointing is disabled")
-    return recomputation(True, foreign)
-
-
-def pipeline_type(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the data type of the activations sent between pipeline stages."""
-    if value == foreign.get("policy.precision"):
-        return Redundant("pipeline stages exchange tensors in policy.precision")
-    return Unsupported("pipeline stages exchange tensors in policy.precision")
-
-
-def optimizer_type(name: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of a data type of the optimizer, which must agree with `policy.precision`."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        if value is (foreign.get("policy.precision") == name):
-            return Redundant("policy.precision sets it")
-        return Unsupported("contradicts policy.precision, which sets it")
-
-    return decide
-
-
-def gathered_weights(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert overlapped parameter gathering, which needs the distributed optimizer."""
-    divided = foreign.get("policy.megatron_cfg.optimizer.use_distributed_optimizer") is True
-    overlapped = foreign.get("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce") is True
-    if value is True and not (divided and overlapped):
-        return Redundant("no effect without use_distributed_optimizer and overlap_grad_reduce")
-    return Mapped({"policy.megatron_cfg.overlap_param_gather": value})
 
 
 def megatron_optimizer(value: Any, foreign: ForeignConfig) -> Decision:
@@ -257,33 +80,13 @@ def megatron_optimizer(value: Any, foreign: ForeignConfig) -> Decision:
     return Unsupported(f"optimizers of the megatron backend: {', '.join(names)}")
 
 
-def adam_argument(name: str) -> Callable[[Any, ForeignConfig], Decision]:
-    """Return the conversion of an argument of Adam, if Adam is used."""
-
-    def decide(value: Any, foreign: ForeignConfig) -> Decision:
-        at = "policy.megatron_cfg.optimizer"
-        if foreign.get(f"{at}.optimizer", "adam") != "adam":
-            return Redundant("another optimizer is used")
-        if name == "betas":
-            value = [foreign.get(f"{at}.adam_beta1", 0.9), foreign.get(f"{at}.adam_beta2", 0.999)]
-        return Mapped({f"policy.optimizer.kwargs.{name}": value})
-
-    return decide
-
-
-def sgd_momentum(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the momentum of SGD, if SGD is used."""
-    if foreign.get("policy.megatron_cfg.optimizer.optimizer", "adam") != "sgd":
+def betas(value: Any, foreign: ForeignConfig) -> Decision:
+    """Convert the betas of Adam, which are two keys of Megatron's optimizer, if Adam is used."""
+    at = "policy.megatron_cfg.optimizer"
+    if foreign.get(f"{at}.optimizer", "adam") != "adam":
         return Redundant("another optimizer is used")
-    return Mapped({"policy.optimizer.kwargs.momentum": value})
-
-
-def clipping(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the maximum gradient norm, for which Megatron's optimizer has its own key; 0 disables clipping."""
-    own = foreign.get("policy.megatron_cfg.optimizer.clip_grad") if is_megatron(foreign) else None
-    if own is not None and own != value:
-        return Redundant("megatron_cfg.optimizer.clip_grad takes precedence")
-    return Mapped({"policy.max_grad_norm": None if value == 0 else value})
+    pair = [foreign.get(f"{at}.adam_beta1", 0.9), foreign.get(f"{at}.adam_beta2", 0.999)]
+    return Mapped({"policy.optimizer.kwargs.betas": pair})
 
 
 def megatron_schedule(value: Any, foreign: ForeignConfig) -> Decision:
@@ -312,20 +115,6 @@ def part_of_schedule(value: Any, foreign: ForeignConfig) -> Decision:
     style = foreign.get("policy.megatron_cfg.scheduler.lr_decay_style", "constant")
     schedule = megatron_schedule(style, foreign)
     return Mapped(schedule.values, "part of the schedule") if isinstance(schedule, Mapped) else schedule
-
-
-def warmup_start(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert the initial learning rate of the warm-up."""
-    if not foreign.number("policy.megatron_cfg.scheduler.lr_warmup_iters", 0):
-        return Redundant("no warm-up")
-    return Unsupported("warm-ups start at lr / (num_warmup_steps + 1)")
-
-
-def constant_decay(value: Any, foreign: ForeignConfig) -> Decision:
-    """Convert a weight-decay schedule, which is unsupported."""
-    if value in ("constant", foreign.get("policy.megatron_cfg.optimizer.weight_decay")):
-        return Redundant("weight decay is constant")
-    return Unsupported("weight decay is constant")
 
 
 def schedulers(value: Any, foreign: ForeignConfig) -> Decision:

@@ -3,29 +3,77 @@
 from __future__ import annotations
 
 from rlcore_cli.importing.nemo_rl import facts, policy
-from rlcore_cli.importing.rows import Row, converted, redundant, redundant_if, renamed, same, unsupported
+from rlcore_cli.importing.nemo_rl.megatron_rows import MEGATRON, clipping
+from rlcore_cli.importing.rows import (
+    Mapped,
+    Redundant,
+    Row,
+    Unsupported,
+    cases,
+    converted,
+    is_empty,
+    is_null,
+    is_true,
+    kept,
+    one_of,
+    other_than,
+    redundant,
+    redundant_if,
+    renamed,
+    same,
+    unsupported,
+)
+
+_CONTENT_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_PACKERS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
+_LORA = "policy.dtensor_cfg.lora_cfg"
+_TEMPERATURE = "policy.generation.temperature"
 
 _PARALLEL = "the backend hf only supports FSDP2: for tensor and context parallelism, enable megatron_cfg"
 _MEMORY = "memory is managed differently"
-_KERNELS = "kernels are chosen by megatron_cfg.transformer_impl"
-_EXPERTS = "no effect on dense models; mixture-of-experts models use Megatron-Core's default"
 _OFF = "disabled"
 
 _POLICY: list[Row] = [
     *same("policy", "model_name precision max_total_sequence_length tokenizer.name"),
-    Row(pattern="policy.tokenizer.chat_template", decide=policy.chat_template),
-    converted("policy.tokenizer.chat_template_kwargs", policy.template_kwargs, whole=True),
+    kept(
+        "policy.tokenizer.chat_template",
+        (one_of("default"), Redundant("the tokenizer's template is the default")),
+        (
+            is_null,
+            Mapped(
+                {"policy.tokenizer.chat_template": _CONTENT_ONLY},
+                "null means no template in NeMo RL: message contents are concatenated. Here null is the tokenizer's template",
+            ),
+        ),
+    ),
+    kept("policy.tokenizer.chat_template_kwargs", (is_empty, Redundant("none")), whole=True),
     *redundant_if("policy.tokenizer", "use_fastokens", [False], since=_OFF, reason="tokenizers are those of Transformers"),
     converted("policy.train_global_batch_size", policy.global_batch),
     converted("policy.train_micro_batch_size", policy.pairs_as_rows("policy.train_micro_batch_size")),
     *same("policy", "logprob_batch_size"),
-    converted("policy.generation_batch_size", policy.rows_decoded),
+    kept(
+        "policy.generation_batch_size",
+        (
+            lambda _, foreign: foreign.get("policy.generation.backend") != "hf",
+            Redundant("the engine batches automatically"),
+        ),
+        to="policy.generation.hf_cfg.max_batch_rows",
+    ),
     converted("policy.logprob_chunk_size", policy.logprob_chunk),
     *redundant_if("policy", "offload_optimizer_for_logprob", [False], since=_OFF, reason=_MEMORY),
-    converted("policy.hf_config_overrides", policy.config_overrides, whole=True),
+    kept(
+        "policy.hf_config_overrides",
+        (is_empty, Redundant("none")),
+        (
+            lambda _, foreign: facts.is_megatron(foreign),
+            Unsupported("the megatron backend uses the model config unchanged"),
+        ),
+        to="policy.hf_cfg.config_overrides",
+        whole=True,
+    ),
     *same("policy.dynamic_batching", "enabled train_mb_tokens logprob_mb_tokens sequence_length_round"),
     *same("policy.sequence_packing", "enabled train_mb_tokens logprob_mb_tokens"),
-    converted("policy.sequence_packing.algorithm", policy.packer),
+    kept("policy.sequence_packing.algorithm", (other_than(*_PACKERS), Unsupported(f"algorithms: {', '.join(_PACKERS)}"))),
     *redundant_if(
         "policy.sequence_packing",
         "microbatch_order",
@@ -39,9 +87,9 @@ _POLICY: list[Row] = [
         "rows are packed without rounding, and the loss is not fused",
     ),
     *redundant("policy", "make_sequence_length_divisible_by", "each backend pads as its parallelism requires"),
-    converted("policy.max_grad_norm", policy.clipping),
+    clipping("policy.max_grad_norm"),
     *same("policy.optimizer", "name"),
-    converted("policy.optimizer.kwargs", policy.keywords, whole=True),
+    kept("policy.optimizer.kwargs", whole=True),
     *redundant("policy", "optimizer", "not set"),
     converted("policy.scheduler", policy.schedulers, whole=True),
     *unsupported("policy", "draft.**", "draft models are not trained"),
@@ -73,122 +121,73 @@ _DTENSOR: list[Row] = [
     *redundant_if("policy.dtensor_cfg", "custom_parallel_plan", [], since="none", reason="FSDP2 shards layer by layer"),
     *redundant_if("policy.dtensor_cfg", "automodel_kwargs.**", [], since="none", reason="models are loaded with Transformers"),
     *redundant_if("policy.dtensor_cfg", "env_vars.**", [""], since="none", reason="workers inherit the driver's environment"),
-    converted("policy.dtensor_cfg.lora_cfg.enabled", policy.lora),
-    renamed("policy.dtensor_cfg.lora_cfg.dim", "policy.hf_cfg.lora.rank"),
-    renamed("policy.dtensor_cfg.lora_cfg.alpha", "policy.hf_cfg.lora.alpha"),
-    renamed("policy.dtensor_cfg.lora_cfg.dropout", "policy.hf_cfg.lora.dropout"),
-    converted("policy.dtensor_cfg.lora_cfg.target_modules", policy.lora_targets),
-    converted("policy.dtensor_cfg.lora_cfg.match_all_linear", policy.all_linear),
-    converted("policy.dtensor_cfg.lora_cfg.exclude_modules", policy.lora_exclusions),
-    converted("policy.dtensor_cfg.lora_cfg.dropout_position", policy.dropout_position),
-    *redundant_if(
-        "policy.dtensor_cfg.lora_cfg", "lora_A_init", [], since="peft's default", reason="adapters are initialized as in peft"
+    cases(f"{_LORA}.enabled", otherwise=Mapped({"policy.hf_cfg.lora": {}}, "the section enables LoRA")),
+    renamed(f"{_LORA}.dim", "policy.hf_cfg.lora.rank"),
+    renamed(f"{_LORA}.alpha", "policy.hf_cfg.lora.alpha"),
+    renamed(f"{_LORA}.dropout", "policy.hf_cfg.lora.dropout"),
+    kept(
+        f"{_LORA}.target_modules",
+        (
+            lambda value, foreign: not value or foreign.get(f"{_LORA}.match_all_linear") is True,
+            Redundant("match_all_linear takes precedence"),
+        ),
+        to="policy.hf_cfg.lora.target_modules",
     ),
-    *redundant("policy.dtensor_cfg.lora_cfg", "use_triton", "adapters are implemented by peft"),
+    cases(
+        f"{_LORA}.match_all_linear",
+        (is_true, Mapped({"policy.hf_cfg.lora.target_modules": "all-linear"}, "all but the LM head")),
+        otherwise=Redundant("target_modules is used"),
+    ),
+    kept(f"{_LORA}.exclude_modules", (is_empty, Redundant("none")), to="policy.hf_cfg.lora.exclude_modules"),
+    cases(
+        f"{_LORA}.dropout_position",
+        (
+            lambda value, foreign: value == "pre" or not foreign.get(f"{_LORA}.dropout"),
+            Redundant("there is no dropout, or it applies to the adapter's input"),
+        ),
+        otherwise=Unsupported("dropout applies to the adapter's input, as in peft"),
+    ),
+    *redundant_if(_LORA, "lora_A_init", [], since="peft's default", reason="adapters are initialized as in peft"),
+    *redundant(_LORA, "use_triton", "adapters are implemented by peft"),
 ]
 
-_MEGATRON: list[Row] = [
-    *same("policy.megatron_cfg", "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
-    *same("policy.megatron_cfg", "expert_model_parallel_size virtual_pipeline_model_parallel_size moe_grouped_gemm"),
-    *same("policy.megatron_cfg", "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"),
-    converted("policy.megatron_cfg.expert_tensor_parallel_size", policy.expert_tensor_ranks),
-    converted("policy.megatron_cfg.sequence_parallel", policy.sequence_ranks),
-    converted("policy.megatron_cfg.activation_checkpointing", policy.recomputation),
-    converted("policy.megatron_cfg.recompute_granularity", policy.granularity),
-    *redundant_if(
-        "policy.megatron_cfg", "recompute_modules", [["core_attn"]], since="same here", reason="only attention or whole layers"
-    ),
-    converted("policy.megatron_cfg.pipeline_dtype", policy.pipeline_type),
-    renamed("policy.megatron_cfg.optimizer.use_distributed_optimizer", "policy.megatron_cfg.use_distributed_optimizer"),
-    converted("policy.megatron_cfg.optimizer.optimizer", policy.megatron_optimizer),
-    renamed("policy.megatron_cfg.optimizer.lr", "policy.optimizer.kwargs.lr"),
-    renamed("policy.megatron_cfg.optimizer.weight_decay", "policy.optimizer.kwargs.weight_decay"),
-    converted("policy.megatron_cfg.optimizer.adam_beta1", policy.adam_argument("betas")),
-    converted("policy.megatron_cfg.optimizer.adam_beta2", policy.adam_argument("betas")),
-    converted("policy.megatron_cfg.optimizer.adam_eps", policy.adam_argument("eps")),
-    converted("policy.megatron_cfg.optimizer.sgd_momentum", policy.sgd_momentum),
-    converted("policy.megatron_cfg.optimizer.clip_grad", policy.clipping),
-    converted("policy.megatron_cfg.optimizer.min_lr", policy.part_of_schedule),
-    converted("policy.megatron_cfg.optimizer.bf16", policy.optimizer_type("bfloat16")),
-    *redundant_if("policy.megatron_cfg.optimizer", "fp16", [False], since=_OFF, reason="precisions: float32, bfloat16"),
-    *redundant_if(
-        "policy.megatron_cfg.optimizer",
-        "params_dtype",
-        ["float32"],
-        since="same here",
-        reason="the optimizer's weights are float32",
-    ),
-    *redundant_if(
-        "policy.megatron_cfg.optimizer",
-        "use_precision_aware_optimizer optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d optimizer_offload_fraction",
-        [False, 0.0],
-        since=_OFF,
-        reason="the optimizer state is float32 and on the device",
-    ),
-    converted("policy.megatron_cfg.scheduler.lr_decay_style", policy.megatron_schedule),
-    *(
-        converted(f"policy.megatron_cfg.scheduler.{key}", policy.part_of_schedule)
-        for key in ("lr_decay_iters", "lr_warmup_iters")
-    ),
-    converted("policy.megatron_cfg.scheduler.lr_warmup_init", policy.warmup_start),
-    *(
-        converted(f"policy.megatron_cfg.scheduler.{key}", policy.constant_decay)
-        for key in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
-    ),
-    renamed(
-        "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32", "policy.megatron_cfg.grad_reduce_in_fp32"
-    ),
-    renamed(
-        "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", "policy.megatron_cfg.overlap_grad_reduce"
-    ),
-    converted("policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather", policy.gathered_weights),
-    *redundant_if(
-        "policy.megatron_cfg.distributed_data_parallel_config",
-        "use_custom_fsdp",
-        [False],
-        since=_OFF,
-        reason="the distributed optimizer shards the optimizer state; weights are not sharded",
-    ),
-    *redundant("policy.megatron_cfg.distributed_data_parallel_config", "data_parallel_sharding_strategy", "only for its FSDP"),
-    *redundant(
-        "policy.megatron_cfg", "use_fused_linear_logprobs defer_fp32_logits", "logits are computed in chunks, in float32"
-    ),
-    renamed("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "policy.megatron_cfg.logprob_chunk_tokens"),
-    *redundant("policy.megatron_cfg", "apply_rope_fusion bias_activation_fusion moe_permute_fusion", _KERNELS),
-    *redundant("policy.megatron_cfg", "gradient_accumulation_fusion use_fused_weighted_squared_relu", _KERNELS),
-    *redundant("policy.megatron_cfg", "force_reconvert_from_hf converter_type", "Hugging Face files are read directly"),
-    *redundant("policy.megatron_cfg", "empty_unused_memory_level checkpoint.ckpt_assume_constant_structure", _MEMORY),
-    *redundant("policy.megatron_cfg", "use_gloo_process_groups moe_per_layer_logging", "no effect"),
-    *redundant_if(
-        "policy.megatron_cfg", "checkpoint.async_save", [False], since=_OFF, reason="checkpoints are saved synchronously"
-    ),
-    *redundant_if("policy.megatron_cfg", "cuda_graph_impl", ["none"], since="none", reason="training uses no CUDA graphs"),
-    *redundant("policy.megatron_cfg", "cuda_graph_modules cuda_graph_warmup_steps", "training uses no CUDA graphs"),
-    *redundant_if("policy.megatron_cfg", "fine_grained_activation_offloading", [False], since=_OFF, reason=_MEMORY),
-    *redundant_if("policy.megatron_cfg", "offload_modules", [], since=_OFF, reason=_MEMORY),
-    *redundant_if(
-        "policy.megatron_cfg", "mtp_num_layers mtp_loss_scaling_factor", [0], since=_OFF, reason="MTP heads are not supported"
-    ),
-    *redundant_if("policy.megatron_cfg", "mtp_use_repeated_layer mtp_detach_heads", [False], since=_OFF, reason="no MTP"),
-    *redundant_if("policy.megatron_cfg", "model_overrides.** env_vars.**", [], since="none", reason="no equivalent key"),
-    *redundant_if("policy.megatron_cfg", "freeze_moe_router", [False], since="same here", reason=_EXPERTS),
-    *redundant_if("policy.megatron_cfg", "moe_enable_deepep moe_shared_expert_overlap", [False], since=_OFF, reason=_EXPERTS),
-    *redundant_if("policy.megatron_cfg", "moe_token_dispatcher_type", ["alltoall"], since="same here", reason=_EXPERTS),
-    *redundant_if("policy.megatron_cfg", "moe_router_load_balancing_type", ["none"], since="same here", reason=_EXPERTS),
-    *redundant_if("policy.megatron_cfg", "moe_router_dtype moe_router_bias_update_rate", [0.0], since=_OFF, reason=_EXPERTS),
-    *unsupported("policy.megatron_cfg", "fp8_cfg.**", "training is in float32 or bfloat16"),
-    *unsupported("policy.megatron_cfg", "peft.**", "only the backend hf supports LoRA"),
-]
+
+def _as_in_training(key: str) -> Row:
+    """`top_p` or `top_k` of validation, which must equal that of training."""
+    return cases(
+        f"policy.generation.val_{key}",
+        (
+            lambda value, foreign: value == foreign.get(f"policy.generation.{key}", value),
+            Redundant("validation uses the filter of training"),
+        ),
+        otherwise=Unsupported("validation uses the filter of training; only the temperature can differ"),
+    )
+
 
 _GENERATION: list[Row] = [
     converted("policy.generation.backend", policy.engine),
     converted("policy.generation.max_new_tokens", policy.length_of_answers),
     *same("policy.generation", "temperature stop_token_ids stop_strings model_name"),
-    converted("policy.generation.top_p", policy.unfiltered("top_p", 1.0)),
-    converted("policy.generation.top_k", policy.unfiltered("top_k", None)),
-    converted("policy.generation.val_temperature", policy.temperature_of_validation),
-    converted("policy.generation.val_top_p", policy.as_in_training("top_p")),
-    converted("policy.generation.val_top_k", policy.as_in_training("top_k")),
+    *(
+        cases(
+            f"policy.generation.{key}",
+            (one_of(None, neutral), Mapped({f"policy.generation.{key}": neutral})),
+            otherwise=Unsupported(
+                "tokens would be sampled from the filtered distribution but scored under the full one, which grpo does not "
+                "allow"
+            ),
+        )
+        for key, neutral in (("top_p", 1.0), ("top_k", None))
+    ),
+    kept(
+        "policy.generation.val_temperature",
+        (
+            lambda value, foreign: value not in (0, foreign.get(_TEMPERATURE, 1.0)),
+            Unsupported("validation can only use the training temperature or 0"),
+        ),
+    ),
+    _as_in_training("top_p"),
+    _as_in_training("top_k"),
     *redundant("policy.generation", "port_range_low port_range_high", "free ports are chosen automatically"),
     *redundant_if("policy.generation", "refit_transport", [], since="not set", reason="transports have other names"),
     *redundant("policy.generation", "refit_cfg.** real_quant_export_cpu_offload", "only for unsupported transports"),
@@ -202,7 +201,13 @@ _GENERATION: list[Row] = [
     *same("policy.generation.vllm_cfg", "async_engine kv_cache_dtype tensor_parallel_size pipeline_parallel_size"),
     *same("policy.generation.vllm_cfg", "enable_prefix_caching max_num_seqs max_num_batched_tokens"),
     *same("policy.generation.vllm_cfg", "gpu_memory_utilization max_model_len enforce_eager load_format"),
-    converted("policy.generation.vllm_cfg.precision", policy.engine_precision),
+    kept(
+        "policy.generation.vllm_cfg.precision",
+        (
+            other_than("float32", "bfloat16", "float16"),
+            Unsupported("the engine uses the policy's precision; set quantization in vllm_kwargs.quantization"),
+        ),
+    ),
     *redundant_if(
         "policy.generation.vllm_cfg", "expert_parallel_size", [1], since="same here", reason="vLLM does not shard experts"
     ),
@@ -245,5 +250,5 @@ _GENERATION: list[Row] = [
     converted("policy.generation.vllm_kwargs", policy.engine_arguments, whole=True),
 ]
 
-POLICY: list[Row] = [*_POLICY, *_DTENSOR, *_MEGATRON, *_GENERATION]
+POLICY: list[Row] = [*_POLICY, *_DTENSOR, *MEGATRON, *_GENERATION]
 """Rows are checked in this order."""

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from rlcore_cli.importing.nemo_rl import algorithms
-from rlcore_cli.importing.rows import Row, converted, redundant, redundant_if, renamed, same, unsupported
+from rlcore_cli.importing.rows import (
+    Redundant,
+    Row,
+    converted,
+    is_empty,
+    kept,
+    redundant,
+    redundant_if,
+    renamed,
+    same,
+    unsupported,
+)
 
 _OFF = "disabled"
 
@@ -17,11 +28,8 @@ PPO: list[Row] = [
     converted("ppo.max_num_steps", algorithms.steps),
     converted("ppo.max_num_epochs", algorithms.epochs),
     renamed("ppo.policy_training_start_step", "ppo.critic_warmup_steps"),
-    *(
-        converted(f"ppo.{key}", algorithms.needs_validation(f"ppo.{key}"))
-        for key in ("val_period", "val_at_start", "val_at_end")
-    ),
-    converted("ppo.val_batch_size", algorithms.unless_null("ppo.val_batch_size")),
+    *algorithms.validation_rows("ppo"),
+    algorithms.unless_null("ppo.val_batch_size"),
     *redundant_if("ppo", "use_dynamic_sampling", [False], since=_OFF, reason="with a critic there are no groups to filter"),
     *redundant("ppo", "dynamic_sampling_max_gen_batches batch_multiplier", "only grpo has dynamic sampling"),
     *redundant(
@@ -39,7 +47,7 @@ PPO: list[Row] = [
     *redundant_if(
         "ppo.adv_estimator", "gae_lambda_policy", [], since="gae_lambda is used", reason="gae_lambda applies to the policy"
     ),
-    converted("ppo.adv_estimator.length_adaptive_alpha", algorithms.unless_zero("ppo.gae.length_adaptive_alpha")),
+    kept("ppo.adv_estimator.length_adaptive_alpha", (is_empty, Redundant("disabled")), to="ppo.gae.length_adaptive_alpha"),
     renamed("value_loss_fn.cliprange", "ppo.value_loss.cliprange_value"),
     *redundant_if(
         "value_loss_fn",

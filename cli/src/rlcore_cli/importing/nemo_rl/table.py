@@ -15,10 +15,17 @@ from rlcore_cli.importing.nemo_rl.ppo import PPO
 from rlcore_cli.importing.rows import (
     Defaulted,
     ForeignConfig,
+    Mapped,
+    Redundant,
     Row,
     Switch,
     Table,
+    Unsupported,
+    cases,
     converted,
+    is_true,
+    kept,
+    other_than,
     redundant,
     redundant_if,
     renamed,
@@ -36,8 +43,19 @@ _SECTIONS = (
 )
 
 _ALWAYS: list[Row] = [
-    converted("policy.megatron_cfg.enabled", facts.megatron),
-    converted("policy.dtensor_cfg.enabled", facts.dtensor),
+    cases(
+        "policy.megatron_cfg.enabled",
+        (is_true, Mapped({"policy.backend": "megatron"})),
+        otherwise=Redundant("another policy backend is used"),
+    ),
+    cases(
+        "policy.dtensor_cfg.enabled",
+        (
+            lambda on, foreign: on is True and not facts.is_megatron(foreign),
+            Mapped({"policy.backend": "hf"}),
+        ),
+        otherwise=Redundant("policy.megatron_cfg.enabled selects the backend"),
+    ),
 ]
 
 _SWITCHES: list[Switch] = [
@@ -81,7 +99,17 @@ _SWITCHES: list[Switch] = [
 _GRPO: list[Row] = [
     *same("grpo", "num_prompts_per_step num_generations_per_prompt max_rollout_turns seed overlong_filtering"),
     *same("grpo", "advantage_clip_low advantage_clip_high dynamic_sampling_max_gen_batches"),
-    converted("grpo.use_dynamic_sampling", algorithms.dynamic_sampling),
+    kept(
+        "grpo.use_dynamic_sampling",
+        (
+            is_true,
+            Mapped(
+                {"grpo.use_dynamic_sampling": True},
+                "filters whole groups by the environment's rewards before scaling and shaping; NeMo RL 0.6 filters by shaped "
+                "rewards, and single rows with leave-one-out",
+            ),
+        ),
+    ),
     *same("grpo", "max_val_samples val_num_generations_per_prompt"),
     *same("grpo.reward_scaling", "enabled source_min source_max target_min target_max"),
     *same("grpo.reward_shaping", "enabled overlong_buffer_length max_response_length"),
@@ -89,21 +117,19 @@ _GRPO: list[Row] = [
     *redundant_if("grpo.reward_shaping", "stop_properly_penalty_coef", [], since=_OFF, reason=_PENALTIES),
     converted("grpo.max_num_steps", algorithms.steps),
     converted("grpo.max_num_epochs", algorithms.epochs),
-    converted("grpo.normalize_rewards", algorithms.moved_key("normalize_rewards")),
-    converted("grpo.use_leave_one_out_baseline", algorithms.moved_key("use_leave_one_out_baseline")),
-    converted("grpo.adv_estimator.name", algorithms.estimator),
-    converted("grpo.adv_estimator.normalize_rewards", algorithms.group_estimator_key("normalize_rewards")),
-    converted("grpo.adv_estimator.use_leave_one_out_baseline", algorithms.group_estimator_key("use_leave_one_out_baseline")),
-    converted("grpo.adv_estimator.minus_baseline", algorithms.group_baseline),
+    *algorithms.ESTIMATOR,
     *redundant_if(
         "grpo.adv_estimator", "reward_weights", [], since="1 each by default", reason="weights are set per reward name"
     ),
-    converted("grpo.batch_multiplier", algorithms.batch_multiplier),
-    *(
-        converted(f"grpo.{key}", algorithms.needs_validation(f"grpo.{key}"))
-        for key in ("val_period", "val_at_start", "val_at_end")
+    kept(
+        "grpo.batch_multiplier",
+        (
+            lambda _, foreign: foreign.get("grpo.use_dynamic_sampling") is not True,
+            Redundant("dynamic sampling is disabled"),
+        ),
     ),
-    converted("grpo.val_batch_size", algorithms.unless_null("grpo.val_batch_size")),
+    *algorithms.validation_rows("grpo"),
+    algorithms.unless_null("grpo.val_batch_size"),
     *redundant_if("grpo", "val_start_at", [-1, 0], since="same here", reason="validation depends only on val_period"),
     *redundant_if(
         "grpo",
@@ -131,16 +157,22 @@ _LOSS: list[Row] = [
     converted("loss_fn.reference_policy_kl_penalty", algorithms.kl_penalty),
     converted("loss_fn.use_importance_sampling_correction", algorithms.importance_correction),
     converted("loss_fn.reference_policy_kl_type", algorithms.kl_type),
-    converted("loss_fn.use_kl_in_reward", algorithms.kl_in_reward),
-    converted("loss_fn.force_on_policy_ratio", algorithms.on_policy),
-    *(
-        converted(f"loss_fn.{key}", algorithms.truncation(key))
-        for key in (
-            "truncated_importance_sampling_type",
-            "truncated_importance_sampling_ratio",
-            "truncated_importance_sampling_ratio_min",
-        )
+    kept(
+        "loss_fn.use_kl_in_reward",
+        (
+            lambda on, foreign: on is True and not foreign.get("loss_fn.reference_policy_kl_penalty", 0.01),
+            Redundant("reference_policy_kl_penalty is 0, so nothing is subtracted from the reward"),
+        ),
+        (
+            lambda on, foreign: on is True and foreign.get("loss_fn.reference_policy_kl_type") is None,
+            Mapped(
+                {"loss_fn.use_kl_in_reward": True},
+                "the KL estimator in the reward is k1, because k2 and k3 have a wrong gradient there",
+            ),
+        ),
     ),
+    converted("loss_fn.force_on_policy_ratio", algorithms.on_policy),
+    *algorithms.TRUNCATION,
     *redundant_if("loss_fn", "use_on_policy_kl_approximation", [False], since=_OFF, reason="the KL estimate is not reweighted"),
     *redundant_if("loss_fn", "positive_example_nll_weight", [0.0], since=_OFF, reason="the loss has no log-likelihood term"),
 ]
@@ -152,17 +184,18 @@ _SUPERVISED: list[Row] = [
         *same(name, "seed"),
         converted(f"{name}.max_num_steps", algorithms.steps),
         converted(f"{name}.max_num_epochs", algorithms.epochs),
-        *(
-            converted(f"{name}.{key}", algorithms.needs_validation(f"{name}.{key}"))
-            for key in ("val_period", "val_at_start", "val_at_end")
-        ),
+        *algorithms.validation_rows(name),
         converted(f"{name}.val_batches", algorithms.validation_batches),
         renamed(f"{name}.val_global_batch_size", f"{name}.val_batch_size"),
         *redundant(name, "val_micro_batch_size", "validation uses policy.train_micro_batch_size"),
     )
 ] + [
     *same("sft", "only_unmask_final"),
-    converted("dpo.preference_loss", algorithms.pair_loss),
+    kept(
+        "dpo.preference_loss",
+        (other_than("dpo", "ipo"), Unsupported("preference losses: dpo, ipo, dpo_hinge, simpo, orpo")),
+        to="loss_fn.name",
+    ),
     *(
         renamed(f"dpo.{key}", f"loss_fn.{key}")
         for key in (
@@ -192,7 +225,17 @@ _REST: list[Row] = [
         "env", "should_use_nemo_gym should_use_async_rollouts", [False], since=_OFF, reason="NeMo Gym is not supported"
     ),
     *redundant("env", "should_log_nemo_gym_responses", _LOGGED),
-    converted("env.*.env_cls", data.environment_class),
+    kept(
+        "env.*.env_cls",
+        (
+            lambda value, _: str(value).endswith("nemo_rl.environments.math_environment.MathEnvironment"),
+            Mapped({"env.*.name": "math"}, "uses the environment `math` instead of NeMo's class"),
+        ),
+        (
+            lambda value, _: str(value).startswith(("nemo_rl.", "nemo_skills.", "nemo_gym.")),
+            Unsupported("NeMo class: port it to rl_core's EnvironmentInterface"),
+        ),
+    ),
     *same("env", "*.num_workers"),
     *redundant_if(
         "env",
@@ -203,8 +246,14 @@ _REST: list[Row] = [
     ),
     *same("checkpointing", "enabled checkpoint_dir higher_is_better save_period save_optimizer"),
     converted("checkpointing.metric_name", algorithms.metric),
-    converted("checkpointing.keep_top_k", algorithms.best_checkpoints),
-    converted("checkpointing.ft_keep_latest_k", algorithms.unless_null("checkpointing.keep_latest_k")),
+    kept(
+        "checkpointing.keep_top_k",
+        (
+            lambda value, foreign: value is None or not algorithms.ranks_checkpoints(foreign),
+            Unsupported("checkpoints cannot be ranked because metric_name was not imported; the newest keep_latest_k are kept"),
+        ),
+    ),
+    algorithms.unless_null("checkpointing.ft_keep_latest_k", to="checkpointing.keep_latest_k"),
     *redundant_if("checkpointing", "ft_save_period", [], since=_OFF, reason="checkpoints depend only on save_period"),
     converted("checkpointing.checkpoint_must_save_by", algorithms.time_limit),
     *redundant_if(
@@ -220,7 +269,14 @@ _REST: list[Row] = [
     *redundant_if("checkpointing", "is_async", [False], since=_OFF, reason="checkpoints are saved synchronously"),
     *unsupported("checkpointing", "pretrained_checkpoint.**", "runs start from policy.model_name, in Hugging Face format"),
     *same("logger", "log_dir"),
-    *(converted(f"logger.{name}_enabled", facts.logger(name)) for name in ("wandb", "tensorboard", "mlflow")),
+    *(
+        cases(
+            f"logger.{name}_enabled",
+            (is_true, Mapped({f"logger.loggers.{name}.enabled": True})),
+            otherwise=Redundant("disabled"),
+        )
+        for name in ("wandb", "tensorboard", "mlflow")
+    ),
     *redundant_if("logger", "swanlab_enabled", [False], since=_OFF, reason="loggers: tensorboard, wandb, mlflow, or your own"),
     *redundant_if("logger", "monitor_gpus", [False], since=_OFF, reason="GPUs are not monitored"),
     *redundant_if("logger", "num_val_samples_to_print", [0], since=_OFF, reason=_LOGGED),
