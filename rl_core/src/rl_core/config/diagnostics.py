@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from rl_core.config.source_tree import KeyPath, SourceLocation, dotted
 from rl_core.errors import ConfigError
+from rl_core.plugins.component import nearest as nearest
 
 _LONGEST_VALUE = 60
 
@@ -108,13 +108,6 @@ def show(value: Any) -> str:
         case _:
             text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
-
-
-def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The candidate that was probably meant, or None; ignores letter case."""
-    by_folded = {candidate.casefold(): candidate for candidate in candidates}
-    matches = get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
-    return by_folded[matches[0]] if matches else None
 
 
 def comma_separated(names: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.data.hub import require_model
 from rl_core.errors import DataError
+from rl_core.plugins.component import nearest
 
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*")
 
@@ -123,8 +123,8 @@ def with_template_kwargs(template: Any, kwargs: Mapping[str, Any]) -> Any:
     words = set(re.findall(r"[^\W\d]\w*", " ".join(texts)))
     for name in kwargs:
         if name not in words:
-            near = difflib.get_close_matches(name, words, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            meant = nearest(name, words)
+            hint = f"; did you mean {meant!r}?" if meant else ""
             problem = f"the chat template does not use {name!r}{hint}" if words else "the tokenizer has no chat template"
             raise DataError(
                 f"chat_template_kwargs: {problem}, so the value would have no effect. Remove it, or use a template that "

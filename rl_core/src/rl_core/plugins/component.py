@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -200,10 +201,18 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
-def did_you_mean(name: str, candidates: list[str]) -> str:
+def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The candidate that was probably meant, or None; letter case only decides between otherwise equal candidates."""
+    spelled = list(candidates)
+    folded = get_close_matches(name.casefold(), dict.fromkeys(each.casefold() for each in spelled), n=1, cutoff=cutoff)
+    matches = get_close_matches(name, [each for each in spelled if each.casefold() in folded], n=1, cutoff=0.0)
+    return matches[0] if matches else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """' Did you mean 'x'?' for the nearest candidate, or an empty string."""
-    nearest = get_close_matches(name, candidates, n=1)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+    meant = nearest(name, candidates)
+    return f" Did you mean {meant!r}?" if meant is not None else ""
 
 
 def _no_attribute(reference: str, attribute: str, *, holder: object) -> str:

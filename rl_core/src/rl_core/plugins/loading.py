@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -17,65 +17,81 @@ from rl_core.plugins.component import Component, Kind, KnownComponent, describe,
 HEAVY_MODULES = ("torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow")
 """Modules that registration must not import: each adds from a tenth of a second to several seconds to every command."""
 
+T = TypeVar("T")
+
 # A plugin that calls sys.exit() during import must not end the command either.
 _WHAT_PLUGINS_RAISE = (Exception, SystemExit)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LoadedModule:
     """Result of loading one plugin: the object with the hooks, or None if the import failed; for the rest see `Plugin`.
 
-    `reason` is what went wrong, or None, and `error` the first exception behind it.
+    `errors` are what went wrong, each with the exception behind it.
     """
 
-    plugin: Any
-    components: tuple[tuple[Kind, Component], ...]
-    known: tuple[KnownComponent, ...]
-    hooks: tuple[str, ...]
-    import_ms: float
-    heavy_modules: tuple[str, ...]
-    reason: str | None
-    error: BaseException | None
+    plugin: Any = None
+    components: list[tuple[Kind, Component]] = field(default_factory=list)
+    known: list[KnownComponent] = field(default_factory=list)
+    hooks: tuple[str, ...] = ()
+    import_ms: float = 0.0
+    heavy_modules: tuple[str, ...] = ()
+    errors: list[tuple[str, BaseException]] = field(default_factory=list)
+
+    def call_component_hooks(self) -> None:
+        """Check the hooks, and call those that return components."""
+        try:
+            callers = _checked_hooks(self.plugin)
+        except PluginError as error:
+            self.errors.append((str(error), error))
+            return
+        except pluggy.PluginValidationError as error:
+            self.errors.append((" ".join(str(error).split()), error))
+            return
+        self.hooks = tuple(callers)
+        for name, function in callers.items():
+            if name in hookspecs.KIND_OF_HOOK:
+                self._add_components(name, self._returned(name, function, Component))
+            elif name == hookspecs.KNOWN_COMPONENTS_HOOK:
+                self.known += self._returned(name, function, KnownComponent)
+
+    def _add_components(self, hook: str, returned: list[Component]) -> None:
+        seen: set[str] = set()
+        for component in returned:
+            if component.name in seen:
+                self._reject(f"{hook}() returned {component.name!r} twice")
+            else:
+                seen.add(component.name)
+                self.components.append((hookspecs.KIND_OF_HOOK[hook], component))
+
+    def _returned(self, hook: str, function: Callable[[], Any], expected: type[T]) -> list[T]:
+        """What a hook returned, without items of another class, which are errors."""
+        try:
+            returned = list(function())
+        except _WHAT_PLUGINS_RAISE as error:
+            self.errors.append((f"{hook}() raised {describe(error)}", error))
+            return []
+        for item in returned:
+            if not isinstance(item, expected):
+                self._reject(f"{hook}() returned {item!r}, which is not a {expected.__name__}")
+        return [item for item in returned if isinstance(item, expected)]
+
+    def _reject(self, problem: str) -> None:
+        self.errors.append((problem, PluginError(problem)))
 
 
 def load_module(load: Callable[[], Any]) -> LoadedModule:
     """Call `load`, which returns the object with the hooks, check these, and call the component hooks."""
-    heavy_before = _heavy_modules()
-    plugin: Any = None
-    components: list[tuple[Kind, Component]] = []
-    known: list[KnownComponent] = []
-    hooks: tuple[str, ...] = ()
-    errors: list[tuple[str, BaseException]] = []
-    started = time.perf_counter()
+    heavy_before, loaded, started = _heavy_modules(), LoadedModule(), time.perf_counter()
     try:
-        plugin = load()
+        loaded.plugin = load()
     except _WHAT_PLUGINS_RAISE as error:
-        errors.append((describe(error), error))
-    import_ms = (time.perf_counter() - started) * 1000
-    if not errors:
-        try:
-            callers = _checked_hooks(plugin)
-        except PluginError as error:
-            errors.append((str(error), error))
-        except pluggy.PluginValidationError as error:
-            errors.append((" ".join(str(error).split()), error))
-        else:
-            hooks = tuple(callers)
-            for name, function in callers.items():
-                if name in hookspecs.KIND_OF_HOOK:
-                    _call_noun_hook(name, function, components=components, errors=errors)
-                elif name == hookspecs.KNOWN_COMPONENTS_HOOK:
-                    _call_known_components(function, known=known, errors=errors)
-    return LoadedModule(
-        plugin=plugin,
-        components=tuple(components),
-        known=tuple(known),
-        hooks=hooks,
-        import_ms=import_ms,
-        heavy_modules=tuple(sorted(_heavy_modules() - heavy_before)),
-        reason="; ".join(reason for reason, _ in errors) or None,
-        error=errors[0][1] if errors else None,
-    )
+        loaded.errors.append((describe(error), error))
+    loaded.import_ms = (time.perf_counter() - started) * 1000
+    if not loaded.errors:
+        loaded.call_component_hooks()
+    loaded.heavy_modules = tuple(sorted(_heavy_modules() - heavy_before))
+    return loaded
 
 
 def _checked_hooks(plugin: Any) -> dict[str, Callable[[], Any]]:
@@ -102,46 +118,6 @@ def _checked_hooks(plugin: Any) -> dict[str, Callable[[], Any]]:
         if name not in callers and callable(getattr(plugin, name, None)):
             raise PluginError(f"{name} has no @hookimpl, so it is not a hook")
     return callers
-
-
-def _call_noun_hook(
-    name: str, function: Callable[[], Any], *, components: list[tuple[Kind, Component]], errors: list[tuple[str, BaseException]]
-) -> None:
-    kind = hookspecs.KIND_OF_HOOK[name]
-    try:
-        returned = list(function())
-    except _WHAT_PLUGINS_RAISE as error:
-        errors.append((f"{name}() raised {describe(error)}", error))
-        return
-    seen: set[str] = set()
-    for component in returned:
-        problem = None
-        if not isinstance(component, Component):
-            problem = f"{name}() returned {component!r}, which is not a Component"
-        elif component.name in seen:
-            problem = f"{name}() returned {component.name!r} twice"
-        if problem is not None:
-            errors.append((problem, PluginError(problem)))
-            continue
-        seen.add(component.name)
-        components.append((kind, component))
-
-
-def _call_known_components(
-    function: Callable[[], Any], *, known: list[KnownComponent], errors: list[tuple[str, BaseException]]
-) -> None:
-    hook = hookspecs.KNOWN_COMPONENTS_HOOK
-    try:
-        returned = list(function())
-    except _WHAT_PLUGINS_RAISE as error:
-        errors.append((f"{hook}() raised {describe(error)}", error))
-        return
-    for component in returned:
-        if isinstance(component, KnownComponent):
-            known.append(component)
-        else:
-            problem = f"{hook}() returned {component!r}, which is not a KnownComponent"
-            errors.append((problem, PluginError(problem)))
 
 
 def _heavy_modules() -> set[str]:

@@ -72,7 +72,7 @@ class PluginManager:
         alternatives = dict.fromkeys((c.one_of, c.install) for _, c in loaded.components if c.one_of)
         requirements += tuple(check_one_of(one_of, install=install) for one_of, install in alternatives)
         missing = [check.problem for check in requirements if check.problem is not None]
-        broken = [*faults, *([loaded.reason] if loaded.reason is not None else [])]
+        broken = [*faults, *(reason for reason, _ in loaded.errors)]
         plugin = Plugin(
             name=name,
             module=module,
@@ -83,12 +83,12 @@ class PluginManager:
             status=Status.MISSING if missing else Status.FAILED if broken else Status.READY,
             reason="; ".join([*missing, *broken]) or None,
             requirements=requirements,
-            components=loaded.components,
-            known=loaded.known,
+            components=tuple(loaded.components),
+            known=tuple(loaded.known),
             hooks=loaded.hooks,
             import_ms=loaded.import_ms,
             heavy_modules=loaded.heavy_modules,
-            error=loaded.error,
+            error=loaded.errors[0][1] if loaded.errors else None,
         )
         self.plugins.append(plugin)
         if plugin.status is Status.READY:

@@ -75,7 +75,7 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
         yield from _bad_values(scheduler.kwargs, section="scheduler", checks=_SCHEDULE_VALUES)
         return
     if "." not in name and ":" not in name:
-        meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS]) or did_you_mean(name.lower(), [*SCHEDULES])
+        meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS])
         yield (
             at,
             f"unknown schedule {name!r}.{meant} Use {comma_separated(sorted(SCHEDULES))}, or a dotted name such as "
