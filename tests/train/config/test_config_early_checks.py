@@ -12,7 +12,14 @@ from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.loader import load_config
 from rl_train.config.resource_checks import machine_conflicts
-from rl_train.config.torch_arguments import OPTIMIZERS, SCHEDULERS, UNUSABLE_OPTIMIZERS, UNUSABLE_SCHEDULERS
+from rl_train.config.torch_arguments import (
+    LR_SCHEDULER,
+    OPTIM,
+    SCHEDULERS,
+    UNUSABLE_OPTIMIZERS,
+    UNUSABLE_SCHEDULERS,
+    arguments_of,
+)
 
 OPTIMIZER = {
     "{name: torch.optim.AdamX}": "policy.optimizer.name: torch.optim.AdamX cannot be imported: torch.optim has no 'AdamX'. "
@@ -73,26 +80,24 @@ def test_an_optimizer_that_works_is_accepted(files, good, optimizer):
     assert files.load(good.replace("  generation:", f"  optimizer: {optimizer}\n  generation:")).run.policy.optimizer.name
 
 
-def test_the_tables_of_arguments_are_those_of_the_installed_torch():
+def test_arguments_read_from_source_files_are_those_of_the_installed_torch():
     torch = pytest.importorskip("torch")
-
-    def arguments(factory):
-        return list(inspect.signature(factory).parameters.values())[1:]
 
     def classes(module, base):
         return {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
 
-    found = classes(torch.optim, torch.optim.Optimizer)
-    assert set(OPTIMIZERS) | set(UNUSABLE_OPTIMIZERS) == set(found)
-    for name, expected in OPTIMIZERS.items():
-        assert tuple(p.name for p in arguments(found[name])) == expected, name
-    scheduler = torch.optim.lr_scheduler
-    found = classes(scheduler, scheduler.LRScheduler)
-    assert set(SCHEDULERS) | set(UNUSABLE_SCHEDULERS) == set(found)
-    for name, (required, optional) in SCHEDULERS.items():
-        parameters = arguments(found[name])
-        assert tuple(p.name for p in parameters if p.default is p.empty) == required, name
-        assert tuple(p.name for p in parameters if p.default is not p.empty) == optional, name
+    def arguments(factory):
+        parameters = list(inspect.signature(factory).parameters.values())[1:]
+        by_need = ([p for p in parameters if p.default is p.empty], [p for p in parameters if p.default is not p.empty])
+        return tuple(tuple(p.name for p in part) for part in by_need)
+
+    optimizers = classes(torch.optim, torch.optim.Optimizer)
+    assert set(UNUSABLE_OPTIMIZERS) < set(optimizers)
+    schedulers = classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    assert set(SCHEDULERS) | set(UNUSABLE_SCHEDULERS) == set(schedulers)
+    for module, found in ((OPTIM, optimizers), (LR_SCHEDULER, schedulers)):
+        for name, factory in found.items():
+            assert arguments_of(module, name) == arguments(factory), name
 
 
 def test_settings_of_training_on_a_frozen_teacher_are_refused(files, good):

@@ -202,10 +202,13 @@ def describe(error: BaseException) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The candidate that was probably meant, or None; letter case only decides between otherwise equal candidates."""
-    spelled = list(candidates)
-    folded = get_close_matches(name.casefold(), dict.fromkeys(each.casefold() for each in spelled), n=1, cutoff=cutoff)
-    matches = get_close_matches(name, [each for each in spelled if each.casefold() in folded], n=1, cutoff=0.0)
+    """The candidate that was probably meant, or None: one that differs in letter case only, else the most similar one."""
+    options = list(candidates)
+    folded = {option.casefold(): option for option in reversed(options)}
+    if name.casefold() in folded:
+        return folded[name.casefold()]
+    matches = get_close_matches(name, options, n=1, cutoff=cutoff)
+    matches = matches or [folded[match] for match in get_close_matches(name.casefold(), folded, n=1, cutoff=cutoff)]
     return matches[0] if matches else None
 
 

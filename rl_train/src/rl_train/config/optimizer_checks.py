@@ -15,14 +15,15 @@ from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import MEANINGS
 from rl_train.config.torch_arguments import (
     DECAY_MATRICES_ONLY,
-    OPTIMIZERS,
+    LR_SCHEDULER,
+    OPTIM,
     SCHEDULERS,
     UNUSABLE_OPTIMIZERS,
     UNUSABLE_SCHEDULERS,
+    arguments_of,
 )
 
 _LENGTH = "num_training_steps"
-_OPTIM, _LR_SCHEDULER = "torch.optim.", "torch.optim.lr_scheduler."
 
 Problem = tuple[KeyPath, str]
 """A key within the section of a model, and what is wrong with it."""
@@ -56,13 +57,12 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
     if (problem := missing_target(optimizer.name)) is not None:
         yield at, f"{optimizer.name} cannot be imported: {problem}"
         return
-    name = _class_of(optimizer.name, _OPTIM)
+    name = _class_of(optimizer.name, OPTIM)
     if name in UNUSABLE_OPTIMIZERS:
         yield at, f"{optimizer.name} cannot be used to train a language model: {UNUSABLE_OPTIMIZERS[name]}."
         return
-    known = OPTIMIZERS.get(name)
-    if known is not None:
-        allowed = (*known, DECAY_MATRICES_ONLY)
+    if name and (arguments := arguments_of(OPTIM, name)) is not None:
+        allowed = (*arguments[0], *arguments[1], DECAY_MATRICES_ONLY)
         yield from _unknown(optimizer.kwargs, allowed, section="optimizer", of=optimizer.name)
     yield from _bad_values(optimizer.kwargs, section="optimizer", checks=_OPTIMIZER_VALUES)
 
@@ -79,30 +79,30 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
         yield (
             at,
             f"unknown schedule {name!r}.{meant} Use {comma_separated(sorted(SCHEDULES))}, or a dotted name such as "
-            f"{_LR_SCHEDULER}CosineAnnealingLR.",
+            f"{LR_SCHEDULER}.CosineAnnealingLR.",
         )
         return
     if (problem := missing_target(name)) is not None:
         yield at, f"{name} cannot be imported: {problem}"
         return
-    short = _class_of(name, _LR_SCHEDULER)
+    short = _class_of(name, LR_SCHEDULER)
     if short in UNUSABLE_SCHEDULERS:
         yield (
             at,
             f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. Use {comma_separated(sorted(SCHEDULES))}.",
         )
-    elif short in SCHEDULERS:
-        required, optional = SCHEDULERS[short]
+    elif short and (arguments := arguments_of(LR_SCHEDULER, short)) is not None:
+        required, optional = arguments
         yield from _unknown(scheduler.kwargs, (*required, *optional), section="scheduler", of=name)
         for key in required:
             if key not in scheduler.kwargs:
                 yield ("scheduler", "kwargs", key), f"is required by {name}."
 
 
-def _class_of(name: str, prefix: str) -> str:
-    """The torch class that a dotted name refers to; '' for anything else."""
-    dotted = name.replace(":", ".")
-    return dotted.removeprefix(prefix) if dotted.startswith(prefix) and "." not in dotted.removeprefix(prefix) else ""
+def _class_of(name: str, module: str) -> str:
+    """The class of a module that a dotted name refers to; '' for anything else."""
+    holder, _, short = name.replace(":", ".").rpartition(".")
+    return short if holder == module else ""
 
 
 def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: str, of: str) -> Iterator[Problem]:

@@ -1,101 +1,13 @@
-"""Arguments of torch's optimizers and learning-rate schedulers, so that configs can be checked without torch.
-
-A test compares both tables with the installed torch. For a class that is missing here, only the name is checked.
-"""
+"""Arguments of torch's optimizers and learning-rate schedulers, read from its source files, so that torch is not imported."""
 
 from __future__ import annotations
 
-OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "foreach", "maximize", "differentiable", "capturable"),
-    "Adadelta": ("lr", "rho", "eps", "weight_decay", "foreach", "capturable", "maximize", "differentiable"),
-    "Adafactor": ("lr", "beta2_decay", "eps", "d", "weight_decay", "foreach", "maximize"),
-    "Adagrad": (
-        "lr",
-        "lr_decay",
-        "weight_decay",
-        "initial_accumulator_value",
-        "eps",
-        "foreach",
-        "maximize",
-        "differentiable",
-        "fused",
-    ),
-    "Adam": (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "amsgrad",
-        "foreach",
-        "maximize",
-        "capturable",
-        "differentiable",
-        "fused",
-        "decoupled_weight_decay",
-    ),
-    "AdamW": (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "amsgrad",
-        "maximize",
-        "foreach",
-        "capturable",
-        "differentiable",
-        "fused",
-    ),
-    "Adamax": ("lr", "betas", "eps", "weight_decay", "foreach", "maximize", "differentiable", "capturable"),
-    "Muon": ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
-    "NAdam": (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "momentum_decay",
-        "decoupled_weight_decay",
-        "foreach",
-        "maximize",
-        "capturable",
-        "differentiable",
-    ),
-    "RAdam": (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "decoupled_weight_decay",
-        "foreach",
-        "maximize",
-        "capturable",
-        "differentiable",
-    ),
-    "RMSprop": (
-        "lr",
-        "alpha",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "centered",
-        "capturable",
-        "foreach",
-        "maximize",
-        "differentiable",
-    ),
-    "Rprop": ("lr", "etas", "step_sizes", "capturable", "foreach", "maximize", "differentiable"),
-    "SGD": (
-        "lr",
-        "momentum",
-        "dampening",
-        "weight_decay",
-        "nesterov",
-        "maximize",
-        "foreach",
-        "differentiable",
-        "fused",
-    ),
-}
-"""Optimizers of `torch.optim` and their keyword arguments; all have defaults."""
+import ast
+from functools import cache
+
+from rl_core.plugins.static_lookup import find_class
+
+OPTIM, LR_SCHEDULER = "torch.optim", "torch.optim.lr_scheduler"
 
 UNUSABLE_OPTIMIZERS: dict[str, str] = {
     "LBFGS": "it needs a closure that recomputes the loss, which training steps do not have",
@@ -104,49 +16,19 @@ UNUSABLE_OPTIMIZERS: dict[str, str] = {
 }
 """Classes of `torch.optim` that cannot train a policy, and why."""
 
-SCHEDULERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "ConstantLR": ((), ("factor", "total_iters", "last_epoch")),
-    "CosineAnnealingLR": (("T_max",), ("eta_min", "last_epoch")),
-    "CosineAnnealingWarmRestarts": (("T_0",), ("T_mult", "eta_min", "last_epoch")),
-    "CyclicLR": (
-        ("base_lr", "max_lr"),
-        (
-            "step_size_up",
-            "step_size_down",
-            "mode",
-            "gamma",
-            "scale_fn",
-            "scale_mode",
-            "cycle_momentum",
-            "base_momentum",
-            "max_momentum",
-            "last_epoch",
-        ),
-    ),
-    "ExponentialLR": (("gamma",), ("last_epoch",)),
-    "LinearLR": ((), ("start_factor", "end_factor", "total_iters", "last_epoch")),
-    "MultiStepLR": (("milestones",), ("gamma", "last_epoch")),
-    "OneCycleLR": (
-        ("max_lr",),
-        (
-            "total_steps",
-            "epochs",
-            "steps_per_epoch",
-            "pct_start",
-            "anneal_strategy",
-            "cycle_momentum",
-            "base_momentum",
-            "max_momentum",
-            "div_factor",
-            "final_div_factor",
-            "three_phase",
-            "last_epoch",
-        ),
-    ),
-    "PolynomialLR": ((), ("total_iters", "power", "last_epoch")),
-    "StepLR": (("step_size",), ("gamma", "last_epoch")),
-}
-"""Schedulers of `torch.optim.lr_scheduler`: required and optional keyword arguments, without the optimizer."""
+SCHEDULERS = (
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "ExponentialLR",
+    "LinearLR",
+    "MultiStepLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "StepLR",
+)
+"""Schedulers of `torch.optim.lr_scheduler`, for suggestions."""
 
 UNUSABLE_SCHEDULERS: dict[str, str] = {
     "ChainedScheduler": "it takes scheduler objects, which YAML cannot represent",
@@ -160,3 +42,21 @@ UNUSABLE_SCHEDULERS: dict[str, str] = {
 
 DECAY_MATRICES_ONLY = "decay_matrices_only"
 """Additional argument of `optimizer.kwargs`: true excludes biases and norms (all one-dimensional tensors) from weight decay."""
+
+
+@cache
+def arguments_of(module: str, name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The required and the optional arguments of a class of torch, without its first, the parameters or the optimizer.
+
+    None if its signature cannot be read; then only its name is checked.
+    """
+    source = find_class(module, name)
+    for method in () if source is None else source.body:
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+            positional = [argument.arg for argument in method.args.args]
+            first_default = len(positional) - len(method.args.defaults)
+            by_name = list(zip((argument.arg for argument in method.args.kwonlyargs), method.args.kw_defaults, strict=True))
+            required = [*positional[2:first_default], *(key for key, default in by_name if default is None)]
+            optional = [*positional[max(first_default, 2) :], *(key for key, default in by_name if default is not None)]
+            return tuple(required), tuple(optional)
+    return None
