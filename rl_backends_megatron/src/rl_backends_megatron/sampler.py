@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from rl_backends_megatron.microbatches import ModelInput
+from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import forward
 from rl_core.config.schema import GenerationConfig

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rl_backends_megatron.context_parallel import sum_over_ranks
 from rl_backends_megatron.gpt import unwrap
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
-from rl_backends_megatron.microbatches import ModelInput
+from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.parallel import Ranks
 
 HeadFn = Callable[[torch.Tensor], torch.Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl_backends_megatron.microbatches import ModelInput
+from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.optimizer import TrainableModel
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import Head, forward, forward_backward

@@ -15,8 +15,8 @@ from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model
-from rl_backends_megatron.microbatches import Microbatcher, ModelInput, filler_microbatch
 from rl_backends_megatron.model import DTYPES
+from rl_backends_megatron.model_inputs import Microbatcher, ModelInput, filler_microbatch
 from rl_backends_megatron.optimizer import FrozenModel, TrainableModel
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.reference import ReferencePolicy

@@ -13,7 +13,7 @@ from rl_core.config.diagnostics import Problems
 from rl_core.config.introspection import NO_DEFAULT, all_fields, find_field
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, node_from_plain
-from rl_core.config.validation import Validator
+from rl_core.config.validator import Validator
 from rl_core.errors import ConfigError
 from rl_sandbox.config import SandboxConfig
 from rl_train.config.interpolation import escape, resolve

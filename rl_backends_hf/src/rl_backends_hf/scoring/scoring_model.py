@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data.packed_layout import pack_rows
 from rl_core.data.shared_prefix import share_prefixes
-from rl_core.training.microbatches import scored_tokens
+from rl_core.training.microbatch_splitter import scored_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

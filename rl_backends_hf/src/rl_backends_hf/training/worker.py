@@ -29,9 +29,9 @@ from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.master_weights import MasterWeights
-from rl_backends_hf.training.microbatches import Microbatcher
 from rl_backends_hf.training.optimizer import build_optimizer
 from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePolicy
+from rl_backends_hf.training.scoring_inputs import Microbatcher
 from rl_backends_hf.training.step import optimizer_step
 from rl_backends_hf.training.training_state import TrainingState
 from rl_backends_hf.weights_folder import ExportedWeights, WholeModel

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rl_core.config.diagnostics import Problems
 from rl_core.config.introspection import all_fields
 from rl_core.config.source_tree import KeyPath, SourceLocation, node_from_plain
-from rl_core.config.validation import Validator
+from rl_core.config.validator import Validator
 from rl_core.errors import ConfigError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

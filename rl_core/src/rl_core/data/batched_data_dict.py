@@ -10,14 +10,14 @@ from typing import Any, Generic, Self, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from rl_core.data.microbatches import (
+from rl_core.data.padding import cat_right_padded
+from rl_core.data.row_planner import (
     DynamicBatchingArgs,
     RowPlanner,
     SequencePackingArgs,
     ShardPlan,
     runs_of,
 )
-from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.data.transfer import BorrowedColumn, pack_columns, unpack_columns
 from rl_core.errors import DataError

@@ -18,7 +18,7 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.training.microbatches import MicrobatchSplitter
+from rl_core.training.microbatch_splitter import MicrobatchSplitter
 from rl_core.training.weight_digest import digest_of
 from rl_core.weights.source import WeightSource
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from rl_core.config.diagnostics import Problems
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
-from rl_core.config.validation import Validator
+from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
 from rl_core.plugins.import_path import search_modules_in
 from rl_core.plugins.manager import discover

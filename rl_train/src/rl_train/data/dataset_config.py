@@ -47,7 +47,7 @@ class RowsConfig(DatasetConfig):
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Functions and templates that do not exist, and an invalid first row."""
-        from rl_train.data.row_checks import row_conflicts
+        from rl_train.data.dataset_checks import row_conflicts
 
         yield from row_conflicts(self, run.data)
 

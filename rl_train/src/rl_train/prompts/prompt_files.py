@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from rl_core.config.diagnostics import Problems
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation
-from rl_core.config.validation import Validator
+from rl_core.config.validator import Validator
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
 from rl_train.path_lookup import locate
