@@ -66,6 +66,13 @@ def test_a_common_key_shows_a_default_only_if_all_components_have_it(section, ke
     assert "null" in output
 
 
+@pytest.mark.parametrize(
+    ("key", "default"), [("teacher.frozen", "true"), ("value.head", '"scalar"'), ("policy.frozen", "false")]
+)
+def test_a_default_that_the_section_implies_is_shown(key, default):
+    assert f"  default   {default}\n" in explain(key).stdout
+
+
 def test_a_section_lists_its_keys():
     assert "  num_prompts_per_step" in explain("grpo").stdout
     lines = explain("cluster.deadlines", "--config", GRPO).stdout.splitlines()

@@ -66,7 +66,7 @@ def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
         "from rl_core.plugins.manager import discover\n"
         "from rl_core.plugins.component import Kind\n"
         "from rl_core.plugins.registry import Registry\n"
-        "from rl_train.config.section_resolver import section_of\n"
+        "from rl_train.config.section_models import section_of\n"
         "component = Registry(discover()).find('environment', 'brevity')\n"
         "environment = component.load()(section_of(component, Kind.ENVIRONMENT)(longest=10))\n"  # as for a config
         "logs = [[{'role': 'assistant', 'content': text}] for text in ('', 'short', 'much too long')]\n"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core.config.introspection import all_fields
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.schema_index import schema_index
@@ -165,8 +164,8 @@ def registry():
 def keys_by_model():
     """The names of the keys that each model declares."""
     found = defaultdict(set)
-    for section in schema_index(registry(), plugins=OURS).parts:
-        for field in all_fields(section.model, prefix=section.path):
+    for section in schema_index(registry(), plugins=OURS).sections:
+        for field in section.fields():
             if field.model is None:
                 found[field.owner].add(field.name)
     return found
@@ -190,7 +189,7 @@ def read_in(place):
 def test_every_config_model_has_a_declared_reader():
     models = {model.__name__ for model in keys_by_model()}
     assert models - set(READERS) == set(), "say in READERS which folder reads the keys of these models"
-    installed = {section.component.name for section in schema_index(registry(), plugins=OURS).parts if section.component}
+    installed = {section.component.name for section in schema_index(registry(), plugins=OURS).sections if section.component}
     if {"hf", "megatron", "vllm", "math"} <= installed:
         assert set(READERS) - models == set(), "these models are gone"
 

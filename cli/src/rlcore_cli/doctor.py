@@ -158,7 +158,7 @@ def _examine_target(component: Component, kind: str | None = None) -> bool:
 def _load_config(component: Component, kind: str | None) -> object:
     """The config model; a kind with a section in configs requires its base class."""
     from rl_core.plugins.component import Kind
-    from rl_train.config.section_resolver import BASES, section_of
+    from rl_train.config.section_models import BASES, section_of
 
     if kind is None or Kind(kind) not in BASES:
         return component.load_config()

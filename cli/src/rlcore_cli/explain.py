@@ -12,9 +12,9 @@ from rlcore_cli.arguments import Overrides
 
 if TYPE_CHECKING:
     from rl_core.config.introspection import Field
+    from rl_train.config.config_layout import SectionSchema
     from rl_train.config.loader import LoadedConfig
     from rl_train.config.schema_index import SchemaIndex
-    from rl_train.config.section_resolver import SectionSchema
 
 
 _LONGEST_DEFAULT = 32
@@ -60,22 +60,20 @@ def explain(
 
 
 def _explain_in(loaded: LoadedConfig, key: str) -> None:
-    from rl_core.config.introspection import find_field
-
     value: object = loaded.redacted
     path = tuple(key.split("."))
-    for part in path:
-        if not (isinstance(value, dict) and part in value):
+    for name in path:
+        if not (isinstance(value, dict) and name in value):
             raise _no_key(key, [*loaded.resolved, *loaded.source], where=f"{loaded.path}:")
-        value = value[part]
-    section = loaded.layout.enclosing_section(path)
-    field = None if section is None else find_field(section.model, path[len(section.path) :], prefix=section.path)
+        value = value[name]
     if isinstance(value, dict) and value:
         print(key)
         _print_leaves(loaded, value, key)
         return
     print(f"{key} = {_yaml(value)}")
     print(f"  {'from':<9} {loaded.source[key]}")
+    section = loaded.layout.enclosing_section(path)
+    field = None if section is None else section.find(path)
     if field is not None and section is not None:
         _print_field(field, [section])
 
@@ -89,38 +87,50 @@ def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
     print_table(rows)
 
 
-def _explain_anywhere(all_sections: SchemaIndex, key: str, component: str | None) -> None:
+def _explain_anywhere(index: SchemaIndex, key: str, component: str | None) -> None:
     from rl_core.config.introspection import all_fields
-    from rl_core.config.source_tree import dotted
 
     path = tuple(key.split("."))
-    parts = [part for part in all_sections.parts if _matches(part, path)]
-    matches = all_sections.find(path)
-    if not parts:
-        # `env`, `data.mix` and `logger.loggers` hold one section for each task, dataset or logger.
-        parts = [part for part in all_sections.parts if _holds_named_sections(path, part)]
-    by_name = [part for part in parts if part.component is not None and part.component.name == path[-1]]
-    if component is not None:
-        parts = _named(component, parts, key)
-    elif by_name and by_name[0].path[-1] != path[-1]:
-        parts = by_name  # `env.math`: a task without `name` uses the component that has the name of the task
-    if parts:
-        _print_sections(key, parts)
+    sections = _sections_at(index, path, component)
+    if sections:
+        _print_sections(key, sections)
         return
+    matches = index.find(path)
     if not matches:
-        fields = [field for part in all_sections.parts for field in all_fields(part.model, prefix=part.path)]
-        known = {dotted(field.path) for field in fields}
-        known |= {f"{dotted(item.path)}.{name}" for item in fields if item.model is None for name in _free_keys(item)}
-        raise _no_key(key, [*known, *(dotted(part.path) for part in all_sections.parts)], where="")
+        raise _no_key(key, _known_keys(index), where="")
     by_declaration: dict[tuple[object, ...], list[tuple[SectionSchema, Field]]] = {}
-    for part, field in matches:
-        by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((part, field))
+    for section, field in matches:
+        by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((section, field))
     for group in by_declaration.values():
         field = group[0][1]
         print(key)
-        _print_field(field, [part for part, _ in group])
+        _print_field(field, [section for section, _ in group])
         if field.model is not None:
             _print_keys(list(all_fields(field.model, depth=0)))
+
+
+def _sections_at(index: SchemaIndex, path: tuple[str, ...], component: str | None) -> list[SectionSchema]:
+    """The sections with a key, or else those that it holds under names: `env`, `data.mix` and `logger.loggers`."""
+    from rl_train.config.slots import ANY, SLOTS, matches
+
+    sections = [section for section in index.sections if matches(section.path, path)]
+    if not sections and any(slot.path == (*path, ANY) for slot in SLOTS):
+        sections = [section for section in index.sections if section.path[:-1] == path]
+    by_name = [section for section in sections if section.component is not None and section.component.name == path[-1]]
+    if component is not None:
+        return _named(component, sections, ".".join(path))
+    if by_name and by_name[0].path[-1] != path[-1]:
+        return by_name  # `env.math`: a task without `name` uses the component that has the name of the task
+    return sections
+
+
+def _known_keys(index: SchemaIndex) -> list[str]:
+    from rl_core.config.source_tree import dotted
+
+    fields = [field for section in index.sections for field in section.fields()]
+    keys = {dotted(field.path) for field in fields}
+    keys |= {f"{dotted(field.path)}.{name}" for field in fields if field.model is None for name in _free_keys(field)}
+    return [*keys, *(dotted(section.path) for section in index.sections)]
 
 
 def _free_keys(field: Field) -> list[str]:
@@ -128,47 +138,39 @@ def _free_keys(field: Field) -> list[str]:
     return list(field.default) if isinstance(field.default, dict) else []
 
 
-def _holds_named_sections(path: tuple[str, ...], part: SectionSchema) -> bool:
-    from rl_core.plugins.component import Kind
-    from rl_train.config.schema_index import ANY
-
-    return part.path[:-1] == path and (part.path[-1] == ANY or part.kind is Kind.LOGGER)
-
-
-def _named(component: str, parts: list[SectionSchema], key: str) -> list[SectionSchema]:
+def _named(component: str, sections: list[SectionSchema], key: str) -> list[SectionSchema]:
     from rl_core.errors import ConfigError
     from rl_core.plugins.component import did_you_mean
 
-    chosen = [part for part in parts if part.component is not None and part.component.name == component]
+    chosen = [section for section in sections if section.component is not None and section.component.name == component]
     if not chosen:
-        names = sorted({part.component.name for part in parts if part.component is not None})
+        names = sorted({section.component.name for section in sections if section.component is not None})
         known = f" Components: {', '.join(names)}." if names else " No component has this section."
         raise ConfigError(f"--component {component}: no such component for {key}.{did_you_mean(component, names)}{known}")
     return chosen
 
 
-def _print_sections(key: str, parts: list[SectionSchema]) -> None:
+def _print_sections(key: str, sections: list[SectionSchema]) -> None:
     """Prints the keys of one section; for several components, their common keys and one line for each component."""
-    from rl_core.config.introspection import all_fields
     from rlcore_cli.listing import print_table
 
-    is_child = parts[0].path[:-1] == tuple(key.split("."))
-    at = f"{key}.{'<task>' if key == 'env' else '<name>'}" if is_child else key
-    if len(parts) == 1:
-        print(f"{at}: {_reader(parts[0])}")
-        _print_keys(list(all_fields(parts[0].model, depth=0)))
+    is_child = sections[0].path[:-1] == tuple(key.split("."))
+    heading = f"{key}.{'<task>' if key == 'env' else '<name>'}" if is_child else key
+    if len(sections) == 1:
+        print(f"{heading}: {_reader(sections[0])}")
+        _print_keys(list(sections[0].fields(depth=0)))
         return
-    fields = [{field.name: field for field in all_fields(part.model, depth=0)} for part in parts]
-    shared = {name: [own[name] for own in fields] for name in fields[0] if all(name in own for own in fields)}
-    print(f"{at}: section of one of {len(parts)} components")
-    if shared:
+    by_section = [{field.name: field for field in section.fields(depth=0)} for section in sections]
+    common = {name: [fields[name] for fields in by_section] for name in by_section[0] if all(name in f for f in by_section)}
+    print(f"{heading}: section of one of {len(sections)} components")
+    if common:
         print("\nCommon keys:")
-        print_table([_common_row(name, declared) for name, declared in shared.items()])
+        print_table([_common_row(name, fields) for name, fields in common.items()])
     print("\nComponents and their number of additional keys:")
     rows = []
-    for part, own in zip(parts, fields, strict=True):
-        assert part.component is not None
-        rows.append((f"  {part.component.name}", str(len(own) - len(shared)), part.component.summary))
+    for section, fields in zip(sections, by_section, strict=True):
+        assert section.component is not None
+        rows.append((f"  {section.component.name}", str(len(fields) - len(common)), section.component.summary))
     print_table(rows)
     print(f"\nTo see the keys of one: rlcore explain {key} --component {rows[0][0].strip()}")
 
@@ -180,7 +182,7 @@ def _common_row(name: str, fields: list[Field]) -> tuple[str, str, str]:
     return f"  {name}", default, mode(_first_sentence(field.info.description) for field in fields)
 
 
-def _print_field(field: Field, parts: list[SectionSchema]) -> None:
+def _print_field(field: Field, sections: list[SectionSchema]) -> None:
     from rl_core.config.introspection import NO_DEFAULT
     from rl_train.config.optimizer_checks import allowed_argument
 
@@ -191,7 +193,7 @@ def _print_field(field: Field, parts: list[SectionSchema]) -> None:
         "type": field.type_name if has_no_default else type(field.default).__name__,
         "allowed": "" if field.model is not None else argument or field.allowed,
         "default": _default(field),
-        "used by": "; ".join(dict.fromkeys(_reader(part) for part in parts)),
+        "used by": "; ".join(dict.fromkeys(_reader(section) for section in sections)),
         "defined": f"{field.owner.__module__}:{field.owner.__qualname__}",
     }
     for name, text in rows.items():
@@ -225,16 +227,10 @@ def _short_default(field: Field) -> str:
     return text if len(text) <= _LONGEST_DEFAULT else f"{text[: _LONGEST_DEFAULT - 3]}..."
 
 
-def _matches(part: SectionSchema, path: tuple[str, ...]) -> bool:
-    from rl_train.config.schema_index import ANY
-
-    return len(part.path) == len(path) and all(a in (b, ANY) for a, b in zip(part.path, path, strict=True))
-
-
-def _reader(part: SectionSchema) -> str:
-    if part.component is None or part.kind is None:
-        return f"the core (section {part.path[0]})"
-    return f"{part.kind.label} {part.component.name} ({part.component.target})"
+def _reader(section: SectionSchema) -> str:
+    if section.component is None or section.kind is None:
+        return f"the core (section {section.path[0]})"
+    return f"{section.kind.label} {section.component.name} ({section.component.target})"
 
 
 def _no_key(key: str, known: list[str], *, where: str) -> Exception:

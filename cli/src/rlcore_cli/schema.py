@@ -42,13 +42,13 @@ def schema(
     for name in wanted or ():
         if name not in known:
             raise PluginError(f"No plugin is named {name!r}.{did_you_mean(name, known)} Plugins: {', '.join(known)}.")
-    sections = schema_index(registry, plugins=wanted)
-    for sentence in sections.unusable:
+    index = schema_index(registry, plugins=wanted)
+    for sentence in index.unusable:
         print(f"warning: omitted: {sentence}", file=sys.stderr)
     text = (
-        reference(sections, plugins=plugins or ",".join(known))
+        reference(index, plugins=plugins or ",".join(known))
         if markdown
-        else json.dumps(json_schema(sections), indent=2, ensure_ascii=False) + "\n"
+        else json.dumps(json_schema(index), indent=2, ensure_ascii=False) + "\n"
     )
     if output is None:
         print(text, end="")
@@ -57,4 +57,4 @@ def schema(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}. Choose another file with --output.") from error
-    print(f"Wrote {output}: {len(sections.parts)} sections")
+    print(f"Wrote {output}: {len(index.sections)} sections")

@@ -18,7 +18,7 @@ from rl_core.plugins.component import Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_serve.errors import ApiError
-from rl_train.config.section_resolver import section_of
+from rl_train.config.section_models import section_of
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 
 _log = logging.getLogger(__name__)

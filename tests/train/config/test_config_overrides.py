@@ -67,6 +67,12 @@ def test_a_new_key_of_a_free_mapping_needs_the_plus(files, good):
     ]
 
 
+@pytest.mark.parametrize("key", ["data.mix.hard", "data.validation_sets.hard", "logger.loggers.mlflow"])
+def test_a_new_named_section_needs_the_plus(files, good, key):
+    errors = "\n".join(files.errors(good, f"{key}.enabled=true"))
+    assert f"{key} exists neither in the file nor in the schema: to add it, write ++{key}.enabled=..." in errors
+
+
 def test_a_plus_cannot_add_unknown_keys(files, good):
     assert files.errors(good, "++policy.modle_name=x") == [
         "override #1 `++policy.modle_name=x`: policy.modle_name: policy has no key 'modle_name'. Did you mean 'model_name'?"

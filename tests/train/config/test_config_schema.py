@@ -6,7 +6,6 @@ import jsonschema
 import pytest
 import yaml
 
-from rl_core.config.introspection import all_fields
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import MEANINGS
@@ -59,6 +58,7 @@ REFUSED = {
     "an unknown key of the dataset": ("dataset_name: arithmetic", "dataset_name: arithmetic, x: 1"),
     "an unknown key of the environment": ("arithmetic: {}", "arithmetic: {x: 1}"),
     "an unknown key of a named environment": ("arithmetic: {}", "sums: {name: math, x: 1}"),
+    "an unknown key next to an agent": ("arithmetic: {}", "sums: {agent: my.own.play, x: 1}"),
     "a wrong type": ("step: 8", "step: eight"),
     "a value out of bounds": ("step: 8", "step: 0"),
     "a word that is no choice": ("  model_name:", "  precision: bf16\n  model_name:"),
@@ -89,20 +89,17 @@ def test_the_reference_page_is_current():
 
 
 def test_every_key_of_every_section_has_a_docstring():
-    from rl_core.config.introspection import all_fields
     from rl_core.config.source_tree import dotted
 
     plugins = ["core", "train", "hf", "megatron", "vllm", "openai", "envs"]
     sections = schema_index(Registry(discover()), plugins=plugins)
-    silent = {
-        dotted(f.path) for part in sections.parts for f in all_fields(part.model, prefix=part.path) if not f.info.description
-    }
+    silent = {dotted(f.path) for section in sections.sections for f in section.fields() if not f.info.description}
     assert not silent
 
 
 def test_names_of_other_libraries_lead_to_our_keys():
     index = schema_index(Registry(discover()))
-    fields = [field for part in index.parts for field in all_fields(part.model, prefix=part.path)]
+    fields = [field for section in index.sections for field in section.fields()]
     names = {str(field.path[-1]) for field in fields}
     arguments = {name for field in fields if isinstance(field.default, dict) and field.model is None for name in field.default}
     assert set(MEANINGS.values()) <= names | arguments

@@ -12,7 +12,7 @@ from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import UserError, WorkerError
 from rl_train.assembly.worker_code_errors import problem_in_user_code
 from rl_train.config.loader import LoadedConfig
-from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.slots import COMPANIONS
 
 _log = logging.getLogger("rlcore")
 

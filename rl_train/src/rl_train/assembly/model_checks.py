@@ -17,7 +17,7 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_train.assembly.late_errors import with_key
 from rl_train.config.component_checks import Finding, models_of
 from rl_train.config.schema import RunConfig
-from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.slots import COMPANIONS
 from rl_train.diagnostics.position_limit import PositionLimit, position_limit
 
 _log = logging.getLogger("rlcore")

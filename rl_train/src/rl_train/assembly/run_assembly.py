@@ -28,7 +28,7 @@ from rl_train.config.durations import parse_duration
 from rl_train.config.lr_schedule_checks import schedule_lengths
 from rl_train.config.own_weights_checks import check_own_weights
 from rl_train.config.schema import RunConfig
-from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.slots import COMPANIONS
 from rl_train.config.turn_checks import check_turns
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector

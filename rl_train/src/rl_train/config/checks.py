@@ -15,13 +15,14 @@ from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.agent_checks import agent_conflicts
 from rl_train.config.canary_checks import canary_conflicts
 from rl_train.config.component_checks import Finding, component_conflicts, models_of
+from rl_train.config.config_layout import ConfigLayout
 from rl_train.config.data_checks import data_conflicts, validates
 from rl_train.config.lr_schedule_checks import schedule_conflicts
 from rl_train.config.optimizer_checks import optimizer_conflicts, unused_by_frozen
 from rl_train.config.resource_checks import in_process_conflicts, profiling_conflicts
 from rl_train.config.schema import RunConfig
-from rl_train.config.section_resolver import COMPANIONS, ConfigLayout
 from rl_train.config.segment_checks import segment_conflicts
+from rl_train.config.slots import COMPANIONS
 from rl_train.config.tool_checks import tool_parser_conflicts
 from rl_train.config.transport_checks import transport_conflicts
 from rl_train.config.turn_checks import turn_conflicts
@@ -241,13 +242,13 @@ def _required_capabilities(run: RunConfig) -> Iterator[tuple[KeyPath, str, KeyPa
 
 def _unmet_requirements(run: RunConfig, layout: ConfigLayout) -> Iterator[Finding]:
     """Missing optional requirements of components; disabled loggers are skipped."""
-    for path, part in layout.parts.items():
-        component = part.component
-        if component is None or part.kind is None:
+    for path, section in layout.sections.items():
+        component = section.component
+        if component is None or section.kind is None:
             continue
-        if part.kind is Kind.LOGGER and not run.logger.loggers[str(path[-1])].enabled:
+        if section.kind is Kind.LOGGER and not run.logger.loggers[str(path[-1])].enabled:
             continue
         problem = unmet_needs(component.needs)
         if problem is not None:
             remedy = f": {component.install}" if component.install else ""
-            yield path, f"the {part.kind.label} {component.name!r} cannot run here: {problem}{remedy}"
+            yield path, f"the {section.kind.label} {component.name!r} cannot run here: {problem}{remedy}"

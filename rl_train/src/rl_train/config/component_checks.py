@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.config.schema import DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.schema import PolicyConfig
+from rl_core.config.section import ComponentSection
 from rl_core.config.source_tree import KeyPath
-from rl_train.config.schema import LoggerConfig, LossConfig, RunConfig
-from rl_train.config.section_resolver import COMPANIONS
+from rl_core.plugins.component import Kind
+from rl_train.config.schema import LoggerConfig, RunConfig
+from rl_train.config.slots import SLOTS, sections_at, slots_of
 
 Finding = tuple[KeyPath, str]
 """A key, and what is wrong with it."""
-
-_Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig | LossConfig | LoggerConfig
 
 
 def component_conflicts(run: RunConfig) -> Iterator[Finding]:
@@ -24,21 +24,13 @@ def component_conflicts(run: RunConfig) -> Iterator[Finding]:
 
 def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
     """The policy and its companion models, by section name."""
-    found = {name: getattr(run, name) for name in ("policy", *COMPANIONS)}
-    return {name: model for name, model in found.items() if model is not None}
+    return {str(slot.path[0]): model for slot in slots_of(Kind.POLICY) for _, model in sections_at(run, slot.path)}
 
 
-def sections_of(run: RunConfig) -> Iterator[tuple[KeyPath, _Checked]]:
-    """The sections of components, each with its key."""
-    yield ("loss_fn",), run.loss_fn
-    for name, model in models_of(run).items():
-        yield (name,), model
-    if run.policy.generation is not None:
-        yield ("policy", "generation"), run.policy.generation
-    for key, dataset in run.data.sections().items():
-        yield ("data", *key.split(".", 1)), dataset
-    for task, environment in run.env.items():
-        yield ("env", task), environment
-    for name, logger in run.logger.loggers.items():
-        if logger.enabled:
-            yield ("logger", "loggers", name), logger
+def sections_of(run: RunConfig) -> Iterator[tuple[KeyPath, ComponentSection]]:
+    """The sections of components, each with its key, without those of the algorithm and of disabled loggers."""
+    for slot in SLOTS:
+        if slot.kind is not Kind.ALGORITHM:
+            for path, section in sections_at(run, slot.path):
+                if not isinstance(section, LoggerConfig) or section.enabled:
+                    yield path, section

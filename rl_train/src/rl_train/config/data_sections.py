@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
 from rl_core.config.schema import DatasetConfig
 from rl_core.config.section import Section
+from rl_core.config.source_tree import dotted
+from rl_core.plugins.component import Kind
+from rl_train.config.slots import sections_at, slots_of
 
 _PROMPT_KEYS = {"prompt_config": "prompt", "system_prompt": "system_prompt", "examples_type": "examples_type"}
 """Keys of `data.prompt`, and the keys of a dataset that they are the defaults of."""
@@ -113,8 +116,5 @@ class DataConfig(Section):
 
     def sections(self) -> dict[str, DatasetConfig]:
         """The sections of all datasets, by their keys within `data`."""
-        own = {"train": self.train, "validation": self.validation}
-        named = {key: section for key, section in own.items() if section is not None}
-        for group, members in (("mix", self.mix), ("validation_sets", self.validation_sets)):
-            named |= {f"{group}.{name}": section for name, section in members.items()}
-        return named
+        slots = [slot.path for slot in slots_of(Kind.DATASET)]
+        return {dotted(key): section for path in slots for key, section in sections_at(self, path[1:])}

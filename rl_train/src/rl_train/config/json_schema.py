@@ -5,26 +5,21 @@ It is more permissive than the loader: a file may omit what another file sets, a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic.json_schema import models_json_schema
 
 from rl_core.config.introspection import Model
-from rl_core.plugins.component import Kind
+from rl_core.config.source_tree import KeyPath
 from rl_train.config.schema_index import SchemaIndex
-from rl_train.config.section_resolver import BASES, COMPANIONS, FUNCTION_KEYS, FUNCTIONS, SECTIONS
+from rl_train.config.section_models import BASES
+from rl_train.config.section_resolver import BUILT_IN
+from rl_train.config.slots import ANY, SLOTS, Slot
 from rl_train.yaml_reader import MARKS
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 _PATH = {"type": "string", "pattern": r"[.:]"}
 _MARKS = {mark: {"type": "boolean"} for mark in MARKS}
-_SELECTORS = {
-    Kind.LOSS: "name",
-    Kind.POLICY: "backend",
-    Kind.GENERATION: "backend",
-    Kind.DATASET: "dataset_name",
-    Kind.ENVIRONMENT: "name",
-}
 
 
 def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
@@ -33,28 +28,22 @@ def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
     Args:
         schema_index: The sections; each model becomes a definition.
     """
-    models = list(dict.fromkeys([*(part.model for part in schema_index.parts), *(pair[0] for pair in BASES.values())]))
-    references, schema = models_json_schema([(model, "validation") for model in models], ref_template="#/$defs/{model}")
-    reference_of = {model: reference for (model, _), reference in references.items()}
+    models = [*(section.model for section in schema_index.sections), *(base for base, _ in BASES.values())]
+    inputs: list[tuple[Model, Literal["validation"]]] = [(model, "validation") for model in dict.fromkeys(models)]
+    references, schema = models_json_schema(inputs, ref_template="#/$defs/{model}")
+    reference_of: dict[Any, Any] = {model: reference for (model, _), reference in references.items()}
     definitions = {name: _relaxed(definition) for name, definition in schema["$defs"].items()}
-    of_kind = {kind: _by_name(schema_index.of_kind(kind), reference_of) for kind in BASES}
-    sections = {kind: _chosen(kind, of_kind[kind]) for kind in _SELECTORS}
-    _put(definitions, reference_of, schema_index, {"generation": _or_null(sections[Kind.GENERATION])})
-    dataset = _or_null(sections[Kind.DATASET])
-    datasets = {"type": "object", "additionalProperties": dataset}
-    data = {"train": dataset, "validation": dataset, "validation_sets": datasets, "mix": datasets}
-    definitions["DataConfig"]["properties"] |= data
-    loggers = {name: _or_null(reference) for name, reference in of_kind[Kind.LOGGER].items()}
-    definitions["LoggingConfig"]["properties"]["loggers"] = {"type": "object", "properties": loggers}
-    properties = {
+    properties: dict[str, Any] = {
         "defaults": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         **_MARKS,
-        **{name: _or_null(reference) for name, reference in of_kind[Kind.ALGORITHM].items()},
-        "loss_fn": _or_null(sections[Kind.LOSS]),
-        **{name: _or_null(sections[Kind.POLICY]) for name in ("policy", *COMPANIONS)},
-        "env": _or_null(_environments(of_kind[Kind.ENVIRONMENT])),
-        **{name: _or_null(reference_of[model]) for name, model in SECTIONS.items() if model is not None},
     }
+    for slot in SLOTS:
+        outer, added = _properties(slot, {name: reference_of[model] for name, model in schema_index.of_kind(slot.kind).items()})
+        if not outer:
+            properties |= added
+        for model in _models_at(outer, schema_index):
+            definitions[reference_of[model]["$ref"].removeprefix("#/$defs/")]["properties"] |= added
+    properties |= {name: _or_null(reference_of[model]) for name, model in BUILT_IN.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A run of rlcore",
@@ -67,48 +56,63 @@ def json_schema(schema_index: SchemaIndex) -> dict[str, Any]:
     }
 
 
-def _by_name(models: dict[str, Model], reference_of: dict[Any, Any]) -> dict[str, Any]:
-    return {name: reference_of[model] for name, model in models.items()}
+def _models_at(path: KeyPath, schema_index: SchemaIndex) -> list[Model]:
+    """The models of a section: of each component that it may belong to, and their base."""
+    models = [section.model for section in schema_index.sections if section.path == path]
+    return [*models, *(BASES[slot.kind][0] for slot in SLOTS if slot.path == path)]
 
 
-def _chosen(kind: Kind, sections: dict[str, Any]) -> dict[str, Any]:
-    """A section whose keys depend on the component that it names; any keys are allowed for a class path."""
-    key = _SELECTORS[kind]
-    names = {"anyOf": [{"enum": [*sections, None]}, _PATH, _INTERPOLATION]}
-    return {
+def _properties(slot: Slot, sections: dict[str, Any]) -> tuple[KeyPath, dict[str, Any]]:
+    """The key of the section that contains a slot, and the properties that the slot adds there.
+
+    Args:
+        slot: The slot.
+        sections: The section of each component of its kind, by name.
+    """
+    if slot.path[-1] != ANY:
+        return slot.path[:-1], {str(slot.path[-1]): _or_null(_selected(slot, sections))}
+    if len(slot.path) == 1:
+        return (), {name: _or_null(section) for name, section in sections.items()}
+    *outer, name = slot.path[:-1]
+    return tuple(outer), {str(name): _named_sections(slot, sections)}
+
+
+def _named_sections(slot: Slot, sections: dict[str, Any]) -> dict[str, Any]:
+    """A section of sections with names that the user chooses, some of which may name a component."""
+    if not slot.is_named_by_key:
+        return {"type": "object", "additionalProperties": _or_null(_selected(slot, sections))}
+    if slot.selector is None:
+        return {"type": "object", "properties": {name: _or_null(section) for name, section in sections.items()}}
+    selected = _selected(slot, sections)
+    selectors = [key for key in (slot.selector, slot.path_selector, *slot.selected_by) if key is not None]
+    by_name = {
+        name: _or_null({"if": _has_any(selectors), "then": selected, "else": section}) for name, section in sections.items()
+    }
+    return _or_null({"type": "object", "properties": by_name | _MARKS, "additionalProperties": _or_null(selected)})
+
+
+def _selected(slot: Slot, sections: dict[str, Any]) -> dict[str, Any]:
+    """A section whose keys depend on the component that it selects; any keys are allowed for a class path."""
+    key = str(slot.selector)
+    selected: dict[str, Any] = {
         "type": "object",
-        "properties": {key: names},
+        "properties": {key: {"anyOf": [{"enum": [*sections, None]}, _PATH, _INTERPOLATION]}},
         "allOf": [
             {"if": {"properties": {key: {"const": name}}, "required": [key]}, "then": section}
             for name, section in sections.items()
         ],
     }
+    named_by = [key for key in (slot.selector, slot.path_selector) if key is not None]
+    for name in dict.fromkeys(slot.selected_by.values()):
+        keys = [key for key, selects in slot.selected_by.items() if selects == name]
+        if name in sections:
+            selected["allOf"].append({"if": {**_has_any(keys), "not": _has_any(named_by)}, "then": sections[name]})
+        named_by = [*named_by, *keys]
+    return selected
 
 
-def _environments(sections: dict[str, Any]) -> dict[str, Any]:
-    """The tasks: each by `name`, `env_cls` or reward functions, or by its key if none of them is set."""
-    chosen = _chosen(Kind.ENVIRONMENT, sections)
-    has_functions = {"anyOf": [{"required": [key]} for key in FUNCTION_KEYS]}
-    if FUNCTIONS in sections:
-        unnamed = {**has_functions, "not": {"anyOf": [{"required": ["name"]}, {"required": ["env_cls"]}]}}
-        chosen["allOf"].append({"if": unnamed, "then": sections[FUNCTIONS]})
-    names_environment = {"anyOf": [{"required": [key]} for key in ("name", "env_cls", *FUNCTION_KEYS)]}
-    return {
-        "type": "object",
-        "properties": {
-            name: _or_null({"if": names_environment, "then": chosen, "else": section}) for name, section in sections.items()
-        }
-        | _MARKS,
-        "additionalProperties": _or_null(chosen),
-    }
-
-
-def _put(
-    definitions: dict[str, Any], reference_of: dict[Any, Any], schema_index: SchemaIndex, properties: dict[str, Any]
-) -> None:
-    for model in (*schema_index.of_kind(Kind.POLICY).values(), BASES[Kind.POLICY][0]):
-        name = reference_of[model]["$ref"].removeprefix("#/$defs/")
-        definitions[name]["properties"] |= properties
+def _has_any(keys: list[str]) -> dict[str, Any]:
+    return {"anyOf": [{"required": [key]} for key in keys]}
 
 
 def _relaxed(definition: dict[str, Any]) -> dict[str, Any]:

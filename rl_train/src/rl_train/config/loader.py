@@ -9,13 +9,12 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
 from rl_core.config.diagnostics import Problems
-from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
@@ -25,6 +24,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import expand_aliases
 from rl_train.config.checks import cross_check
 from rl_train.config.component_checks import Finding
+from rl_train.config.config_layout import ConfigLayout
 from rl_train.config.interpolation import escape, resolve
 from rl_train.config.override_checks import reject_items_of_missing_lists, reject_new_keys
 from rl_train.config.overrides import apply_overrides
@@ -34,7 +34,7 @@ from rl_train.config.provenance import Origin, trace
 from rl_train.config.reward_function_checks import reject_unused_functions
 from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
-from rl_train.config.section_resolver import ConfigLayout, resolve_sections
+from rl_train.config.section_resolver import SECTIONS, resolve_sections
 from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources
 from rl_train.config.usage_checks import unused_sections
 
@@ -135,7 +135,9 @@ def load_config(
         run=run,
         resolved=resolved,
         source=trace(resolved, written=written, interpolations=interpolations, layout=layout),
-        components={dotted(at): part.component for at, part in layout.parts.items() if part.component is not None},
+        components={
+            dotted(key): section.component for key, section in layout.sections.items() if section.component is not None
+        },
         layout=layout,
         written=written,
         path=as_paths(path)[-1],
@@ -161,59 +163,49 @@ def _validated_sections(
 ) -> dict[KeyPath, BaseModel]:
     """Every section as its model; inner ones first, since outer ones contain them."""
     validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
-    done: dict[KeyPath, BaseModel] = {}
-    for path in sorted(layout.parts, key=len, reverse=True):
+    valid: dict[KeyPath, BaseModel] = {}
+    for path in sorted(layout.sections, key=len, reverse=True):
         if problems.is_invalid(path):
             continue
-        part = layout.parts[path]
-        given = _given(values, path, layout=layout, done=done)
-        implied = {key: value for key, value in part.implied.items() if given.get(key) is None}
-        instance = validator.validate(part.model, {**given, **implied}, path=path)
+        section = layout.sections[path]
+        given = _given(values, path, layout=layout, valid=valid)
+        implied = {key: value for key, value in section.implied.items() if given.get(key) is None}
+        instance = validator.validate(section.model, {**given, **implied}, path=path)
         if instance is not None:
-            done[path] = instance
-    return done
+            valid[path] = instance
+    return valid
 
 
-def _given(values: dict[str, Any], path: KeyPath, *, layout: ConfigLayout, done: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:
-    """The values that the file sets in a section, with sections of components replaced by their models."""
-    found: Any = values
-    for part in path:
-        found = found.get(part)
-        if found is None:
+def _given(
+    values: dict[str, Any], path: KeyPath, *, layout: ConfigLayout, valid: Mapping[KeyPath, BaseModel]
+) -> dict[str, Any]:
+    """The values that the file sets in a section, with the sections within it replaced by their models."""
+    section: Any = values
+    for key in path:
+        section = section.get(key)
+        if section is None:
             return {}
-    given: dict[str, Any] = copy.deepcopy(found)
-    for slot in layout.slots:
-        if slot[: len(path)] != path or slot == path:
+    given: dict[str, Any] = copy.deepcopy(section)
+    for inner in layout.sections:
+        if inner[: len(path)] != path or inner == path:
             continue
-        *parents, key = slot[len(path) :]
-        section: Any = given
-        for part in parents:
-            section = section[part]
-        if slot in done:
-            section[key] = done[slot]
+        *parents, name = inner[len(path) :]
+        holder: Any = given
+        for key in parents:
+            holder = holder[key]
+        if inner in valid:
+            holder[name] = valid[inner]
         else:
-            section.pop(key, None)
+            holder.pop(name, None)
     return given
 
 
 def _build_run(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> RunConfig:
-    of: dict[str, Any] = {str(path[0]): section for path, section in sections.items() if len(path) == 1}
+    top = {str(path[0]): section for path, section in sections.items() if len(path) == 1}
     name = str(layout.algorithm)
-    return RunConfig(
-        algorithm_name=name,
-        algorithm=of[name],
-        loss_fn=of["loss_fn"],
-        policy=of["policy"],
-        value=of.get("value"),
-        teacher=of.get("teacher"),
-        data=of["data"],
-        env={str(path[1]): cast(EnvironmentConfig, it) for path, it in sections.items() if path[0] == "env"},
-        cluster=of["cluster"],
-        rollout=of["rollout"],
-        profiling=of["profiling"],
-        checkpointing=of["checkpointing"],
-        logger=of["logger"],
-    )
+    given: dict[str, Any] = {key: top.get(key) for key in SECTIONS}
+    environments = {path[1]: section for path, section in sections.items() if path[0] == "env"}
+    return RunConfig(**{**given, "algorithm_name": name, "algorithm": top[name], "env": environments})
 
 
 def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 from rl_core.config.diagnostics import Problems
 from rl_core.config.introspection import holds_free_keys, inner_annotation
 from rl_core.config.source_tree import KeyPath, Node, dotted
+from rl_train.config.config_layout import ConfigLayout
 from rl_train.config.overrides import Override
-from rl_train.config.section_resolver import ConfigLayout
 
 
 def reject_items_of_missing_lists(

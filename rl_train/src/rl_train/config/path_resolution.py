@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.paths import PathRule
 from rl_core.config.source_tree import KeyPath, Node
-from rl_train.config.section_resolver import ConfigLayout
+from rl_train.config.config_layout import ConfigLayout
 from rl_train.path_lookup import folders, locate, looks_like_path
 
 _ON_THE_HUB = {"path": ", or the name of a dataset on the hub"} | dict.fromkeys(

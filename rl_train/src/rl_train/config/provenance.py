@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
-from rl_train.config.section_resolver import ConfigLayout
+from rl_train.config.config_layout import ConfigLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ def _origin(path: KeyPath, *, written: Node, interpolations: Mapping[KeyPath, st
             return Origin(location=written.nearest(path).location, interpolation=interpolations[path[:length]])
     if written.at(path) is not None:
         return Origin(location=written.nearest(path).location)
-    part = layout.parts.get(path[:-1])
-    if part is not None and path[-1] in part.implied:
+    section = layout.sections.get(path[:-1])
+    if section is not None and path[-1] in section.implied:
         loss_of = layout.algorithm if path[0] == "loss_fn" else None
         return Origin(default_of=f"{dotted(path[:-1])}" if loss_of is None else f"the algorithm {loss_of}")
     field = layout.find(path)

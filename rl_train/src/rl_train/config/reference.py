@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from rl_core.config.introspection import NO_DEFAULT, Field, Model, all_fields
-from rl_core.config.source_tree import KeyPath, dotted
-from rl_train.config.schema_index import ANY, SchemaIndex
-from rl_train.config.section_resolver import COMPANIONS, SectionSchema
+from rl_core.config.introspection import NO_DEFAULT, Field, Model
+from rl_core.config.source_tree import dotted
+from rl_train.config.config_layout import SectionSchema
+from rl_train.config.schema_index import SchemaIndex
+from rl_train.config.slots import ANY, SLOTS, slots_of
 
-_SAME_AS_TRAIN = (("data", "validation"), ("data", "validation_sets"), ("data", "mix"))
-_SLOTS = (("policy", "generation"), ("data", "train"), *_SAME_AS_TRAIN)
 _HEAD = """# Config reference
 
 Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`.
@@ -29,49 +28,53 @@ def reference(schema_index: SchemaIndex, *, plugins: str) -> str:
         plugins: The plugins in the index, for the command shown on the page.
     """
     lines = [_HEAD.replace("{plugins}", plugins)]
-    parts = [part for part in schema_index.parts if part.path[:2] not in _SAME_AS_TRAIN and part.path[0] not in COMPANIONS]
+    # One table for each component, at the first slot of its kind.
+    same_as_first = [slot.path for slot in SLOTS if slot is not slots_of(slot.kind)[0]]
+    sections = [section for section in schema_index.sections if section.path not in same_as_first]
     # Built-in sections first, then components by key. The load order of plugins is arbitrary.
-    for part in sorted(parts, key=lambda part: (part.component is not None, dotted(part.path), _name(part))):
-        lines.append(_heading(part))
-        lines.extend(_table(part))
+    for section in sorted(sections, key=lambda section: (section.component is not None, dotted(section.path), _name(section))):
+        lines.append(_heading(section))
+        lines.extend(_table(section))
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _name(part: SectionSchema) -> str:
-    return "" if part.component is None else part.component.name
+def _name(section: SectionSchema) -> str:
+    return "" if section.component is None else section.component.name
 
 
-def _heading(part: SectionSchema) -> str:
-    key = dotted(part.path).replace(ANY, "<task>")
-    if part.component is None or part.kind is None:
-        return f"## `{key}`\n\n{_first_line(part.model)}\n"
-    shared_by: dict[KeyPath, list[str]] = {
-        ("data", "train"): ["data.train", "data.validation", "data.validation_sets.<name>", "data.mix.<name>"],
-        ("policy",): ["policy", *COMPANIONS],
-    }
-    where = " and ".join(", ".join(f"`{each}`" for each in shared_by.get(part.path, [key])).rsplit(", ", 1))
-    return f"## {where}: {part.kind.label} `{part.component.name}`\n\n{part.component.summary}.\n"
+def _heading(section: SectionSchema) -> str:
+    if section.component is None or section.kind is None:
+        return f"## `{dotted(section.path)}`\n\n{_first_line(section.model)}\n"
+    slots = [slot.path for slot in slots_of(section.kind)]
+    keys = slots if section.path in slots else [section.path]
+    names = [f"`{dotted(key)}`".replace(f"env.{ANY}", "env.<task>") for key in keys]
+    where = " and ".join(", ".join(names).rsplit(", ", 1))
+    return f"## {where}: {section.kind.label} `{section.component.name}`\n\n{section.component.summary}.\n"
 
 
 def _first_line(model: Model) -> str:
     return (model.__doc__ or "").strip().split("\n")[0]
 
 
-def _table(part: SectionSchema) -> Iterator[str]:
-    fields = [*all_fields(part.model, prefix=part.path)]
-    rows = [field for field in fields if not _has_own_table(field, part) and (field.model is None or field.default is None)]
+def _table(section: SectionSchema) -> Iterator[str]:
+    shown = [
+        field
+        for field in section.fields()
+        if not _has_own_table(field, section) and (field.model is None or field.default is None)
+    ]
     yield "| key | default | allowed | meaning |"
     yield "|---|---|---|---|"
-    for field in rows:
-        key = dotted(field.path[len(part.path) :])
+    for field in shown:
+        key = dotted(field.path[len(section.path) :])
         meaning = _cell(field.info.description or "")
         yield f"| `{key}` | {_default(field)} | {_cell(field.allowed)} | {meaning} |"
     yield ""
 
 
-def _has_own_table(field: Field, part: SectionSchema) -> bool:
+def _has_own_table(field: Field, section: SectionSchema) -> bool:
     """Whether the key belongs to a section of another component, which has its own table."""
-    return any(len(field.path) > len(slot) > len(part.path) and field.path[: len(slot)] == slot for slot in _SLOTS)
+    depths = range(len(section.path) + 1, len(field.path))
+    return any(slot.path == field.path[:depth] for depth in depths for slot in SLOTS)
 
 
 def _default(field: Field) -> str:

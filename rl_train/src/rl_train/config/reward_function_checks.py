@@ -7,18 +7,19 @@ from typing import Any
 
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.source_tree import Node, dotted
-from rl_train.config.section_resolver import FUNCTION_KEYS, ConfigLayout
+from rl_train.config.config_layout import ConfigLayout
+from rl_train.config.slots import FUNCTION_KEYS
 
 
 def reject_unused_functions(values: Mapping[str, Any], layout: ConfigLayout, *, written: Node, problems: Problems) -> None:
     """Reports `reward_fn` and `reward_fns` next to the `name` of an environment that does not have these keys."""
-    for path, part in layout.parts.items():
-        if path[:-1] != ("env",) or part.component is None or part.is_open:
+    for path, schema in layout.sections.items():
+        if path[:-1] != ("env",) or schema.component is None or schema.is_open:
             continue
         section = values["env"][path[1]] or {}
         name = section.get("name")
         for key in FUNCTION_KEYS:
-            if name is None or key not in section or key in part.model.model_fields:
+            if name is None or key not in section or key in schema.model.model_fields:
                 continue
             where = (*path, key)
             problems.mark_invalid(

@@ -6,143 +6,35 @@ reported at their lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_core.config import schema as core_schema
 from rl_core.config.diagnostics import Problems, show
-from rl_core.config.introspection import NO_DEFAULT, Field, Model, all_fields, find_field
+from rl_core.config.introspection import Model
+from rl_core.config.schema import ClusterConfig
 from rl_core.config.source_tree import KeyPath, Node
-from rl_core.errors import InvalidComponentError, PluginError
+from rl_core.errors import PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config import schema
 from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm
-from rl_train.config.aliases import MEANINGS
+from rl_train.config.config_layout import ConfigLayout, SectionSchema
+from rl_train.config.section_models import BASES, section_of
+from rl_train.config.slots import ANY, SLOTS, Slot
 
-FUNCTIONS = "function"
-"""The environment whose rewards are plain functions."""
-FUNCTION_KEYS = ("reward_fn", "reward_fns")
-"""Keys of `env.<task>` that choose that environment."""
-
-AGENT = "agent"
-"""The environment of a task whose agent returns the reward, and the key of `env.<task>` that chooses it."""
-
-SECTIONS: dict[str, Model | None] = {
+BUILT_IN: dict[str, Model] = {
     "algorithm": AlgorithmPathConfig,
-    "loss_fn": None,
-    "policy": None,
-    "value": None,
-    "teacher": None,
     "data": schema.DataConfig,
-    "env": None,
-    "cluster": core_schema.ClusterConfig,
+    "cluster": ClusterConfig,
     "rollout": schema.RolloutConfig,
     "profiling": schema.ProfilingConfig,
     "checkpointing": schema.CheckpointingConfig,
     "logger": schema.LoggingConfig,
 }
-"""Sections that every config may have in addition to its algorithm's; None if the model comes from a component."""
+"""The sections of the runtime, whose models do not depend on a component."""
 
-OPTIONAL = ("algorithm",)
-"""Built-in sections with required keys, which are only created if the config has them."""
-
-COMPANIONS: dict[str, dict[str, Any]] = {
-    "value": {"head": "scalar", "frozen": False},
-    "teacher": {"head": "tokens", "frozen": True},
-}
-"""Sections of additional models, with the keys of `policy`, and the values that each implies."""
-
-BASES: dict[Kind, tuple[Model, Model]] = {
-    Kind.ALGORITHM: (schema.AlgorithmConfig, schema.AlgorithmConfig),
-    Kind.LOSS: (schema.LossConfig, schema.OpenLossConfig),
-    Kind.POLICY: (core_schema.PolicyConfig, schema.OpenPolicyConfig),
-    Kind.GENERATION: (core_schema.GenerationConfig, schema.OpenGenerationConfig),
-    Kind.ENVIRONMENT: (core_schema.EnvironmentConfig, schema.OpenEnvironmentConfig),
-    Kind.DATASET: (core_schema.DatasetConfig, schema.OpenDatasetConfig),
-    Kind.LOGGER: (schema.LoggerConfig, schema.OpenLoggerConfig),
-}
-"""The base class of the config model of each kind, and the model of a component given by its path."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SectionSchema:
-    """A section, its model, and the component that it belongs to.
-
-    Attributes:
-        path: The section's key.
-        model: Its model.
-        component: None for the built-in sections.
-        kind: The kind of the component.
-        implied: Values of keys that follow from the position of the section in the config.
-    """
-
-    path: KeyPath
-    model: Model
-    component: Component | None = None
-    kind: Kind | None = None
-    implied: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the section accepts keys that its model does not define."""
-        return self.model.model_config.get("extra") == "allow"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigLayout:
-    """The sections of a config, and the keys that they may have.
-
-    Attributes:
-        parts: By section key.
-        algorithm: Name of the algorithm; None if it could not be determined.
-        slots: Keys of all sections that belong to components, found or not.
-    """
-
-    parts: dict[KeyPath, SectionSchema]
-    algorithm: str | None
-    slots: frozenset[KeyPath]
-
-    def find(self, path: KeyPath) -> Field | None:
-        """The field at a key, or None if no section has such a key."""
-        part = self.enclosing_section(path)
-        return None if part is None else find_field(part.model, path[len(part.path) :], prefix=part.path)
-
-    def enclosing_section(self, path: KeyPath) -> SectionSchema | None:
-        """The innermost section that contains a key."""
-        return next((self.parts[path[:n]] for n in range(len(path) - 1, 0, -1) if path[:n] in self.parts), None)
-
-    def takes_any(self, path: KeyPath) -> bool:
-        """Whether a section accepts this key without defining it."""
-        if path[:-1] in (("env",), ("data", "mix"), ("logger", "loggers")):
-            return True
-        found, part = self.find(path), self.enclosing_section(path)
-        if found is None:
-            return part is not None and part.is_open and part.component is not None
-        return found.is_free and found.default is NO_DEFAULT
-
-    def default(self, path: KeyPath) -> Any:
-        """The value of a key that the file does not set; `NO_DEFAULT` if it is required or there is no such key."""
-        part = self.parts.get(path[:-1])
-        if part is not None and path[-1] in part.implied:
-            return part.implied[str(path[-1])]
-        found = self.find(path)
-        return NO_DEFAULT if found is None else found.default
-
-    def fields(self) -> list[Field]:
-        """Every field of every section."""
-        return [found for part in self.parts.values() for found in all_fields(part.model, prefix=part.path)]
-
-    def ending_in(self, name: str) -> list[KeyPath]:
-        """All full keys that end in this name or else in our name for it, including default keys of free mappings."""
-        found = []
-        for item in self.fields():
-            if item.name.casefold() == name.casefold():
-                found.append(item.path)
-            elif isinstance(item.default, dict) and name in item.default and item.model is None:
-                found.append((*item.path, name))
-        return list(dict.fromkeys(found)) or (self.ending_in(MEANINGS[name]) if name in MEANINGS else [])
+SECTIONS = tuple(name for name in schema.RunConfig.model_fields if name != "algorithm_name")
+"""Sections that every config may have in addition to its algorithm's."""
 
 
 def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> ConfigLayout:
@@ -155,144 +47,70 @@ def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Regi
         problems: Receives names that cannot be found, and invalid sections.
     """
     resolver = _SectionResolver(values, written=written, registry=registry, problems=problems)
-    algorithm = resolver.algorithm()
-    resolver.loss()
-    resolver.policy()
-    resolver.companions()
-    resolver.data()
-    resolver.environments()
-    for name in ("cluster", "rollout", "profiling", "checkpointing", "logger"):
-        resolver.own(name)
-    resolver.loggers()
-    return ConfigLayout(parts=resolver.parts, algorithm=algorithm, slots=frozenset(resolver.slots))
+    algorithm = resolver.resolve_algorithm()
+    for name in SECTIONS:
+        resolver.resolve_built_in(name)
+        for slot in SLOTS:
+            if slot.path[0] == name:
+                resolver.resolve_slot(slot)
+    return ConfigLayout(sections=resolver.sections, algorithm=algorithm)
 
 
 class _SectionResolver:
-    """Fills `parts` in one pass over the sections."""
+    """Fills `sections` in one pass over the values."""
 
     def __init__(self, values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> None:
-        self.parts: dict[KeyPath, SectionSchema] = {}
-        self.slots: set[KeyPath] = set()
+        self.sections: dict[KeyPath, SectionSchema] = {}
         self._values = values
         self._written = written
         self._registry = registry
         self._problems = problems
-        self._default_loss: str | None = None
-        self._has_algorithm = False
-        self._head: str = "tokens"
+        self._implied_by_algorithm: dict[KeyPath, dict[str, Any]] = {}
 
-    def algorithm(self) -> str | None:
-        """The section of the algorithm."""
-        self.own("algorithm")
+    def resolve_algorithm(self) -> str | None:
+        """The section of the algorithm, whose name is returned; it implies values of other sections."""
+        self.resolve_built_in("algorithm")
         component = choose_algorithm(
             self._values, sections=SECTIONS, written=self._written, registry=self._registry, problems=self._problems
         )
         if component is None:
             return None
-        self._section((component.name,))
-        self._add((component.name,), Kind.ALGORITHM, component)
-        part = self.parts.get((component.name,))
-        if part is not None and issubclass(part.model, schema.AlgorithmConfig):
-            self._has_algorithm = True
-            self._default_loss, self._head = part.model.default_loss, part.model.head
+        path = (component.name,)
+        self._values_at(path)
+        self._add(path, Kind.ALGORITHM, component)
+        model = self.sections[path].model if path in self.sections else None
+        if model is not None and issubclass(model, schema.AlgorithmConfig):
+            self._implied_by_algorithm = {("loss_fn",): {"name": model.default_loss}, ("policy",): {"head": model.head}}
         return component.name
 
-    def loss(self) -> None:
-        """`loss_fn`: the loss that it names, or the default of the algorithm."""
-        section = self._section(("loss_fn",))
-        if section is None:
-            return
-        self._begin(("loss_fn",), Kind.LOSS)
-        name = section.get("name")
-        implied = {}
-        if name is None:
-            name = self._default_loss
-            implied = {"name": name}
-        if name is not None:
-            self._named(("loss_fn",), Kind.LOSS, name, key="name", implied=implied)
-        elif self._has_algorithm:
-            self._problems.mark_invalid(
-                "is required: the algorithm's model has no `default_loss`.",
-                location=self._written.nearest(("loss_fn",)).key_location,
-                path=("loss_fn", "name"),
-            )
+    def resolve_built_in(self, name: str) -> None:
+        """A section of the runtime. `algorithm` has required keys, so it is only created if the config has it."""
+        is_created = name in BUILT_IN and (name != "algorithm" or self._values.get(name) is not None)
+        if is_created and self._values_at((name,)) is not None:
+            self.sections[name,] = SectionSchema(path=(name,), model=BUILT_IN[name])
 
-    def policy(self) -> None:
-        """`policy` and `policy.generation`, each by its backend."""
-        section = self._section(("policy",))
-        if section is None:
-            return
-        self._by_key(("policy",), section, Kind.POLICY, key="backend", implied={"head": self._head})
-        if section.get("generation") is not None:
-            generation = self._section(("policy", "generation"))
-            if generation is not None:
-                self._by_key(("policy", "generation"), generation, Kind.GENERATION, key="backend")
+    def resolve_slot(self, slot: Slot) -> None:
+        """The sections that the config has in a slot, each with the model of its component."""
+        for path in self._paths_in(slot):
+            section = self._values_at(path)
+            if section is not None:
+                # With the base model, common keys are checked even if the component is not found.
+                self.sections[path] = SectionSchema(path=path, model=BASES[slot.kind][1], kind=slot.kind)
+                self._resolve_component(slot, path, section)
 
-    def companions(self) -> None:
-        """The models in addition to the policy, each by its backend."""
-        for name, implied in COMPANIONS.items():
-            section = self._section((name,))
-            if section is not None and self._values.get(name) is not None:
-                self._by_key((name,), section, Kind.POLICY, key="backend", implied=implied)
+    def _paths_in(self, slot: Slot) -> Iterator[KeyPath]:
+        *parents, last = slot.path
+        outer = self._values_at(tuple(parents)) or {}
+        if last == ANY:
+            yield from ((*parents, name) for name in outer)
+        elif slot.is_required or outer.get(str(last)) is not None:
+            yield slot.path
 
-    def data(self) -> None:
-        """`data` and its datasets, each by its name."""
-        section = self._section(("data",))
-        if section is None:
-            return
-        self.parts["data",] = SectionSchema(path=("data",), model=schema.DataConfig)
-        for split in ("train", "validation"):
-            if section.get(split) is None:
-                continue
-            dataset = self._section(("data", split))
-            if dataset is not None:
-                self._by_key(("data", split), dataset, Kind.DATASET, key="dataset_name")
-        for group in ("mix", "validation_sets"):
-            for name in self._section(("data", group)) or ():
-                member = self._section(("data", group, name))
-                if member is not None:
-                    self._by_key(("data", group, name), member, Kind.DATASET, key="dataset_name")
-
-    def environments(self) -> None:
-        """`env.<task>`: by path, by name, by its reward functions or its agent, or by the task's own name."""
-        for task in self._section(("env",)) or ():
-            path = ("env", task)
-            section = self._section(path)
-            if section is None:
-                continue
-            env_cls, name = section.get("env_cls"), section.get("name")
-            if env_cls is not None:
-                self._named(path, Kind.ENVIRONMENT, env_cls, key="env_cls", must_be_path=True)
-            elif name is not None:
-                self._named(path, Kind.ENVIRONMENT, name, key="name")
-            elif section.keys() & set(FUNCTION_KEYS):
-                self._named(path, Kind.ENVIRONMENT, FUNCTIONS, key=None, implied={"name": FUNCTIONS})
-            elif AGENT in section:
-                self._named(path, Kind.ENVIRONMENT, AGENT, key=None, implied={"name": AGENT})
-            else:
-                self._named(path, Kind.ENVIRONMENT, task, key=None, implied={"name": task})
-
-    def loggers(self) -> None:
-        """`logger.loggers.<name>`."""
-        if self._section(("logger",)) is None:
-            return
-        for name in self._section(("logger", "loggers")) or ():
-            path = ("logger", "loggers", name)
-            if self._section(path) is not None:
-                self._named(path, Kind.LOGGER, name, key=None)
-
-    def own(self, name: str) -> None:
-        """A built-in section."""
-        model = SECTIONS[name]
-        is_there = name not in OPTIONAL or self._values.get(name) is not None
-        if model is not None and is_there and self._section((name,)) is not None:
-            self.parts[name,] = SectionSchema(path=(name,), model=model)
-
-    def _section(self, path: KeyPath) -> Mapping[str, Any] | None:
+    def _values_at(self, path: KeyPath) -> Mapping[str, Any] | None:
         """The values of a section: empty if it is missing or null, None if it is not a mapping, which is reported."""
         section: Mapping[str, Any] = self._values
-        for depth, part in enumerate(path, start=1):
-            value = section.get(str(part))
+        for depth, key in enumerate(path, start=1):
+            value = section.get(str(key))
             if self._problems.is_invalid(path[:depth]):
                 return None
             if value is None:
@@ -307,70 +125,56 @@ class _SectionResolver:
             section = value
         return section
 
-    def _by_key(
-        self,
-        path: KeyPath,
-        section: Mapping[str, Any],
-        kind: Kind,
-        *,
-        key: str,
-        implied: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._begin(path, kind)
-        if section.get(key) is None:
-            here = (*path, key)
-            if not self._problems.is_invalid(here):
-                installed = ", ".join(self._registry.names(kind)) or "none"
-                self._problems.mark_invalid(
-                    f"is required: choose a {kind.label}. Installed: {installed}.",
-                    location=self._written.nearest(path).key_location,
-                    path=here,
-                )
+    def _resolve_component(self, slot: Slot, path: KeyPath, section: Mapping[str, Any]) -> None:
+        implied = {**slot.implied, **self._implied_by_algorithm.get(path, {})}
+        key, name = _selection(slot, path, section, implied)
+        if name is None:
+            self._report_no_selection(slot, path)
             return
-        self._named(path, kind, section[key], key=key, implied=implied)
+        if key is None and slot.selector is not None:
+            implied[slot.selector] = name
+        component = self._find(slot, path, key, name)
+        if component is not None:
+            self._add(path, slot.kind, component, implied=implied)
 
-    def _named(
-        self,
-        path: KeyPath,
-        kind: Kind,
-        name: Any,
-        *,
-        key: str | None,
-        implied: Mapping[str, Any] | None = None,
-        must_be_path: bool = False,
-    ) -> None:
-        self._begin(path, kind)
+    def _report_no_selection(self, slot: Slot, path: KeyPath) -> None:
+        where = (*path, str(slot.selector))
+        # Without an algorithm, which is reported, the loss that it implies is unknown.
+        if self._problems.is_invalid(where) or (slot.kind is Kind.LOSS and not self._implied_by_algorithm):
+            return
+        installed = ", ".join(self._registry.names(slot.kind)) or "none"
+        message = f"is required: choose a {slot.kind.label}. Installed: {installed}."
+        if slot.kind is Kind.LOSS:
+            message = "is required: the algorithm's model has no `default_loss`."
+        self._problems.mark_invalid(message, location=self._written.nearest(path).key_location, path=where)
+
+    def _find(self, slot: Slot, path: KeyPath, key: str | None, name: Any) -> Component | None:
+        """The component with a name, which a key of the section sets, or else the section's own key or another of its keys."""
         where = path if key is None else (*path, key)
         # An implied name has no location, so problems are reported at the section.
         written = self._written.nearest(where)
         location = written.key_location if key is None else written.location
         if not isinstance(name, str):
             self._problems.mark_invalid(
-                f"must be the name of a {kind.label}; found {show(name)}.", location=location, path=where
+                f"must be the name of a {slot.kind.label}; found {show(name)}.", location=location, path=where
             )
-            return
-        if must_be_path and not is_path(name):
+            return None
+        if key is not None and key == slot.path_selector and not is_path(name):
             self._problems.add(
-                f"must be the dotted path of a class, package.module.Class; found {name!r}. For a registered environment, use "
-                "`name`.",
+                f"must be the dotted path of a class, package.module.Class; found {name!r}. For a registered "
+                f"{slot.kind.label}, use `{slot.selector}`.",
                 location=location,
                 path=where,
             )
-            return
+            return None
         try:
-            component = self._registry.find(kind, name)
+            return self._registry.find(slot.kind, name)
         except PluginError as error:
             hint = ""
-            if kind is Kind.ENVIRONMENT and key is None:
+            if slot.kind is Kind.ENVIRONMENT and key is None:
                 hint = " (A task may have any name: set `name:` or `env_cls:` to choose its environment.)"
             self._problems.add(f"{error}{hint}", location=location, path=where)
-            return
-        self._add(path, kind, component, implied=implied)
-
-    def _begin(self, path: KeyPath, kind: Kind) -> None:
-        """Registers a section with its base model, so that common keys are checked even if its component is not found."""
-        self.slots.add(path)
-        self.parts.setdefault(path, SectionSchema(path=path, model=BASES[kind][1], kind=kind))
+            return None
 
     def _add(self, path: KeyPath, kind: Kind, component: Component, *, implied: Mapping[str, Any] | None = None) -> None:
         try:
@@ -378,22 +182,17 @@ class _SectionResolver:
         except PluginError as error:
             self._problems.add(str(error), location=self._written.nearest(path).key_location, path=path)
             return
-        self.parts[path] = SectionSchema(path=path, model=model, component=component, kind=kind, implied=implied or {})
+        self.sections[path] = SectionSchema(path=path, model=model, component=component, kind=kind, implied=implied or {})
 
 
-def section_of(component: Component, kind: Kind) -> Model:
-    """The model of a component's section.
-
-    Raises:
-        PluginError: The model cannot be imported, or does not extend the base model of its kind.
-    """
-    base, opened = BASES[kind]
-    model = component.load_config()
-    if model is None:
-        return opened if is_path(component.name) else base
-    if not issubclass(model, base):
-        raise InvalidComponentError(
-            f"The config model {component.config} of the {kind.label} {component.name!r} is not a subclass of "
-            f"{base.__module__}.{base.__name__}. This is a bug in the package that registers it."
-        )
-    return model
+def _selection(slot: Slot, path: KeyPath, section: Mapping[str, Any], implied: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """The key that sets the name of the component, or None if another rule does, and the name, which is None if none does."""
+    for key in (slot.path_selector, slot.selector):
+        if key is not None and section.get(key) is not None:
+            return key, section[key]
+    for key, name in slot.selected_by.items():
+        if key in section:
+            return None, name
+    if slot.is_named_by_key:
+        return None, path[-1]
+    return slot.selector, implied.get(str(slot.selector))

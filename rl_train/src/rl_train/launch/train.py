@@ -25,7 +25,7 @@ from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.lr_schedule_checks import schedule_changes
 from rl_train.config.resource_checks import machine_conflicts
 from rl_train.config.schema import RunConfig
-from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.launch.events import call_event
 from rl_train.launch.stopping import StopSignals

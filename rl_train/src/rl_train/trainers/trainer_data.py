@@ -18,7 +18,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import BadRows, Source, read_data, read_source
 from rl_train.config.aliases import expand_data_paths
 from rl_train.config.schema import DataConfig
-from rl_train.config.section_resolver import section_of
+from rl_train.config.section_models import section_of
 from rl_train.data.arrow_rows import ArrowRows, is_dataset_dict, is_table
 from rl_train.data.dataset_config import (
     HuggingFaceSource,

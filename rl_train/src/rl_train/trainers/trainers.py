@@ -36,7 +36,7 @@ from rl_train.assembly.workers import Builder, Workers
 from rl_train.config.checks import section_conflicts
 from rl_train.config.own_weights_checks import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, DataConfig, LossConfig, RolloutConfig, RunConfig
-from rl_train.config.section_resolver import COMPANIONS
+from rl_train.config.slots import COMPANIONS
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.metrics.jsonl import JsonlLogger
 from rl_train.metrics.logger import Logger

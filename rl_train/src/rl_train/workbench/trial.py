@@ -24,7 +24,8 @@ from rl_train.assembly.contracts import first_argument
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.reward_checks import sources_of
 from rl_train.config.loader import load_config
-from rl_train.config.section_resolver import FUNCTIONS, section_of
+from rl_train.config.section_models import section_of
+from rl_train.config.slots import FUNCTIONS
 from rl_train.data.conversations import read_messages, without_answer
 from rl_train.data.json_lines import JsonLines
 
