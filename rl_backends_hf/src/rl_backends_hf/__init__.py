@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_core.first_use import import_on_first_use
 
 if TYPE_CHECKING:
     from rl_backends_hf.generation import HuggingFaceGeneration
@@ -11,10 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HuggingFaceGeneration", "HuggingFacePolicy"]
 
-_MODULES = {"HuggingFaceGeneration": "rl_backends_hf.generation", "HuggingFacePolicy": "rl_backends_hf.policy"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_first_use(
+    __name__,
+    {
+        ".generation": "HuggingFaceGeneration",
+        ".policy": "HuggingFacePolicy",
+    },
+)

@@ -13,7 +13,7 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.requirements import unmet_needs
 
 if TYPE_CHECKING:
-    from rl_core.config.section import RunSections
+    from rl_core.config.schema import RunSections
 
 ALL_LINEAR: Final = "all-linear"
 NEEDS_PEFT: Final = (

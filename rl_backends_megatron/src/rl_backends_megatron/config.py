@@ -15,8 +15,7 @@ from rl_core.config.schema import PolicyConfig, Section
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
-    from rl_core.config.schema import ClusterConfig
-    from rl_core.config.section import RunSections
+    from rl_core.config.schema import ClusterConfig, RunSections
 
 
 class MegatronConfig(Section):

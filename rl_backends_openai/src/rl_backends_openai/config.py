@@ -13,7 +13,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, Token
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
-    from rl_core.config.section import RunSections
+    from rl_core.config.schema import RunSections
 
 NO_KEY = "EMPTY"
 """The customary API key of servers that check none."""

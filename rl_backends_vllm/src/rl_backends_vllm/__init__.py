@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_core.first_use import import_on_first_use
 
 if TYPE_CHECKING:
     from rl_backends_vllm.config import VllmConfig
@@ -12,14 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmConfig", "VllmGeneration", "VllmGenerationWorker"]
 
-_MODULES = {
-    "VllmConfig": "rl_backends_vllm.config",
-    "VllmGeneration": "rl_backends_vllm.generation",
-    "VllmGenerationWorker": "rl_backends_vllm.worker",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_first_use(
+    __name__,
+    {
+        ".config": "VllmConfig",
+        ".generation": "VllmGeneration",
+        ".worker": "VllmGenerationWorker",
+    },
+)

@@ -14,7 +14,7 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 
 if TYPE_CHECKING:
-    from rl_core.config.section import RunSections
+    from rl_core.config.schema import RunSections
 
 _MIN_TEMPERATURE = 0.01
 

@@ -27,8 +27,8 @@ from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptR
 from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext
+from rl_core.weights.fingerprint import same_digests_on_every_replica
 from rl_core.weights.receiver import NO_VERSION
-from rl_core.weights.replicas import same_digests_on_every_replica
 
 _POLL_S = 1.0
 _INCOMPLETE_WEIGHTS = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_core.first_use import import_on_first_use
 
 if TYPE_CHECKING:
     from rl_envs.arithmetic.dataset import ArithmeticDataset
@@ -40,26 +41,23 @@ __all__ = [
     "WeatherEnvironment",
 ]
 
-_MODULES = {
-    "ArithmeticDataset": "rl_envs.arithmetic.dataset",
-    "ArithmeticEnvironment": "rl_envs.arithmetic.environment",
-    "CodeEnvironment": "rl_envs.code.environment",
-    "GuessNumberDataset": "rl_envs.guess.dataset",
-    "GuessNumberEnvironment": "rl_envs.guess.environment",
-    "InstructionFollowingEnvironment": "rl_envs.instruction_following.environment",
-    "JudgeEnvironment": "rl_envs.judge.environment",
-    "MathEnvironment": "rl_envs.math.environment",
-    "ReasoningGymDataset": "rl_envs.reasoning_gym.dataset",
-    "ReasoningGymEnvironment": "rl_envs.reasoning_gym.environment",
-    "RewardModelEnvironment": "rl_envs.reward_model.environment",
-    "SlidingPuzzleDataset": "rl_envs.sliding_puzzle.dataset",
-    "SlidingPuzzleEnvironment": "rl_envs.sliding_puzzle.environment",
-    "ToolsEnvironment": "rl_envs.tools.environment",
-    "WeatherEnvironment": "rl_envs.weather.environment",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_first_use(
+    __name__,
+    {
+        ".arithmetic.dataset": "ArithmeticDataset",
+        ".arithmetic.environment": "ArithmeticEnvironment",
+        ".code.environment": "CodeEnvironment",
+        ".guess.dataset": "GuessNumberDataset",
+        ".guess.environment": "GuessNumberEnvironment",
+        ".instruction_following.environment": "InstructionFollowingEnvironment",
+        ".judge.environment": "JudgeEnvironment",
+        ".math.environment": "MathEnvironment",
+        ".reasoning_gym.dataset": "ReasoningGymDataset",
+        ".reasoning_gym.environment": "ReasoningGymEnvironment",
+        ".reward_model.environment": "RewardModelEnvironment",
+        ".sliding_puzzle.dataset": "SlidingPuzzleDataset",
+        ".sliding_puzzle.environment": "SlidingPuzzleEnvironment",
+        ".tools.environment": "ToolsEnvironment",
+        ".weather.environment": "WeatherEnvironment",
+    },
+)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from rl_core.config.policy_sections import GenerationConfig
+from rl_core.data.attention_mask import with_input_lengths
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.padding import with_input_lengths
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec

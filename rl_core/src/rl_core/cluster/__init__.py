@@ -5,8 +5,9 @@ Names are imported on first use, so that `import rl_core.cluster` is cheap.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rl_core.first_use import import_on_first_use
 
 if TYPE_CHECKING:
     from rl_core.cluster.deadlines import Deadlines
@@ -18,16 +19,6 @@ if TYPE_CHECKING:
     from rl_core.cluster.worker_group import WorkerGroup
     from rl_core.interfaces.worker_context import WorkerContext
 
-_MODULE_OF = {
-    "Deadlines": "rl_core.cluster.deadlines",
-    "InProcessWorkerGroup": "rl_core.cluster.in_process",
-    "NamedSharding": "rl_core.cluster.sharding",
-    "PendingCall": "rl_core.cluster.pending_call",
-    "RayVirtualCluster": "rl_core.cluster.virtual_cluster",
-    "RayWorkerGroup": "rl_core.cluster.ray_worker_group",
-    "WorkerContext": "rl_core.interfaces.worker_context",
-    "WorkerGroup": "rl_core.cluster.worker_group",
-}
 
 __all__ = [
     "Deadlines",
@@ -40,8 +31,16 @@ __all__ = [
     "WorkerGroup",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
+__getattr__ = import_on_first_use(
+    __name__,
+    {
+        ".deadlines": "Deadlines",
+        ".in_process": "InProcessWorkerGroup",
+        ".sharding": "NamedSharding",
+        ".pending_call": "PendingCall",
+        ".virtual_cluster": "RayVirtualCluster",
+        ".ray_worker_group": "RayWorkerGroup",
+        "rl_core.interfaces.worker_context": "WorkerContext",
+        ".worker_group": "WorkerGroup",
+    },
+)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from rl_core.config.cluster_section import ClusterConfig
 from rl_core.config.paths import NAME_OR_PATH
-from rl_core.config.section import ComponentSection, RunSections, Section
+from rl_core.config.section import ComponentSection, Section
 from rl_core.config.source_tree import KeyPath
 from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.plugins.component import is_path
-
-if TYPE_CHECKING:
-    from rl_core.config.schema import ClusterConfig
 
 
 class TokenizerConfig(Section):
@@ -252,13 +249,6 @@ class PolicyConfig(ComponentSection):
     """Generation backend. Required by algorithms that sample."""
     python: Annotated[str | None, NAME_OR_PATH] = None
     """Python interpreter that runs the workers; that of the driver by default."""
-
-    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
-        """Settings of the run that the backend cannot support: each conflicting key of this section, and the reason.
-
-        Called for the policy, the value model and the teacher alike; `run.policy is self` tells which model this is.
-        """
-        yield from ()
 
     @property
     def scoring_temperature(self) -> float:

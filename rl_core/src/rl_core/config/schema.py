@@ -7,10 +7,12 @@ the runtime.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, model_validator
 
+from rl_core.config.cluster_section import ClusterConfig as ClusterConfig
+from rl_core.config.cluster_section import DeadlineConfig as DeadlineConfig
 from rl_core.config.policy_sections import DynamicBatchingConfig as DynamicBatchingConfig
 from rl_core.config.policy_sections import GenerationConfig as GenerationConfig
 from rl_core.config.policy_sections import OptimizerConfig as OptimizerConfig
@@ -19,7 +21,6 @@ from rl_core.config.policy_sections import SchedulerConfig as SchedulerConfig
 from rl_core.config.policy_sections import SequencePackingConfig as SequencePackingConfig
 from rl_core.config.policy_sections import TokenizerConfig as TokenizerConfig
 from rl_core.config.section import ComponentSection
-from rl_core.config.section import RunSections as RunSections
 from rl_core.config.section import Section as Section
 
 
@@ -108,36 +109,35 @@ class EnvironmentConfig(ComponentSection):
         return self
 
 
-class DeadlineConfig(Section):
-    """Timeouts of remote calls, in seconds. When one expires, the error names the workers that did not answer."""
+class RunSections(Protocol):
+    """The sections of a run that a component's checks read; each attribute has the name of its section."""
 
-    start_s: float = Field(default=600.0, gt=0.0)
-    """Timeout for starting workers and loading models, in seconds."""
-    generate_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for one generation call, in seconds."""
-    train_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for one training or scoring call, in seconds."""
-    refit_s: float = Field(default=600.0, gt=0.0)
-    """Timeout for one refit, in seconds."""
-    checkpoint_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for saving or loading a checkpoint, in seconds."""
-    environment_s: float = Field(default=1800.0, gt=0.0)
-    """Timeout for one environment turn of the whole batch, in seconds."""
+    @property
+    def algorithm_name(self) -> str:
+        """Name of the algorithm."""
 
+    @property
+    def algorithm(self) -> Any:
+        """The algorithm's section of the config; its `needs_generation` is true if it trains on rollouts."""
 
-class ClusterConfig(Section):
-    """Nodes, workers and timeouts of a run (`cluster`)."""
+    @property
+    def policy(self) -> PolicyConfig: ...
 
-    backend: Literal["ray", "in_process"] = "ray"
-    """How workers run. `in_process` runs one worker of each kind in the driver process, without Ray, for debugging and fast
-    tests."""
-    num_nodes: int = Field(default=1, ge=1)
-    """Number of nodes."""
-    workers_per_node: int = Field(default=1, ge=1)
-    """Number of policy ranks per node. On GPUs, each rank uses one GPU."""
-    use_gpus: bool | None = None
-    """Whether to use GPUs. By default, GPUs are used if there are any."""
-    cpus_per_worker: int | None = Field(default=None, ge=1)
-    """Number of CPUs (and threads) per rank. By default, the CPUs of the node are divided evenly among its ranks."""
-    deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
-    """Timeouts of remote calls."""
+    @property
+    def value(self) -> PolicyConfig | None: ...
+
+    @property
+    def teacher(self) -> PolicyConfig | None: ...
+
+    @property
+    def data(self) -> Any: ...
+
+    @property
+    def env(self) -> dict[str, EnvironmentConfig]: ...
+
+    @property
+    def cluster(self) -> ClusterConfig: ...
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        """Names of the sections that the config sets."""

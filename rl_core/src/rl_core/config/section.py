@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
-
-if TYPE_CHECKING:
-    from rl_core.config.schema import ClusterConfig, EnvironmentConfig, PolicyConfig
 
 
 class Section(BaseModel):
@@ -35,51 +32,20 @@ class Section(BaseModel):
         return getattr(self, key)
 
 
-class RunSections(Protocol):
-    """The sections of a run that a component's checks read; each attribute has the name of its section."""
-
-    @property
-    def algorithm_name(self) -> str:
-        """Name of the algorithm."""
-
-    @property
-    def algorithm(self) -> Any:
-        """The algorithm's section of the config; its `needs_generation` is true if it trains on rollouts."""
-
-    @property
-    def policy(self) -> PolicyConfig: ...
-
-    @property
-    def value(self) -> PolicyConfig | None: ...
-
-    @property
-    def teacher(self) -> PolicyConfig | None: ...
-
-    @property
-    def data(self) -> Any: ...
-
-    @property
-    def env(self) -> dict[str, EnvironmentConfig]: ...
-
-    @property
-    def cluster(self) -> ClusterConfig: ...
-
-    @property
-    def model_fields_set(self) -> set[str]:
-        """Names of the sections that the config sets."""
-
-
 class ComponentSection(Section):
     """Section of a component, which may add its own checks."""
 
-    def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
+    def conflicts(self, run: Any) -> Iterator[tuple[KeyPath, str]]:
         """Checks the section against the rest of the run: each wrong key, relative to this section, and the reason.
+
+        `run` has the sections of `rl_core.config.schema.RunSections`. Of a model's section this is called for the policy, the
+        value model and the teacher alike; `run.policy is self` tells which of them it is.
 
         `rlcore validate` calls it, so it must not import torch, ray, numpy or transformers.
         """
         yield from ()
 
-    def deep_conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
+    def deep_conflicts(self, run: Any) -> Iterator[tuple[KeyPath, str]]:
         """Like `conflicts`, but may import torch and read a tokenizer or a model's config; it must not load weights.
 
         `rlcore validate --deep` calls it. A `UserError` that it raises is reported at the key that its message names.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from rl_core.data.attention_mask import with_input_lengths
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.padding import with_input_lengths
 from rl_core.data.schema import pad_value
 from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import ConfigError, DataError, NotSupportedError

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KeySpec:
     """Specification of one batch key.
 
@@ -41,24 +41,15 @@ class KeySpec:
         return self.shape.count(",") + 1
 
 
-def _tokens(name: str, dtype: str, unit: str, written_by: str, meaning: str, **more: Any) -> KeySpec:
-    padding: int | float | bool = 0 if dtype == "int64" else 0.0
-    return KeySpec(
-        name=name, shape="[B, T]", dtype=dtype, unit=unit, padding=padding, written_by=written_by, meaning=meaning, **more
-    )
+def _column(
+    shape: str, name: str, dtype: str, unit: str, written_by: str, meaning: str, *, holds_tokens: bool = False
+) -> KeySpec:
+    zero: int | float = 0 if dtype == "int64" else 0.0
+    padding = None if shape == "[B]" else zero
+    return KeySpec(name, shape, dtype, unit, padding, written_by, meaning, holds_tokens)
 
 
-def _per_candidate(name: str, dtype: str, unit: str, written_by: str, meaning: str) -> KeySpec:
-    padding = 0 if dtype == "int64" else 0.0
-    return KeySpec(
-        name=name, shape="[B, T, K]", dtype=dtype, unit=unit, padding=padding, written_by=written_by, meaning=meaning
-    )
-
-
-def _rows(name: str, dtype: str, unit: str, written_by: str, meaning: str) -> KeySpec:
-    return KeySpec(name=name, shape="[B]", dtype=dtype, unit=unit, padding=None, written_by=written_by, meaning=meaning)
-
-
+_rows, _tokens, _per_candidate = (partial(_column, shape) for shape in ("[B]", "[B, T]", "[B, T, K]"))
 _NATS = "nats"
 _ID = "token id"
 _TABLE = (

@@ -11,7 +11,7 @@ from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.replica_rows import equal_answer, in_row_order, prompt_columns, sample_rows
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
-from rl_core.weights.replicas import same_digests_on_every_replica
+from rl_core.weights.fingerprint import same_digests_on_every_replica
 
 
 class ReplicaRefits(GenerationInterface):

@@ -1,11 +1,5 @@
 """Moved to `rl_core.tools`."""
 
-import warnings
-from importlib import import_module
-from typing import Any
+from rl_core.first_use import moved_module
 
-warnings.warn("rl_core.interfaces.tool_runner has moved to rl_core.tools.", DeprecationWarning, stacklevel=2)
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(import_module("rl_core.tools"), name)
+__getattr__ = moved_module(__name__, "rl_core.tools")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import pluggy
 from packaging.requirements import InvalidRequirement
@@ -19,7 +19,7 @@ from rl_core.plugins import hookspecs
 from rl_core.plugins.component import describe, did_you_mean
 from rl_core.plugins.discovery import InstalledPlugin, installed_plugins
 from rl_core.plugins.loading import load_module
-from rl_core.plugins.record import Plugin, Registration, Status
+from rl_core.plugins.record import Origin, Plugin, Registration, Status
 from rl_core.plugins.requirements import RequirementCheck, check_one_of, check_requirements
 
 DISABLE_VARIABLE = "RLCORE_DISABLE_PLUGINS"
@@ -56,12 +56,9 @@ class PluginManager:
         name: str,
         load: Callable[[], Any],
         *,
-        distribution: str,
-        version: str,
-        module: str = "",
-        location: str = "",
         requirements: tuple[RequirementCheck, ...] = (),
         faults: tuple[str, ...] = (),
+        **origin: Unpack[Origin],
     ) -> Plugin:
         """Load one plugin and register its components; an exception becomes its status.
 
@@ -75,10 +72,7 @@ class PluginManager:
         broken = [*faults, *(reason for reason, _ in loaded.errors)]
         plugin = Plugin(
             name=name,
-            module=module,
-            distribution=distribution,
-            version=version,
-            location=location,
+            **origin,
             # A missing requirement is the cause of a failed import, so it determines the status.
             status=Status.MISSING if missing else Status.FAILED if broken else Status.READY,
             reason="; ".join([*missing, *broken]) or None,
@@ -92,24 +86,15 @@ class PluginManager:
         )
         self.plugins.append(plugin)
         if plugin.status is Status.READY:
-            hook_name = f"{distribution}:{name}:{len(self.plugins)}"
+            hook_name = f"{plugin.distribution}:{name}:{len(self.plugins)}"
             self._by_hook_name[hook_name] = plugin
             self._hooks.register(loaded.plugin, name=hook_name)
         return plugin
 
-    def add_disabled(self, name: str, *, distribution: str, version: str, module: str, location: str) -> Plugin:
+    def add_disabled(self, name: str, **origin: Unpack[Origin]) -> Plugin:
         """Record a plugin that is not loaded, for listings and errors."""
-        plugin = Plugin(
-            name=name,
-            module=module,
-            distribution=distribution,
-            version=version,
-            location=location,
-            status=Status.DISABLED,
-            reason=f"disabled by {DISABLE_VARIABLE}",
-        )
-        self.plugins.append(plugin)
-        return plugin
+        self.plugins.append(Plugin(name=name, **origin, status=Status.DISABLED, reason=f"disabled by {DISABLE_VARIABLE}"))
+        return self.plugins[-1]
 
     def event_hooks(self, event: str) -> list[tuple[Plugin, Any]]:
         """The working plugins that implement an event hook, the last registered first, each with pluggy's `HookImpl`."""
@@ -145,13 +130,7 @@ def discover(*, strict: bool | None = None) -> PluginManager:
         matches = {name for name in disabled if _is_named(name, installed)}
         unused -= matches
         if matches:
-            manager.add_disabled(
-                installed.entry_point.name,
-                distribution=installed.name,
-                version=installed.version,
-                module=installed.entry_point.value,
-                location=str(installed.location),
-            )
+            manager.add_disabled(installed.entry_point.name, **_origin(installed))
         else:
             _add_installed(manager, installed)
     names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
@@ -175,16 +154,13 @@ def _add_installed(manager: PluginManager, plugin: InstalledPlugin) -> None:
             f"{plugin.location} contains metadata of {plugin.name} {plugin.version} and also of {', '.join(plugin.leftover)}: "
             "remove the dist-info folder of the version that is no longer installed"
         )
-    manager.add(
-        plugin.entry_point.name,
-        plugin.entry_point.load,
-        distribution=plugin.name,
-        version=plugin.version,
-        module=plugin.entry_point.value,
-        location=str(plugin.location),
-        requirements=requirements,
-        faults=tuple(faults),
-    )
+    name, load = plugin.entry_point.name, plugin.entry_point.load
+    manager.add(name, load, requirements=requirements, faults=tuple(faults), **_origin(plugin))
+
+
+def _origin(plugin: InstalledPlugin) -> Origin:
+    module, location = plugin.entry_point.value, str(plugin.location)
+    return Origin(distribution=plugin.name, version=plugin.version, module=module, location=location)
 
 
 def _is_named(name: str, plugin: InstalledPlugin) -> bool:

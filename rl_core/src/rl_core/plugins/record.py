@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NotRequired, TypedDict
 
 from rl_core.plugins.component import Component, Kind, KnownComponent
 from rl_core.plugins.requirements import RequirementCheck
@@ -20,6 +21,15 @@ class Status(StrEnum):
     """Its module, its hooks or its metadata are broken."""
     DISABLED = "disabled"
     """It is disabled by `RLCORE_DISABLE_PLUGINS`."""
+
+
+class Origin(TypedDict):
+    """Where a plugin comes from; fields of `Plugin`."""
+
+    distribution: str
+    version: str
+    module: NotRequired[str]
+    location: NotRequired[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +54,10 @@ class Plugin:
     """
 
     name: str
-    module: str
     distribution: str
     version: str
-    location: str
+    module: str = ""
+    location: str = ""
     status: Status
     reason: str | None = None
     requirements: tuple[RequirementCheck, ...] = ()

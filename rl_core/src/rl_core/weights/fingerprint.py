@@ -12,13 +12,14 @@ not depend on the order of the tensors. There are two kinds, and both sides must
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
 
 import torch
 import xxhash
 
+from rl_core.errors import WeightSyncError
 from rl_core.weights.manifest import ON_ONE_THREAD, dtype_name
 
 Kind = Literal["xxh3", "wsum"]
@@ -147,3 +148,17 @@ def _logical_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def same_digests_on_every_replica(per_replica: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Name to digest, equal on all replicas.
+
+    Raises:
+        WeightSyncError: a replica differs from the first; names the tensors.
+    """
+    first = per_replica[0]
+    for rank, digests in enumerate(per_replica[1:], 1):
+        lines = describe_differences(first, digests, sides=("replica 0", f"replica {rank}"))
+        if lines:
+            raise WeightSyncError("The generation replicas do not have the same weights:\n  " + "\n  ".join(lines))
+    return dict(first)

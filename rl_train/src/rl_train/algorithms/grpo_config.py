@@ -14,7 +14,7 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig, RewardShapingConfig
-from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.algorithm_section import TrainingPlan
 from rl_train.config.runtime_needs import RuntimeNeeds
 from rl_train.config.schema import RunConfig
 

@@ -12,14 +12,11 @@ if q is above p, so their gradients push p away from q.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from rl_train.algorithms.log_ratio import bounded_log_ratio
-
-if TYPE_CHECKING:
-    from rl_train.algorithms.losses.config import ClippedPGLossConfig
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -60,14 +57,3 @@ def calculate_kl(
     if output_clamp_value is not None:
         kl = kl.clamp(-output_clamp_value, output_clamp_value)
     return kl
-
-
-def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, config: ClippedPGLossConfig) -> torch.Tensor:
-    """`calculate_kl` of the policy to its reference, with the estimator and clamps of the section `loss_fn`."""
-    return calculate_kl(
-        logprobs,
-        logprobs_reference,
-        config.kl_estimator,
-        input_clamp_value=config.kl_input_clamp_value,
-        output_clamp_value=config.kl_output_clamp_value,
-    )

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.kl import reference_kl
 from rl_train.algorithms.losses.config import MAX_KL_ERROR, AdaptiveKLConfig, ClippedPGLossConfig
+from rl_train.algorithms.losses.policy_gradient import reference_kl
 from rl_train.config.schema import LossConfig
 from rl_train.rollouts.segments import rows_of_rollouts
 

@@ -13,7 +13,7 @@ from rl_core.errors import ConfigError
 from rl_train.algorithms.losses.config import ClippedPGLossConfig
 from rl_train.algorithms.losses.value_config import MseValueLossConfig
 from rl_train.algorithms.policy_gradient_config import PolicyGradientConfig
-from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.algorithm_section import TrainingPlan
 from rl_train.config.runtime_needs import RuntimeNeeds
 from rl_train.config.schema import RunConfig
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rl_train.config.optimizer_steps import TrainingPlan
+from rl_train.config.algorithm_section import TrainingPlan
 from rl_train.config.runtime_needs import RecordNeeds, RuntimeNeeds
 from rl_train.config.schema import AlgorithmConfig, RunConfig
 

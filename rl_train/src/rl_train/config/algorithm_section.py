@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath
-from rl_train.config.optimizer_steps import TrainingPlan
 from rl_train.config.runtime_needs import RuntimeNeeds
 
-if TYPE_CHECKING:
-    from rl_train.config.schema import RunConfig
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """How an algorithm trains a model, according to its section."""
+
+    steps: int
+    """Number of steps in which the model is trained."""
+    rows: int
+    """Number of rows per step; the maximum if it varies."""
+    passes: int = 1
+    """Number of passes over the rows of a step."""
+    rows_per_unit: int = 1
+    """Number of adjacent rows that must stay together: two for a pair."""
+    is_exact: bool = True
+    """Whether every step has exactly `rows` rows."""
 
 
 class AlgorithmConfig(Section):
@@ -88,13 +101,16 @@ class AlgorithmConfig(Section):
         records = self.runtime_needs.records
         return records is not None and records.pairs
 
-    def conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
-        """Yield each key of another section that the algorithm does not support, with the reason."""
+    def conflicts(self, run: Any) -> Iterator[tuple[KeyPath, str]]:
+        """Yield each key of another section that the algorithm does not support, with the reason.
+
+        `run` is the whole config, a `rl_train.config.schema.RunConfig`.
+        """
         yield from ()
 
-    def training_plan(self, model: str, run: RunConfig) -> TrainingPlan | None:
+    def training_plan(self, model: str, run: Any) -> TrainingPlan | None:
         """How the algorithm trains the model of a section (`policy`, `value`), for schedules that count optimizer steps.
 
-        None, the default, means unknown: a schedule must then set its own length.
+        `run` is the whole config. None, the default, means unknown: a schedule must then set its own length.
         """
         return None

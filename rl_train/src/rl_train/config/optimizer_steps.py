@@ -7,28 +7,10 @@ several passes over its rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl_core.config.policy_sections import rows_per_optimizer_step
-
-if TYPE_CHECKING:
-    from rl_train.config.schema import RunConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingPlan:
-    """How an algorithm trains a model, according to its section."""
-
-    steps: int
-    """Number of steps in which the model is trained."""
-    rows: int
-    """Number of rows per step; the maximum if it varies."""
-    passes: int = 1
-    """Number of passes over the rows of a step."""
-    rows_per_unit: int = 1
-    """Number of adjacent rows that must stay together: two for a pair."""
-    is_exact: bool = True
-    """Whether every step has exactly `rows` rows."""
+from rl_train.config.algorithm_section import TrainingPlan
+from rl_train.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

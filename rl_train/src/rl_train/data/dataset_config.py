@@ -14,7 +14,7 @@ from rl_core.config.schema import DatasetConfig
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
-    from rl_core.config.section import RunSections
+    from rl_core.config.schema import RunSections
 
 
 class OnBadRow(StrEnum):

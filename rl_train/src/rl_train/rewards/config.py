@@ -14,7 +14,7 @@ from rl_core.plugins.static_lookup import missing_target
 from rl_train.metrics.reserved_names import reserved_reward
 
 if TYPE_CHECKING:
-    from rl_core.config.section import RunSections
+    from rl_core.config.schema import RunSections
 
 
 class FunctionEnvironmentConfig(EnvironmentConfig):

@@ -1,26 +1,6 @@
 """Losses on log-probabilities or values, independent of logits, ranks and packing."""
 
-from importlib import import_module
-from typing import Any
-
-_MODULE_OF = {
-    "BradleyTerryLossConfig": "reward_config",
-    "BradleyTerryLossFn": "reward",
-    "ClippedPGLossConfig": "config",
-    "GRPOLossConfig": "config",
-    "NLLLossConfig": "config",
-    "ClippedPGLossFn": "policy_gradient",
-    "GRPOLossFn": "policy_gradient",
-    "MseValueLossConfig": "value_config",
-    "MseValueLossFn": "value",
-    "NLLLossFn": "nll",
-    "DistillationLossConfig": "distillation_config",
-    "DistillationLossFn": "distillation",
-    "DPOLossConfig": "preference_config",
-    "PreferenceLossConfig": "preference_config",
-    "DPOLossFn": "preference",
-    "PreferenceLossFn": "preference",
-}
+from rl_core.first_use import import_on_first_use
 
 __all__ = [
     "BradleyTerryLossConfig",
@@ -41,9 +21,19 @@ __all__ = [
     "PreferenceLossFn",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: reading a config must not import torch."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__ = import_on_first_use(
+    __name__,
+    {
+        ".reward_config": "BradleyTerryLossConfig",
+        ".reward": "BradleyTerryLossFn",
+        ".config": "ClippedPGLossConfig GRPOLossConfig NLLLossConfig",
+        ".policy_gradient": "ClippedPGLossFn GRPOLossFn",
+        ".value_config": "MseValueLossConfig",
+        ".value": "MseValueLossFn",
+        ".nll": "NLLLossFn",
+        ".distillation_config": "DistillationLossConfig",
+        ".distillation": "DistillationLossFn",
+        ".preference_config": "DPOLossConfig PreferenceLossConfig",
+        ".preference": "DPOLossFn PreferenceLossFn",
+    },
+)

@@ -23,7 +23,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction, LossType, Reduction
-from rl_train.algorithms.kl import reference_kl
+from rl_train.algorithms.kl import calculate_kl
 from rl_train.algorithms.log_ratio import bounded_log_ratio
 from rl_train.algorithms.losses.config import ClippedPGLossConfig, GRPOLossConfig
 from rl_train.algorithms.losses.mismatch import mismatch_metrics, sampling_weights
@@ -162,3 +162,14 @@ class GRPOLossFn(ClippedPGLossFn):
 
     def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
         super().__init__(config or GRPOLossConfig())
+
+
+def reference_kl(logprobs: torch.Tensor, logprobs_reference: torch.Tensor, config: ClippedPGLossConfig) -> torch.Tensor:
+    """`calculate_kl` of the policy to its reference, with the estimator and clamps of the section `loss_fn`."""
+    return calculate_kl(
+        logprobs,
+        logprobs_reference,
+        config.kl_estimator,
+        input_clamp_value=config.kl_input_clamp_value,
+        output_clamp_value=config.kl_output_clamp_value,
+    )
