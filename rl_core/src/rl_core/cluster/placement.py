@@ -22,12 +22,8 @@ class Node:
     def num_that_fit(self, request: Request, *, free: bool) -> int:
         """Number of bundles of the request that fit on this node, counting all of its resources or only the free ones."""
         cpus, gpus = (self.free_cpus, self.free_gpus) if free else (self.cpus, self.gpus)
-        fits = [int(have / need + 1e-6) for have, need in self._pairs(cpus, gpus, request) if need > 0]
-        return min(fits)
-
-    @staticmethod
-    def _pairs(cpus: float, gpus: float, request: Request) -> list[tuple[float, float]]:
-        return [(cpus, request.cpus_per_bundle), (gpus, request.gpus_per_bundle)]
+        pairs = ((cpus, request.cpus_per_bundle), (gpus, request.gpus_per_bundle))
+        return min(int(have / need + 1e-6) for have, need in pairs if need > 0)
 
     def __str__(self) -> str:
         return (

@@ -38,8 +38,8 @@ class ComponentSection(Section):
     def conflicts(self, run: Any) -> Iterator[tuple[KeyPath, str]]:
         """Checks the section against the rest of the run: each wrong key, relative to this section, and the reason.
 
-        `run` has the sections of `rl_core.config.schema.RunSections`. Of a model's section this is called for the policy, the
-        value model and the teacher alike; `run.policy is self` tells which of them it is.
+        `run` has the sections of `rl_core.config.schema.RunSections`. The section of a policy backend is checked for the
+        policy, the value model and the teacher alike; `run.policy is self` tells which of them it is.
 
         `rlcore validate` calls it, so it must not import torch, ray, numpy or transformers.
         """

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rl_core.cluster.sharding import NamedSharding
 from rl_core.config.policy_sections import rows_per_optimizer_step
-from rl_core.config.schema import DeadlineConfig, PolicyConfig, TokenizerConfig
+from rl_core.config.schema import TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
 from rl_core.dispatch.rows import check_rows, pad_rows_to_multiple, select_columns
@@ -29,11 +28,8 @@ from rl_core.interfaces.policy import (
 )
 from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
-from rl_core.interfaces.worker import PolicyWorker, StepResult
+from rl_core.interfaces.worker import StepResult
 from rl_core.weights.handles import merge_handles
-
-if TYPE_CHECKING:
-    from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 SCORING_KEYS = ("input_ids", "input_lengths")
 TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
@@ -47,30 +43,6 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
 
     Arguments as `WorkerFacade`; `config` is the section `policy`.
     """
-
-    def __init__(
-        self,
-        *,
-        worker_class: type[PolicyWorker],
-        config: PolicyConfig,
-        cluster: RayVirtualCluster | None = None,
-        num_workers: int | None = None,
-        deadlines: DeadlineConfig | None = None,
-        sharding: NamedSharding | None = None,
-        env_vars: Mapping[str, str] | None = None,
-        name: str = "policy",
-    ) -> None:
-        self._name = name
-        super().__init__(
-            worker_class=worker_class,
-            config=config,
-            name=name,
-            cluster=cluster,
-            num_workers=num_workers,
-            deadlines=deadlines,
-            sharding=sharding,
-            env_vars=env_vars,
-        )
 
     @property
     def data_ranks(self) -> int:

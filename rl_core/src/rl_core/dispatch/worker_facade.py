@@ -38,7 +38,7 @@ class WorkerFacade:
         *,
         worker_class: type,
         config: Any,
-        name: str,
+        name: str = "policy",
         cluster: RayVirtualCluster | None = None,
         num_workers: int | None = None,
         deadlines: DeadlineConfig | None = None,
@@ -48,6 +48,7 @@ class WorkerFacade:
     ) -> None:
         self.config = config
         self.worker_class = worker_class
+        self._name = name
         self._deadlines = deadlines or DeadlineConfig()
         self._make_group = partial(
             make_group,
