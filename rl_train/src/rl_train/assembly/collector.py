@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.plugins.registry import Registry
 from rl_train.assembly.agents import agent_drivers
-from rl_train.config.schema import RunConfig
+from rl_train.assembly.preparation import Preparation
+from rl_train.assembly.workers import Builder
 from rl_train.rollouts.collect import Collector
-from rl_train.tools.task_tools import TaskTools
 
 
 def make_collector(
-    config: RunConfig,
+    builder: Builder,
+    prepared: Preparation,
     generation: GenerationInterface,
     environments: Mapping[str, EnvironmentInterface],
-    tokenizer: Any,
-    tools: TaskTools,
-    *,
-    registry: Registry,
-    exits: ExitStack,
 ) -> Collector:
-    """The collector of the config's rollouts. If a task has an agent, starts the endpoint; `exits` stops it."""
+    """The collector of a run's rollouts. If a task has an agent, starts the endpoint, which `builder.exits` stops."""
+    config, tokenizer = builder.run, prepared.tokenizer
     return Collector(
         generation=generation,
         environments=environments,
@@ -35,7 +29,7 @@ def make_collector(
         max_total_length=config.policy.max_total_sequence_length,
         reward_weights={task: section.reward_weights for task, section in config.env.items()},
         retries=config.rollout.retries,
-        tool_parsers=tools.parsers,
+        tool_parsers=prepared.tools.parsers,
         history=config.rollout.history,
-        drivers=agent_drivers(config, generation, tokenizer, registry=registry, exits=exits),
+        drivers=agent_drivers(config, generation, tokenizer, registry=builder.registry, exits=builder.exits),
     )

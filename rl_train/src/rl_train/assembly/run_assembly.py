@@ -115,15 +115,7 @@ def assemble_run(
     if workers.generation is not None:
         run.generation = workers.generation
         run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer)
-        collector = make_collector(
-            config,
-            workers.generation,
-            workers.environments,
-            prepared.tokenizer,
-            prepared.tools,
-            registry=builder.registry,
-            exits=builder.exits,
-        )
+        collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.rollouts = _rollout_source(config, collector, loaders)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)

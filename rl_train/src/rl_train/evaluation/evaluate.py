@@ -30,7 +30,6 @@ from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import environment_metrics
 from rl_train.run_folders.checkpoint_paths import CheckpointPaths, find_weights
-from rl_train.tools.task_tools import TaskTools
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with the name of the current phase, the number of finished items and their total."""
@@ -98,8 +97,7 @@ class EvaluationPlan:
         loaded: the config.
         manager: the plugins of this process.
         checkpoint: the checkpoint or model that replaces the config's model.
-        tokenizer: the policy's.
-        tools: the tools of the environments.
+        prepared: tokenizer and tools.
         prompts: the validation data.
         dataset_name: its dataset component, or the members of the mixture that it was held out of.
         validation_set: name of the data in `data.validation_sets`; None for `data.validation`.
@@ -111,8 +109,7 @@ class EvaluationPlan:
     loaded: LoadedConfig
     manager: PluginManager
     checkpoint: CheckpointPaths | None
-    tokenizer: Any
-    tools: TaskTools
+    prepared: Preparation
     prompts: BatchedDataLoader
     dataset_name: str
     validation_set: str | None
@@ -145,9 +142,7 @@ class EvaluationPlan:
             )
             generation, environments, weights = self._start(builder)
             progress("starting", 1, 1)
-            collector = make_collector(
-                config, generation, environments, self.tokenizer, self.tools, registry=builder.registry, exits=exits
-            )
+            collector = make_collector(builder, self.prepared, generation, environments)
             return EvaluationResult(weights=weights, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
 
     def _start(self, builder: Builder) -> tuple[GenerationInterface, Mapping[str, EnvironmentInterface], Weights]:
@@ -160,7 +155,7 @@ class EvaluationPlan:
         assert workers.generation is not None
         if self.checkpoint is not None and self.checkpoint.is_checkpoint:
             workers.policy.load_checkpoint(self.checkpoint.weights)
-        weights = builder.weights(workers.policy, workers.generation, self.tokenizer)
+        weights = builder.weights(workers.policy, workers.generation, self.prepared.tokenizer)
         weights.sync()
         synced = Weights(
             checkpoint=self.checkpoint,
@@ -245,7 +240,7 @@ def plan_evaluation(
     _check_whose_weights(config, checkpoint, registry)
     modes = _eval_modes(config, samples=samples, greedy=greedy, ks=ks)
     prepared = Preparation(config, registry, datasets=_datasets_of(config.data, validation_set))
-    tokenizer, source = prepared.tokenizer, prepared.data.validation[""]
+    source = prepared.data.validation[""]
     if len(source.records) and "messages" not in source.records[0]:
         raise ConfigError(
             f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
@@ -255,8 +250,7 @@ def plan_evaluation(
         loaded=replace(loaded, run=prepared.scoring_config),
         manager=manager,
         checkpoint=paths,
-        tokenizer=tokenizer,
-        tools=prepared.tools,
+        prepared=prepared,
         prompts=prepared.prompts(source, batch_size=config.algorithm.val_batch_size),
         dataset_name=source.name,
         validation_set=validation_set,
