@@ -49,6 +49,15 @@ def test_programs_find_preloaded_modules_but_not_each_others(session):
     assert [session.run_program(changes).stdout for _ in range(2)] == ["1\n", "1\n"]
 
 
+def test_preloading_has_the_time_limit_of_a_start_and_fails_with_the_reason(session, monkeypatch):
+    monkeypatch.setattr(session, "_timeout_s", 0.1)
+    monkeypatch.setattr(session, "_grace_s", 0.1)
+    assert session.preload("import time\ntime.sleep(1.0)")
+    assert session.run_program("print(1)", timeout_s=60.0).stdout == "1\n"
+    with pytest.raises(SandboxError, match=r"(?s)could not be preloaded.*ZeroDivisionError"):
+        session.preload("1 / 0")
+
+
 def test_a_call_that_fails_closes_its_link(sandbox):
     session = sandbox.open_session()
     session.close()

@@ -104,7 +104,7 @@ class SessionInterface(ABC):
             Whether programs find the modules; False for a sandbox that starts a new interpreter for each.
 
         Raises:
-            SandboxError: The session did not start, was ended from outside, or is closed.
+            SandboxError: The session did not start, was ended from outside, or is closed, or the code failed.
         """
         return False
 

@@ -69,7 +69,11 @@ class LocalSession(SessionInterface):
             _close(ends)
 
     def preload(self, code: str) -> bool:
-        return self._call(wire.PRELOAD, code, "", None, []).outcome is Outcome.OK
+        result = self._call(wire.PRELOAD, code, "", self._start_s, [])
+        if result.outcome is not Outcome.OK:
+            reason = self.start_errors().strip() or f"no answer within {self._start_s:g} seconds"
+            raise SandboxError(f"Modules could not be preloaded: {reason}")
+        return True
 
     def wait_until_started(self) -> None:
         with self._calls:
