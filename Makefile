@@ -18,7 +18,7 @@ PARALLEL_BUSY := -n 2 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 
-.PHONY: quickstart test parallel-tests test-fast test-full lint docs dist clean
+.PHONY: quickstart test parallel-tests test-fast test-full test-gpu lint docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
@@ -38,6 +38,10 @@ test-fast: $(VENV)/.installed-dev
 # Everything: about an hour on two cores. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
 test-full: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL_BUSY) --closing-line $(FOLDER)
+
+# On a machine with GPUs: smoke tests of about 5 minutes, then all tests that need a GPU; the results are written to gpu-results.json.
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/pytest -m gpu --gpu-results gpu-results.json tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -37,10 +37,15 @@ TOGETHER = ("tests/backends_megatron/",)
 
 def pytest_addoption(parser):
     parser.addoption("--closing-line", action="store_true", help="end with one line: commit, passed, failed, skipped, minutes")
+    parser.addoption("--gpu-results", type=Path, metavar="FILE", help="write the result of each test; fail if one does not run")
 
 
 def pytest_configure(config):
     config.stash[STARTED] = time.monotonic()
+    if (results := config.getoption("--gpu-results")) is not None:
+        from gpu_results import GpuResults
+
+        config.pluginmanager.register(GpuResults(results))
     if "RLCORE_TEST_IMPORTS" not in os.environ:  # else this process is one of several of a session, or a test of a test
         config.stash[IMPORTS] = os.environ["RLCORE_TEST_IMPORTS"] = tempfile.mkdtemp(prefix="rlcore-test-imports-")
         folders = [str(Path(__file__).with_name("fast_start")), os.environ.get("PYTHONPATH", "")]

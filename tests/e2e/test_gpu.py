@@ -32,8 +32,8 @@ def test_the_quickstart_learns_on_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param({"backend": "hf"}, id="hf-hf"),
-        pytest.param({"backend": "hf", **vllm()}, id="hf-vllm", marks=pytest.mark.vllm),
+        pytest.param({"backend": "hf"}, id="hf-hf", marks=pytest.mark.smoke),
+        pytest.param({"backend": "hf", **vllm()}, id="hf-vllm", marks=[pytest.mark.vllm, pytest.mark.smoke]),
         pytest.param({"backend": "hf", **vllm(sleep_level=1)}, id="hf-vllm-sleep-1", marks=pytest.mark.vllm),
         pytest.param({"backend": "hf", **vllm(sleep_level=2)}, id="hf-vllm-sleep-2", marks=pytest.mark.vllm),
         pytest.param(
@@ -54,6 +54,7 @@ def test_a_policy_and_its_engine_share_one_gpu(train, tmp_path, policy):
     run.assert_gone()
 
 
+@pytest.mark.smoke
 def test_a_run_in_one_process_computes_on_the_gpu(train, tmp_path):
     code, output = train({"cluster": {"backend": "in_process"}, "grpo": {"max_num_steps": 2}}).wait()
     assert code == 0, output

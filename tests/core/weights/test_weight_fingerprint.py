@@ -139,6 +139,7 @@ def test_a_fingerprint_has_a_kind_and_other_kinds_are_rejected():
 
 
 @pytest.mark.gpu
+@pytest.mark.smoke
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_gpu_and_a_cpu_compute_the_same_weighted_sum(dtype):
