@@ -9,6 +9,7 @@ import pytest
 
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_train.config.loader import load_config
+from rl_train.config.rules.rule import Use
 from rl_train.config.sources import BASE_CONFIGS
 from rl_train.metrics.jsonl import read_jsonl
 from rlcore_cli.main import main
@@ -82,7 +83,7 @@ def test_a_server_with_its_own_weights_is_refused_for_training_and_accepted_for_
         InvalidConfigError, match=r"'openai' has its own weights.* Set policy\.generation\.openai_cfg\.weight_updates"
     ):
         load_config(["grpo.yaml", "grpo_weather.yaml"])
-    assert load_config(["grpo.yaml", "grpo_weather.yaml"], for_training=False).run.policy.generation.has_own_weights
+    assert load_config(["grpo.yaml", "grpo_weather.yaml"], use=Use.EVAL).run.policy.generation.has_own_weights
 
 
 @pytest.mark.usefixtures("server_files")

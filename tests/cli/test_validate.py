@@ -32,12 +32,15 @@ def test_a_wrong_config_lists_every_mistake_and_ends_with_2(tmp_path):
     config.write_text(f"defaults: {GRPO}\ngrpo:\n  seed: x\npolicy:\n  precison: float32\n")
     result = rlcore("validate", config, "cluster.num_nodes=0")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.splitlines() == [
+    lines = result.stderr.splitlines()
+    assert lines[:4] == [
         f"{config} has 3 errors:",
         f"{config}:3:9: grpo.seed: must be a whole number; found 'x'.",
         f"{config}:5:3: policy.precison: policy has no key 'precison'. Did you mean 'precision'?",
         "override #1 `cluster.num_nodes=0`: cluster.num_nodes: must be a whole number, 1 or more; found 0.",
     ]
+    assert lines[4:]
+    assert all(line.startswith("not checked, because cluster.num_nodes is invalid: ") for line in lines[4:])
 
 
 def test_a_missing_file_is_a_one_line_error():
@@ -63,6 +66,7 @@ def test_errors_can_be_printed_as_json():
                 "message": "must be a whole number; found 'x'.",
             }
         ],
+        "not_checked": [],
     }
 
 

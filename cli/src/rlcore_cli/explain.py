@@ -53,7 +53,7 @@ def explain(
     registry = Registry(discover())
     if config is not None:
         refuse_missing(config)
-        loaded = load_config(config, overrides or [], registry=registry, for_training=False, complete=False)
+        loaded = load_config(config, overrides or [], registry=registry, stages=())
         _explain_in(loaded, key)
     else:
         _explain_anywhere(schema_index(registry), key, component)
@@ -184,7 +184,7 @@ def _common_row(name: str, fields: list[Field]) -> tuple[str, str, str]:
 
 def _print_field(field: Field, sections: list[SectionSchema]) -> None:
     from rl_core.config.introspection import NO_DEFAULT
-    from rl_train.config.optimizer_checks import allowed_argument
+    from rl_train.config.rules.optimizers import allowed_argument
 
     argument = allowed_argument(field.path)
     has_no_default = argument is None or field.default is NO_DEFAULT

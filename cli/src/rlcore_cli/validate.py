@@ -11,7 +11,7 @@ import typer
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
-    from rl_core.config.diagnostics import InvalidConfigError
+    from rl_core.config.diagnostics import InvalidConfigError, Problem
     from rl_train.config.loader import LoadedConfig
 
 
@@ -43,35 +43,36 @@ def validate(
         rlcore validate config.yaml --deep
     """
     from rl_core.config.diagnostics import InvalidConfigError
-    from rl_train.config.loader import load_config
-    from rl_train.config.resource_checks import machine_conflicts
+    from rl_train.config.loader import draft_config
+    from rl_train.config.rules import RULES
+    from rl_train.config.rules.rule import Stage
 
     files, changes = config_files(config, bases, overrides, must_exist=False)
     try:
-        loaded = load_config(files, changes)
-        loaded.refuse(machine_conflicts(loaded.run))
-        deep_warnings = _check_deep(loaded) if deep else []
+        draft = draft_config(files, changes)
+        warnings = draft.check(RULES, Stage.STATIC, Stage.MACHINE)
+        loaded = draft.complete()
+        warnings += _check_deep(loaded) if deep else []
     except InvalidConfigError as error:
         _print_errors(error, " + ".join(str(file) for file in files), as_json=as_json)
         raise typer.Exit(error.exit_code) from None
-    warnings = [*_warnings(loaded), *deep_warnings]
+    texts = [str(warning) for warning in warnings]
     if as_json:
-        print(json.dumps({"valid": True, "warnings": warnings, "config": loaded.redacted}, indent=2))
+        print(json.dumps({"valid": True, "warnings": texts, "config": loaded.redacted}, indent=2))
     elif resolved:
         print("\n".join(_annotated(loaded)))
     else:
-        print("\n".join([*_summary(loaded), *(f"warning: {text}" for text in warnings)]))
+        print("\n".join([*_summary(loaded), *(f"warning: {text}" for text in texts)]))
 
 
-def _check_deep(loaded: LoadedConfig) -> list[str]:
+def _check_deep(loaded: LoadedConfig) -> list[Problem]:
     """Refuse what the deep checks find, and return their warnings."""
-    from rl_core.config.source_tree import dotted
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
     from rl_train.assembly.deep_checks import deep_conflicts, deep_warnings
 
     loaded.refuse(deep_conflicts(loaded, Registry(discover())))
-    return [f"{dotted(path)}: {message}" for path, message in deep_warnings(loaded)]
+    return list(deep_warnings(loaded))
 
 
 def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> None:
@@ -89,10 +90,12 @@ def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> N
             }
             for problem in error.problems
         ]
-        print(json.dumps({"valid": False, "errors": rows}, indent=2))
+        print(json.dumps({"valid": False, "errors": rows, "not_checked": error.not_checked}, indent=2))
         return
     count = len(error.problems)
-    print(f"{config} has {count} {'error' if count == 1 else 'errors'}:\n{error}", file=sys.stderr)
+    print(
+        f"{config} has {count} {'error' if count == 1 else 'errors'}:\n{error}", *error.not_checked, sep="\n", file=sys.stderr
+    )
 
 
 def _summary(loaded: LoadedConfig) -> list[str]:
@@ -113,14 +116,6 @@ def _summary(loaded: LoadedConfig) -> list[str]:
         "cluster": f"{cluster.backend}, {cluster.num_nodes} x {cluster.workers_per_node} policy ranks",
     }
     return [f"{loaded.path} is valid", *(f"  {name:<12}{value}" for name, value in rows.items())]
-
-
-def _warnings(loaded: LoadedConfig) -> list[str]:
-    """Settings that are valid but probably not intended."""
-    from rl_core.config.source_tree import dotted
-    from rl_train.config.lr_schedule_checks import schedule_warnings
-
-    return [f"{dotted(path)}: {message}" for path, message in schedule_warnings(loaded.run)]
 
 
 def _environment(task: str, section: Any) -> str:

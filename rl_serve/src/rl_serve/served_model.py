@@ -21,6 +21,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.config.overrides import apply_overrides
+from rl_train.config.rules.rule import Use
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.run_folders.checkpoint_paths import find_weights
 from rl_train.run_folders.provenance import CONFIG
@@ -129,7 +130,7 @@ def _of_run(
             f"{given.path} was moved out of its run, so its config is not known. Serve the run folder, or convert the "
             f"checkpoint (rlcore convert) and serve the model."
         )
-    run = load_config(folder / CONFIG, list(overrides), registry=registry, for_training=False).run
+    run = load_config(folder / CONFIG, list(overrides), registry=registry, use=Use.SERVE).run
     section = run.policy.generation
     if section is None:
         raise ConfigError(

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl_train.agents.config import AgentEnvironmentConfig
-from rl_train.config.agent_checks import agent_conflicts
+from rl_train.config.rules.environments import agent_can_be_imported
+from rl_train.config.rules.rule import CheckedConfig
 from rl_train.rewards.config import FunctionEnvironmentConfig
 
 AGENT = "examples.agents.adder:add"
@@ -52,5 +53,6 @@ def test_losses_over_sequences_are_refused(files, good):
 
 def test_without_a_plugin_with_an_endpoint_the_error_names_one(files, good):
     run = files.load(good.replace("arithmetic: {}", f"sums: {{agent: {AGENT}}}")).run
-    [(path, message)] = agent_conflicts(run, SimpleNamespace(names=lambda kind: []))
-    assert (path, "rl-serve provides: install it" in message) == (("env", "sums", "agent"), True)
+    config = CheckedConfig(run=run, registry=SimpleNamespace(names=lambda kind: []))
+    [problem] = agent_can_be_imported.problems(config)
+    assert (problem.path, "rl-serve provides: install it" in problem.message) == (("env", "sums", "agent"), True)

@@ -11,7 +11,8 @@ import yaml
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.loader import load_config
-from rl_train.config.resource_checks import machine_conflicts
+from rl_train.config.rules.cluster import machine_has_the_cpus
+from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 from rl_train.config.torch_arguments import (
     LR_SCHEDULER,
     OPTIM,
@@ -273,7 +274,7 @@ def test_sections_that_training_does_not_use_are_refused_and_left_to_evaluations
     [error] = files.errors(DPO + "    rollout: {retries: 5}\n")
     assert "rollout: dpo does not sample, so the section has no effect." in error
     path = files.write(text)
-    assert load_config(path, [f"++{generation}"], registry=files.registry, for_training=False).run.env
+    assert load_config(path, [f"++{generation}"], registry=files.registry, use=Use.EVAL).run.env
 
 
 def test_supervised_training_that_scores_its_validation_uses_both_sections(files, good):
@@ -303,17 +304,19 @@ def test_the_in_process_backend_rejects_several_workers(files, good, override):
 def test_more_workers_than_this_machine_has_cpus_are_found(files, good, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    loaded = files.load(good + "cluster: {use_gpus: false, workers_per_node: 64}\n")
+    text = good + "cluster: {use_gpus: false, workers_per_node: 64}\n"
+    loaded = files.load(text)
     with pytest.raises(InvalidConfigError) as caught:
-        loaded.refuse(machine_conflicts(loaded.run))
+        load_config(files.write(text), registry=files.registry, stages=(Stage.STATIC, Stage.MACHINE))
     assert str(caught.value).endswith(
         "config.yaml:13:46: cluster.workers_per_node: 64 workers with 1 CPU(s) each need 64 CPUs, but this machine has 2 "
         "CPUs. Lower it to 2, or set RAY_ADDRESS to the cluster that the run should use."
     )
     for fitting in ("cluster.workers_per_node=2", "cluster.num_nodes=2", "cluster.use_gpus=true"):
-        assert not [*machine_conflicts(files.load(yaml.safe_dump(loaded.resolved), fitting).run)]
+        run = files.load(yaml.safe_dump(loaded.resolved), fitting).run
+        assert not [*machine_has_the_cpus.problems(CheckedConfig(run=run, registry=files.registry))]
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert not [*machine_conflicts(loaded.run)]
+    assert not [*machine_has_the_cpus.problems(CheckedConfig(run=loaded.run, registry=files.registry))]
 
 
 def test_a_plugin_contributes_checks_through_the_section_of_any_component(files, good):

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from rl_core.errors import ConfigError
 from rl_train.config.loader import load_config
-from rl_train.config.own_weights_checks import check_own_weights
+from rl_train.config.rules.rule import CheckedConfig, Use
+from rl_train.config.rules.sampling import imported_engine_samples_from_the_policy
 
 REASON = (
     "policy.generation.backend: the engine '{engine}' has its own weights, which are never those of the policy, so grpo "
@@ -38,7 +38,7 @@ def engine(good, backend):
 def test_training_on_an_engine_with_its_own_weights_is_refused_and_an_evaluation_is_not(files, good, registry):
     text = engine(good, "remote")
     assert files.errors(text) == ["config.yaml:7:14: " + REASON.format(engine="remote")]
-    assert load_config(files.write(text), registry=registry, for_training=False).run.policy.generation.has_own_weights
+    assert load_config(files.write(text), registry=registry, use=Use.EVAL).run.policy.generation.has_own_weights
 
 
 def test_a_backend_declares_its_own_weights_depending_on_its_keys(files, good):
@@ -51,6 +51,6 @@ def test_an_engine_given_by_its_path_declares_its_own_weights_on_its_class(files
     assert files.errors(engine(good, f"{judges}.Judge")) == ["config.yaml:7:14: " + REASON.format(engine=f"{judges}.Judge")]
     assert judges not in sys.modules
     inherited = load_config(files.write(engine(good, f"{judges}.OtherJudge")), registry=registry)
-    with pytest.raises(ConfigError, match="OtherJudge' has its own weights") as caught:
-        check_own_weights(inherited.run, registry)
-    assert caught.value.key == "policy.generation.backend"
+    [problem] = imported_engine_samples_from_the_policy.problems(CheckedConfig(run=inherited.run, registry=registry))
+    assert "OtherJudge' has its own weights" in problem.message
+    assert problem.path == ("policy", "generation", "backend")

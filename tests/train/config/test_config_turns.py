@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from rl_train.config.rules.environments import rollouts_have_enough_turns_for_the_class
+from rl_train.config.rules.rule import CheckedConfig
 from rl_train.config.static_attribute import static_attribute
-from rl_train.config.turn_checks import imported_turn_conflicts
 
 GAME = """
 from rl_core.interfaces import EnvironmentInterface
@@ -61,15 +62,15 @@ def test_too_few_turns_are_refused_at_the_key_that_limits_them(files, good, game
 @pytest.mark.parametrize("environment", ["turned_game.Game, max_rollout_turns: 3", "turned_game.Quiz"])
 def test_enough_turns_are_accepted(files, good, game, environment):
     run = files.load(good.replace("arithmetic: {}", f"game: {{env_cls: {environment}}}")).run
-    assert not [*imported_turn_conflicts(run, files.registry)]
+    assert not [*rollouts_have_enough_turns_for_the_class.problems(CheckedConfig(run=run, registry=files.registry))]
 
 
 def test_inherited_needs_are_found_when_the_class_is_imported(files, good, game):
     run = files.load(good.replace("arithmetic: {}", "game: {env_cls: turned_game.LongerGame}")).run
     assert static_attribute("turned_game.LongerGame", "min_turns") is None
-    [(path, message)] = imported_turn_conflicts(run, files.registry)
-    assert path == ("env", "game")
-    assert "turned_game.LongerGame needs 3" in message
+    [problem] = rollouts_have_enough_turns_for_the_class.problems(CheckedConfig(run=run, registry=files.registry))
+    assert problem.path == ("env", "game")
+    assert "turned_game.LongerGame needs 3" in problem.message
 
 
 def test_needs_that_are_not_literals_are_not_read_from_source(game, tmp_path):

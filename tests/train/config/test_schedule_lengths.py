@@ -7,8 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_train.config.loader import load_config
-from rl_train.config.lr_schedule_checks import schedule_changes, schedule_lengths, schedule_warnings, with_schedule_lengths
 from rl_train.config.optimizer_steps import optimizer_steps
+from rl_train.config.rules.schedules import schedule_warnings
+from rl_train.config.schedule_lengths import schedule_changes, schedule_lengths, with_schedule_lengths
 from rlcore_cli.main import app
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

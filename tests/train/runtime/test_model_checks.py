@@ -51,7 +51,7 @@ def load(tmp_path, monkeypatch):
 
 
 def found(findings) -> dict[str, str]:
-    return {".".join(map(str, path)): message for path, message in findings}
+    return {".".join(map(str, problem.path)): problem.message for problem in findings}
 
 
 def test_more_tokens_than_learned_positions_are_refused_by_validate_and_at_the_start(load, tmp_path):

@@ -156,5 +156,5 @@ def test_a_bug_in_a_record_function_names_the_row_and_the_line_of_the_function(n
 )
 def test_validate_deep_constructs_a_custom_loss(loss, message, modules):
     loaded = load(modules, {"dataset_name": "their_data.Good"}, loss_fn=loss)
-    found = dict(deep_conflicts(loaded, Registry(discover())))
+    found = {problem.path: problem.message for problem in deep_conflicts(loaded, Registry(discover()))}
     assert message in found["loss_fn",]

@@ -142,5 +142,5 @@ def test_an_environment_without_step_is_refused_by_validate_and_at_the_start(con
     with pytest.raises(ConfigError, match=rf"run.yaml:\d+:\d+: env.arithmetic.env_cls: {message}"):
         train(path, console=False)
     loaded = load_config(path)
-    found = dict(deep_conflicts(loaded, Registry(discover())))
+    found = {problem.path: problem.message for problem in deep_conflicts(loaded, Registry(discover()))}
     assert "has no method step" in found["env", "arithmetic", "env_cls"]

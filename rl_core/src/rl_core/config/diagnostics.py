@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_core.config.source_tree import KeyPath, SourceLocation, dotted
@@ -17,19 +17,19 @@ from rl_core.plugins.component import nearest as nearest
 _LONGEST_VALUE = 60
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """One problem.
 
     Attributes:
-        location: The location of the value; None if nothing was read.
         path: The key it is about; empty for the file as a whole.
         message: What is wrong, without location and key, and what to do.
+        location: The location of the value; None if nothing was read, or until the key is looked up.
     """
 
-    location: SourceLocation | None
-    path: KeyPath = ()
+    path: KeyPath
     message: str
+    location: SourceLocation | None = None
 
     def __str__(self) -> str:
         parts = [str(self.location)] if self.location is not None else []
@@ -43,11 +43,19 @@ class InvalidConfigError(ConfigError):
 
     Attributes:
         problems: All problems, in file order.
+        not_checked: The rules that could not be checked because of them, one sentence each.
     """
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[Problem], not_checked: Iterable[str] = ()) -> None:
         self.problems = tuple(problems)
+        self.not_checked = tuple(not_checked)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def locate(self, location_of: Callable[[KeyPath], SourceLocation]) -> None:
+        """Adds the location of its key to each problem that has none."""
+        located = [replace(problem, location=problem.location or location_of(problem.path)) for problem in self.problems]
+        self.problems = tuple(sorted(located, key=_in_order_of_files))
+        self.args = ("\n".join(str(problem) for problem in self.problems),)
 
 
 @dataclass
@@ -57,18 +65,22 @@ class Problems:
     Attributes:
         found: The problems so far.
         poisoned: Keys with a value known to be invalid; follow-up errors about them are not reported.
+        misspelled: Keys that were probably meant by unknown ones, so that their values are not known.
+        not_checked: The rules that could not be checked because of the problems, one sentence each.
         is_partial: Whether a file could not be read, so that a missing key may be set there.
         redact: Removes values that problems must not show from a message.
     """
 
     found: list[Problem] = field(default_factory=list)
     poisoned: set[KeyPath] = field(default_factory=set)
+    misspelled: set[KeyPath] = field(default_factory=set)
+    not_checked: list[str] = field(default_factory=list)
     is_partial: bool = False
     redact: Callable[[str], str] = str
 
     def add(self, message: str, *, location: SourceLocation | None, path: KeyPath = ()) -> None:
         """Adds a problem."""
-        problem = Problem(location=location, path=path, message=self.redact(message))
+        problem = Problem(path, self.redact(message), location)
         if problem not in self.found:
             self.found.append(problem)
 
@@ -81,6 +93,10 @@ class Problems:
         """Whether this value, or one that contains it, is already known to be invalid."""
         return any(path[:length] in self.poisoned for length in range(len(path) + 1))
 
+    def unknown_values(self) -> set[KeyPath]:
+        """Keys whose values are invalid, or not known because another key has the name that was probably meant."""
+        return {problem.path for problem in self.found if problem.path} | self.poisoned | self.misspelled
+
     def raise_if_any(self) -> None:
         """Raises an error if there are problems.
 
@@ -88,7 +104,7 @@ class Problems:
             InvalidConfigError: There is at least one problem.
         """
         if self.found:
-            raise InvalidConfigError(sorted(self.found, key=_in_order_of_files))
+            raise InvalidConfigError(sorted(self.found, key=_in_order_of_files), self.not_checked)
 
 
 def show(value: Any) -> str:

@@ -158,8 +158,10 @@ class Validator:
         meant = nearest(name, keys)
         elsewhere = [path for path in self.find_elsewhere(name) if path[:-1] != here]
         if elsewhere and (meant is None or meant.casefold() != name.casefold()):
+            self.problems.misspelled.update(path for path in elsewhere[:2] if self.written.at(path) is None)
             return f" Did you mean {' or '.join(dotted(path) for path in elsewhere[:2])}?"
         if meant is not None:
+            self.problems.misspelled.update({(*here, meant)} if self.written.at((*here, meant)) is None else ())
             return f" Did you mean {meant!r}?"
         shown = comma_separated(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")
         return f" Allowed keys: {shown}." if keys else " It takes no keys."

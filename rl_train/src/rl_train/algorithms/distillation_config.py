@@ -12,7 +12,7 @@ from rl_train.algorithms.losses.config import ClippedPGLossConfig, NLLLossConfig
 from rl_train.algorithms.losses.distillation_config import DistillationLossConfig
 from rl_train.algorithms.losses.preference_config import PreferenceLossConfig
 from rl_train.algorithms.rollout_algorithm_config import RolloutAlgorithmConfig
-from rl_train.config.data_checks import validates
+from rl_train.config.rules.required_sections import validates
 from rl_train.config.runtime_needs import RolloutNeeds, RuntimeNeeds
 from rl_train.config.schema import RunConfig
 

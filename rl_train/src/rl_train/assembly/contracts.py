@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
+from rl_core.config.diagnostics import Problem
 from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
@@ -23,8 +24,8 @@ from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
 from rl_train.algorithms.kl_penalty import kl_in_reward
 from rl_train.columns import class_label
-from rl_train.config.component_checks import Finding, models_of
-from rl_train.config.own_weights_checks import declares_own_weights
+from rl_train.config.rules.models import models_of
+from rl_train.config.rules.sampling import declares_own_weights
 from rl_train.config.schema import RunConfig
 from rl_train.metrics.logger import Logger
 
@@ -122,7 +123,7 @@ def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights
     return {name: replace(contract, caller=run.algorithm_name) for name, contract in contracts.items()}
 
 
-def contract_conflicts(run: RunConfig, registry: Registry, loss_fn: LossFunction | None) -> Iterator[Finding]:
+def contract_conflicts(run: RunConfig, registry: Registry, loss_fn: LossFunction | None) -> Iterator[Problem]:
     """Classes of a run that do not keep the contract of their kind. Imports them.
 
     Args:
@@ -141,17 +142,17 @@ def contract_conflicts(run: RunConfig, registry: Registry, loss_fn: LossFunction
         named = () if name in ("policy", "policy.generation") else ("name",)
         contract = replace(contracts[name], arguments=(*MODEL_ARGUMENTS, *named))
         if (problem := contract.problem(registry.find(kind, section.backend).load())) is not None:
-            yield (*name.split("."), "backend"), problem
+            yield Problem((*name.split("."), "backend"), problem)
     for task, environment in run.env.items():
         env_name = environment.env_cls or environment.name or task
         try:
             check_environment_class(registry.find("environment", env_name).load(), env_name)
         except ConfigError as error:
-            yield ("env", task, "env_cls" if environment.env_cls is not None else "name"), str(error)
+            yield Problem(("env", task, "env_cls" if environment.env_cls is not None else "name"), str(error))
     for name, logger in run.logger.loggers.items():
         contract = replace(CONTRACTS[Kind.LOGGER], arguments=("config", "folder"))
         if logger.enabled and (problem := contract.problem(registry.find("logger", name).load())) is not None:
-            yield ("logger", "loggers", name), problem
+            yield Problem(("logger", "loggers", name), problem)
 
 
 def check_contracts(run: RunConfig, registry: Registry, loss_fn: LossFunction) -> None:
@@ -161,8 +162,8 @@ def check_contracts(run: RunConfig, registry: Registry, loss_fn: LossFunction) -
         ConfigError: lists what each class lacks.
     """
     if conflicts := list(contract_conflicts(run, registry, loss_fn)):
-        error = ConfigError("\n".join(message for _, message in conflicts))
-        error.key = dotted(conflicts[0][0])
+        error = ConfigError("\n".join(problem.message for problem in conflicts))
+        error.key = dotted(conflicts[0].path)
         raise error
 
 

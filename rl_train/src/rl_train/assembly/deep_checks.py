@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from rl_core.config.diagnostics import Problem
 from rl_core.errors import UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
@@ -17,39 +18,37 @@ from rl_train.assembly.model_checks import (
 )
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.run_assembly import loss_of
-from rl_train.config.component_checks import Finding, sections_of
 from rl_train.config.loader import LoadedConfig
-from rl_train.config.own_weights_checks import own_weights_conflicts
+from rl_train.config.rules import RULES
+from rl_train.config.rules.components import sections_of
+from rl_train.config.rules.rule import CheckedConfig, Stage, run_rules
 from rl_train.config.schema import RunConfig
-from rl_train.config.turn_checks import imported_turn_conflicts
 
 
-def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding]:
+def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Problem]:
     """Import referenced modules, load the tokenizer and read the data; yields each wrong key with the reason."""
     problems = list(_imports(loaded))
     yield from problems
     if not problems:
-        yield from imported_turn_conflicts(loaded.run, registry)
-        yield from own_weights_conflicts(loaded.run, registry)
+        yield from run_rules(RULES, CheckedConfig(run=loaded.run, registry=registry), Stage.IMPORTED).problems
         loss_fn: LossFunction | None = None
         try:
             loss_fn = loss_of(loaded.run, registry)
         except UserError as error:
-            yield tuple((error.key or "loss_fn").split(".")), str(error)
+            yield Problem(tuple((error.key or "loss_fn").split(".")), str(error))
         yield from contract_conflicts(loaded.run, registry, loss_fn)
     missing: set[str] = set()
-    for names, finding in missing_models(loaded.run):
-        yield finding
+    for names, problem in missing_models(loaded.run):
+        yield problem
         missing |= names
     for path, section in sections_of(loaded.run):
         if path[0] in missing:
             continue
         try:
             for inner, message in section.deep_conflicts(loaded.run):
-                yield (*path, *inner), message
+                yield Problem((*path, *inner), message)
         except UserError as error:
-            problem = problem_in_section(error, path, loaded)
-            yield problem.path, problem.message
+            yield problem_in_section(error, path, loaded)
     if missing:
         return
     yield from length_conflicts(loaded.run)
@@ -58,12 +57,12 @@ def deep_conflicts(loaded: LoadedConfig, registry: Registry) -> Iterator[Finding
         yield data_problem
 
 
-def deep_warnings(loaded: LoadedConfig) -> Iterator[Finding]:
+def deep_warnings(loaded: LoadedConfig) -> Iterator[Problem]:
     """Settings that are valid for the models and the data, but probably not intended."""
     yield from length_warnings(loaded.run)
 
 
-def _imports(loaded: LoadedConfig) -> Iterator[Finding]:
+def _imports(loaded: LoadedConfig) -> Iterator[Problem]:
     for at, component in loaded.components.items():
         problem = _problem_of(component.load, key=at)
         if problem is not None:
@@ -77,10 +76,10 @@ def _load_data(loaded: LoadedConfig, registry: Registry) -> RunConfig:
     return prepared.training_config
 
 
-def _problem_of(step: Callable[[], object], *, key: str = "") -> Finding | None:
+def _problem_of(step: Callable[[], object], *, key: str = "") -> Problem | None:
     try:
         step()
     except UserError as error:
         at = error.key or key
-        return tuple(at.split(".")) if at else (), str(error)
+        return Problem(tuple(at.split(".")) if at else (), str(error))
     return None

@@ -45,7 +45,8 @@ def with_location(loaded: LoadedConfig) -> Iterator[None]:
     """
     try:
         yield
-    except InvalidConfigError:
+    except InvalidConfigError as error:
+        error.locate(loaded.location_of)
         raise
     except WorkerError as error:
         problem = _of_worker(error, loaded) or problem_in_user_code(error, loaded)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rl_core.config.diagnostics import Problem
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, dotted
@@ -15,7 +16,7 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.assembly.late_errors import with_key
-from rl_train.config.component_checks import Finding, models_of
+from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.diagnostics.position_limit import PositionLimit, position_limit
@@ -31,11 +32,11 @@ def check_models(config: RunConfig, tokenizer: Any) -> None:
     """
     refuse_other_tokenizers(config, tokenizer)
     if conflicts := list(length_conflicts(config)):
-        error = ConfigError("\n".join(f"{dotted(path)}: {message}" for path, message in conflicts))
-        error.key = dotted(conflicts[0][0])
+        error = ConfigError("\n".join(map(str, conflicts)))
+        error.key = dotted(conflicts[0].path)
         raise error
-    for path, message in length_warnings(config):
-        _log.warning("%s: %s", dotted(path), message)
+    for problem in length_warnings(config):
+        _log.warning("%s", problem)
 
 
 def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
@@ -64,7 +65,7 @@ def tokenizer_key(section: PolicyConfig) -> str:
     return "tokenizer.name" if section.tokenizer.name else "model_name"
 
 
-def missing_models(config: RunConfig) -> Iterator[tuple[set[str], Finding]]:
+def missing_models(config: RunConfig) -> Iterator[tuple[set[str], Problem]]:
     """Each model that does not exist: the sections that load its tokenizer, and the error at the first of them."""
     keys: dict[str, list[KeyPath]] = {}
     for name, section in models_of(config).items():
@@ -73,14 +74,14 @@ def missing_models(config: RunConfig) -> Iterator[tuple[set[str], Finding]]:
         try:
             require_model(source)
         except DataError as error:
-            yield {str(path[0]) for path in paths}, (paths[0], f"{error}.")
+            yield {str(path[0]) for path in paths}, Problem(paths[0], f"{error}.")
 
 
-def length_conflicts(config: RunConfig) -> Iterator[Finding]:
+def length_conflicts(config: RunConfig) -> Iterator[Problem]:
     """Lengths above the number of positions of a model without rotary embeddings."""
     for found in _lengths(config):
         if not found.limit.is_rotary:
-            yield (
+            yield Problem(
                 found.path,
                 f"{found.tokens} tokens are more than the {found.limit.tokens} positions (`max_position_embeddings`) of "
                 f"{found.model}, which has no rotary embeddings to compute further ones. Lower it to {found.limit.tokens} or "
@@ -88,11 +89,11 @@ def length_conflicts(config: RunConfig) -> Iterator[Finding]:
             )
 
 
-def length_warnings(config: RunConfig) -> Iterator[Finding]:
+def length_warnings(config: RunConfig) -> Iterator[Problem]:
     """Lengths above the number of positions that a model with rotary embeddings was trained for."""
     for found in _lengths(config):
         if found.limit.is_rotary:
-            yield (
+            yield Problem(
                 found.path,
                 f"{found.tokens} tokens are more than the {found.limit.tokens} positions (`max_position_embeddings`) that "
                 f"{found.model} was trained for. Longer rows are scored by extrapolation, usually badly, and engines may end "

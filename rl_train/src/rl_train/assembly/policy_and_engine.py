@@ -18,6 +18,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.workers import Builder, make_cluster
 from rl_train.config.loader import load_config
+from rl_train.config.rules.rule import Use
 from rl_train.config.schema import RunConfig
 from rl_train.config.sources import ConfigFiles
 from rl_train.rollouts.seeds import sample_seed
@@ -109,7 +110,7 @@ def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = 
         DataError: there is no prompt.
     """
     registry = Registry(discover())
-    config = load_config(config_path, overrides, registry=registry, for_training=False).run
+    config = load_config(config_path, overrides, registry=registry, use=Use.COMPARE).run
     if config.policy.generation is None:
         raise ConfigError(
             "The config has no `policy.generation`, so there is no engine to compare with the policy. Add one, for example "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from rl_core.config.source_tree import dotted
+from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.errors import ConfigError
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import (
@@ -23,8 +23,8 @@ from rl_train.assembly.data import (
 from rl_train.assembly.late_errors import with_key
 from rl_train.assembly.model_checks import tokenizer_key
 from rl_train.assembly.reward_checks import resolve_completion_formats
-from rl_train.config.data_checks import validates
-from rl_train.config.lr_schedule_checks import schedule_conflicts, schedule_warnings
+from rl_train.config.rules.required_sections import validates
+from rl_train.config.rules.schedules import schedule_problems, schedule_warnings
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
@@ -130,10 +130,10 @@ class DataLoaders:
             last = min(algorithm.max_num_steps, num_batches)
             counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
             config = config.model_copy(update={"algorithm": counted})
-        if conflicts := [f"{dotted(path)}: {message}" for path, message in schedule_conflicts(config)]:
-            raise ConfigError("\n".join(conflicts))
-        for path, message in schedule_warnings(config):
-            _log.warning("%s: %s", dotted(path), message)
+        if problems := list(schedule_problems(config)):
+            raise InvalidConfigError(problems)
+        for warning in schedule_warnings(config):
+            _log.warning("%s", warning)
         return config
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import ConfigError
 from rl_core.interfaces.loss import LossFunction
@@ -25,11 +26,11 @@ from rl_train.assembly.workers import Builder, Workers, make_cluster
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.durations import parse_duration
-from rl_train.config.lr_schedule_checks import schedule_lengths
-from rl_train.config.own_weights_checks import check_own_weights
+from rl_train.config.rules import RULES
+from rl_train.config.rules.rule import CheckedConfig, Stage, run_rules
+from rl_train.config.schedule_lengths import schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
-from rl_train.config.turn_checks import check_turns
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
@@ -65,8 +66,8 @@ def build_run(
     prepared = Preparation(config, registry)
     check_models(config, prepared.tokenizer)
     config = prepared.training_config
-    check_turns(config, registry)
-    check_own_weights(config, registry)
+    if problems := run_rules(RULES, CheckedConfig(run=config, registry=registry), Stage.IMPORTED).problems:
+        raise InvalidConfigError(problems)
     loss_fn = loss_of(config, registry)
     check_contracts(config, registry, loss_fn)
     seed_process(config.algorithm.seed)

@@ -24,11 +24,16 @@ from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import check_class, check_environment_class, first_argument
 from rl_train.assembly.late_errors import with_key
-from rl_train.config.canary_checks import HELD_DIGESTS, without_canary
-from rl_train.config.lr_schedule_checks import with_schedule_lengths
+from rl_train.config.rules.sampling import (
+    HELD_DIGESTS,
+    IN_PROCESS_TRANSPORTS,
+    MANY_NODES_TRANSPORTS,
+    ONE_NODE_TRANSPORTS,
+    without_canary,
+)
+from rl_train.config.schedule_lengths import with_schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
-from rl_train.config.transport_checks import IN_PROCESS_TRANSPORTS, MANY_NODES_TRANSPORTS, ONE_NODE_TRANSPORTS
 from rl_train.metrics.logger import Logger
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool

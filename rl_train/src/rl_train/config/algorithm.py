@@ -83,6 +83,8 @@ def _find_by_section(
     except UnknownComponentError:
         not_installed = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
         meant = nearest(name, [*sections, *algorithms, *not_installed])
+        if meant is not None and written.at((meant,)) is None:
+            problems.misspelled.add((meant,))
         hint = f" Did you mean {meant!r}?" if meant else f" Sections: {', '.join([*algorithms, *sections])}."
         problems.add(f"There is no section {name!r}.{hint}", location=location, path=(name,))
     except PluginError as error:

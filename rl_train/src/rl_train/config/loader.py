@@ -1,20 +1,21 @@
-"""Loads a config file into the frozen models of a run, in stages that each report all problems. Does not import backends.
+"""Loads a config file into the frozen models of a run, and reports all problems together. Does not import backends.
 
-The stages: files and the files they inherit from, overrides, `${...}`, validation of each section, checks across sections.
+The steps: files and the files they inherit from, overrides, `${...}`, validation of each section, and the rules of
+`rl_train.config.rules`. Rules are also checked if sections are invalid, as far as they do not read the invalid keys.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel
 
-from rl_core.config.diagnostics import Problems
+from rl_core.config.diagnostics import Problem, Problems
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
@@ -22,21 +23,18 @@ from rl_core.plugins.import_path import search_modules_in
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import expand_aliases
-from rl_train.config.checks import cross_check
-from rl_train.config.component_checks import Finding
 from rl_train.config.config_layout import ConfigLayout
 from rl_train.config.interpolation import escape, resolve
-from rl_train.config.override_checks import reject_items_of_missing_lists, reject_new_keys
 from rl_train.config.overrides import apply_overrides
-from rl_train.config.own_weights_checks import own_weights_conflicts
+from rl_train.config.partial_sections import partial_section, unavailable_section
 from rl_train.config.path_resolution import locate_paths
 from rl_train.config.provenance import Origin, trace
-from rl_train.config.reward_function_checks import reject_unused_functions
+from rl_train.config.rules import RULES
+from rl_train.config.rules.rule import CheckedConfig, Rule, RuleReport, Stage, Use, WrittenConfig, run_rules
 from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
-from rl_train.config.section_resolver import SECTIONS, resolve_sections
+from rl_train.config.section_resolver import resolve_sections
 from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources
-from rl_train.config.usage_checks import unused_sections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +66,16 @@ class LoadedConfig:
     secrets: Secrets
     overrides: tuple[str, ...] = ()
 
-    def refuse(self, findings: Iterable[Finding]) -> None:
-        """Raises an error with all findings, each at the line of its value or section.
+    def refuse(self, problems: Iterable[Problem]) -> None:
+        """Raises an error with all problems, each at the line of its value or section.
 
         Raises:
-            InvalidConfigError: There are findings.
+            InvalidConfigError: There are problems.
         """
-        problems = Problems()
-        for at, message in findings:
-            problems.add(message, location=self.location_of(at), path=at)
-        problems.raise_if_any()
+        located = Problems()
+        for problem in problems:
+            located.add(problem.message, location=self.location_of(problem.path), path=problem.path)
+        located.raise_if_any()
 
     def location_of(self, path: KeyPath) -> SourceLocation:
         """Location of a key; if the config does not set it, the location of the innermost section that contains it."""
@@ -88,13 +86,69 @@ class LoadedConfig:
         return yaml.safe_dump(escape(self.redacted), sort_keys=False, allow_unicode=True, width=120)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConfigDraft:
+    """A config that was read, whose sections may be invalid.
+
+    Attributes:
+        checked: What rules read. Invalid sections raise an error where a rule reads an invalid key.
+        problems: The problems so far.
+        sections: The valid sections.
+        written: The config as it was written.
+        interpolations: The `${...}` of each interpolated value.
+        secrets: Values from the environment that must not be shown.
+        path: The file; the last one if several are layered.
+        overrides: As they were given.
+    """
+
+    checked: CheckedConfig
+    problems: Problems
+    sections: Mapping[KeyPath, BaseModel]
+    written: Node
+    interpolations: Mapping[KeyPath, str]
+    secrets: Secrets
+    path: Path
+    overrides: tuple[str, ...]
+
+    def check(self, rules: Iterable[Rule], *stages: Stage) -> list[Problem]:
+        """Add the problems that the rules of some stages find, and return their warnings."""
+        report = run_rules(rules, self.checked, *stages)
+        _add(report, self.problems, self.written)
+        return report.warnings
+
+    def complete(self) -> LoadedConfig:
+        """The config.
+
+        Raises:
+            InvalidConfigError: A `ConfigError` that lists every mistake with its location.
+        """
+        self.problems.raise_if_any()
+        run, layout = self.checked.run, self.checked.layout
+        assert layout is not None
+        resolved = _resolved(run, self.sections)
+        return LoadedConfig(
+            run=run,
+            resolved=resolved,
+            source=trace(resolved, written=self.written, interpolations=self.interpolations, layout=layout),
+            components={
+                dotted(key): section.component for key, section in layout.sections.items() if section.component is not None
+            },
+            layout=layout,
+            written=self.written,
+            path=self.path,
+            redacted=self.secrets.redacted(resolved, self.interpolations),
+            secrets=self.secrets,
+            overrides=self.overrides,
+        )
+
+
 def load_config(
     path: ConfigFiles,
     overrides: Sequence[str] = (),
     *,
     registry: Registry | None = None,
-    for_training: bool = True,
-    complete: bool = True,
+    use: Use = Use.TRAIN,
+    stages: Collection[Stage] = (Stage.STATIC,),
 ) -> LoadedConfig:
     """The run that config files describe.
 
@@ -102,11 +156,36 @@ def load_config(
         path: The YAML file, or several: the values of each override those of the files before it.
         overrides: `key=value` and `++key=value`, applied in order.
         registry: Used to look up components; the installed plugins by default.
-        for_training: Reject sections that training does not use, and engines and sampling settings that it cannot use.
-        complete: Reject missing files and settings that do not fit together. Without it, only each section is checked.
+        use: What it is loaded for, which decides which rules apply to it.
+        stages: Stages of the rules to check. Without any, only each section is checked, and files may be missing.
 
     Raises:
         InvalidConfigError: A `ConfigError` that lists every mistake with its location.
+    """
+    draft = draft_config(path, overrides, registry=registry, use=use, needs_files=bool(stages))
+    draft.check(RULES, *stages)
+    return draft.complete()
+
+
+def draft_config(
+    path: ConfigFiles,
+    overrides: Sequence[str] = (),
+    *,
+    registry: Registry | None = None,
+    use: Use = Use.TRAIN,
+    needs_files: bool = True,
+) -> ConfigDraft:
+    """The sections of config files, and the problems of each of them.
+
+    Args:
+        path: See `load_config`, as for the next arguments.
+        overrides: See there.
+        registry: See there.
+        use: See there.
+        needs_files: Whether a missing file is a problem.
+
+    Raises:
+        InvalidConfigError: A file could not be read.
     """
     registry = registry if registry is not None else Registry(discover())
     secrets = Secrets()
@@ -118,33 +197,29 @@ def load_config(
     written, applied = apply_overrides(written, overrides, problems=problems)
     values, written, interpolations = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
     layout = resolve_sections(values, written=written, registry=registry, problems=problems)
-    locate_paths(values, layout, written=written, problems=problems if complete else Problems())
-    reject_items_of_missing_lists(applied, layout, written=written, problems=problems)
-    reject_unused_functions(values, layout, written=written, problems=problems)
-    reject_new_keys(applied, layout, problems=problems)
+    locate_paths(values, layout, written=written, problems=problems if needs_files else Problems())
+    as_written = WrittenConfig(values=values, written=written, layout=layout, overrides=applied, use=use)
+    report = run_rules(RULES, as_written, Stage.WRITTEN)
+    _add(report, problems, written)
+    problems.poisoned |= {problem.path for problem in report.problems}
     sections = _validated_sections(values, layout, written=written, problems=problems)
-    problems.raise_if_any()
-    run = _build_run(sections, layout)
-    of_training = (*unused_sections(run), *own_weights_conflicts(run)) if for_training else ()
-    across = (*cross_check(run, layout, registry, for_training=for_training), *of_training) if complete else ()
-    for at, message in across:
-        problems.add(message, location=_location(written, at), path=at)
-    problems.raise_if_any()
-    resolved = _resolved(run, sections)
-    return LoadedConfig(
-        run=run,
-        resolved=resolved,
-        source=trace(resolved, written=written, interpolations=interpolations, layout=layout),
-        components={
-            dotted(key): section.component for key, section in layout.sections.items() if section.component is not None
-        },
-        layout=layout,
+    run = _partial_run(values, layout, problems) if problems.found else RunConfig(**_of_run(sections, layout))
+    return ConfigDraft(
+        checked=CheckedConfig(run=run, registry=registry, use=use, layout=layout),
+        problems=problems,
+        sections=sections,
         written=written,
-        path=as_paths(path)[-1],
-        redacted=secrets.redacted(resolved, interpolations),
+        interpolations=interpolations,
         secrets=secrets,
+        path=as_paths(path)[-1],
         overrides=tuple(overrides),
     )
+
+
+def _add(report: RuleReport, problems: Problems, written: Node) -> None:
+    for problem in report.problems:
+        problems.add(problem.message, location=problem.location or _location(written, problem.path), path=problem.path)
+    problems.not_checked += [text for text in map(str, report.not_checked) if text not in problems.not_checked]
 
 
 def _plain_values(
@@ -163,29 +238,56 @@ def _validated_sections(
 ) -> dict[KeyPath, BaseModel]:
     """Every section as its model; inner ones first, since outer ones contain them."""
     validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
-    valid: dict[KeyPath, BaseModel] = {}
+    done: dict[KeyPath, BaseModel] = {}
     for path in sorted(layout.sections, key=len, reverse=True):
         if problems.is_invalid(path):
             continue
-        section = layout.sections[path]
-        given = _given(values, path, layout=layout, valid=valid)
-        implied = {key: value for key, value in section.implied.items() if given.get(key) is None}
-        instance = validator.validate(section.model, {**given, **implied}, path=path)
+        instance = validator.validate(layout.sections[path].model, _given(values, path, layout=layout, done=done), path=path)
         if instance is not None:
-            valid[path] = instance
-    return valid
+            done[path] = instance
+    return done
 
 
-def _given(
-    values: dict[str, Any], path: KeyPath, *, layout: ConfigLayout, valid: Mapping[KeyPath, BaseModel]
-) -> dict[str, Any]:
-    """The values that the file sets in a section, with the sections within it replaced by their models."""
-    section: Any = values
-    for key in path:
-        section = section.get(key)
-        if section is None:
-            return {}
-    given: dict[str, Any] = copy.deepcopy(section)
+def _partial_run(values: dict[str, Any], layout: ConfigLayout, problems: Problems) -> RunConfig:
+    """The run of a config with problems: reading a key whose value is not known raises an error."""
+    unknown = problems.unknown_values()
+    done: dict[KeyPath, BaseModel] = {}
+    for path in sorted(layout.sections, key=len, reverse=True):
+        part = layout.sections[path]
+        if path in unknown:
+            done[path] = unavailable_section(part.model, path)
+            continue
+        done[path] = partial_section(
+            part.model,
+            _given(values, path, layout=layout, done=done),
+            path=path,
+            unknown=_fields_of(path, unknown, layout),
+            is_component=part.kind is None or part.component is not None,
+        )
+    of_run, names = _of_run(done, layout), _fields_of((), unknown, layout)
+    loss = layout.sections.get(("loss_fn",))
+    if loss is None or loss.component is None:  # rules ask which loss it is
+        names.add("loss_fn")
+    names |= {name for name, field in RunConfig.model_fields.items() if field.is_required() and name not in of_run}
+    return cast(RunConfig, partial_section(RunConfig, of_run, path=(), unknown=names))
+
+
+def _fields_of(section: KeyPath, keys: Iterable[KeyPath], layout: ConfigLayout) -> set[str]:
+    """The fields of a section that contain some of the keys, without the sections within it."""
+    enclosing = ((key, layout.enclosing_section(key)) for key in keys if key not in layout.sections)
+    return {str(key[len(section)]) for key, part in enclosing if (() if part is None else part.path) == section}
+
+
+def _given(values: dict[str, Any], path: KeyPath, *, layout: ConfigLayout, done: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:
+    """The values of a section: those of the file, implied ones, and the models of the components' sections within it."""
+    implied = layout.sections[path].implied
+    found: Any = values
+    for part in path:
+        found = found.get(part)
+        if found is None:
+            return {**implied}
+    given: dict[str, Any] = copy.deepcopy(found)
+    given |= {key: value for key, value in implied.items() if given.get(key) is None}
     for inner in layout.sections:
         if inner[: len(path)] != path or inner == path:
             continue
@@ -193,19 +295,22 @@ def _given(
         holder: Any = given
         for key in parents:
             holder = holder[key]
-        if inner in valid:
-            holder[name] = valid[inner]
+        if inner in done:
+            holder[name] = done[inner]
         else:
             holder.pop(name, None)
     return given
 
 
-def _build_run(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> RunConfig:
-    top = {str(path[0]): section for path, section in sections.items() if len(path) == 1}
-    name = str(layout.algorithm)
-    given: dict[str, Any] = {key: top.get(key) for key in SECTIONS}
-    environments = {path[1]: section for path, section in sections.items() if path[0] == "env"}
-    return RunConfig(**{**given, "algorithm_name": name, "algorithm": top[name], "env": environments})
+def _of_run(sections: Mapping[KeyPath, BaseModel], layout: ConfigLayout) -> dict[str, Any]:
+    """The sections by the fields of `RunConfig`, as far as they exist."""
+    of: dict[str, Any] = {
+        str(path[0]): section for path, section in sections.items() if len(path) == 1 and path != ("algorithm",)
+    }
+    if layout.algorithm in of:
+        of |= {"algorithm_name": layout.algorithm, "algorithm": of[layout.algorithm]}
+    env = {str(path[1]): section for path, section in sections.items() if path[0] == "env"}
+    return {name: of[name] for name in RunConfig.model_fields if name in of} | {"env": env}
 
 
 def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from rl_train.assembly.collector import make_collector
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.workers import Builder, make_cluster
 from rl_train.config.loader import LoadedConfig, load_config
-from rl_train.config.own_weights_checks import declares_own_weights
+from rl_train.config.rules.rule import Use
+from rl_train.config.rules.sampling import declares_own_weights
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
@@ -234,7 +235,7 @@ def plan_evaluation(
     if paths is not None and not paths.is_checkpoint:
         quoted = str(paths.path).replace("'", "''")
         overrides.append(f"policy.model_name='{quoted}'")
-    loaded = load_config(config_path, overrides, registry=registry, for_training=False)
+    loaded = load_config(config_path, overrides, registry=registry, use=Use.EVAL)
     config = loaded.run
     _check_requirements(config, validation_set)
     _check_whose_weights(config, checkpoint, registry)

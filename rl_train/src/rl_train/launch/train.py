@@ -22,8 +22,8 @@ from rl_train.checkpoints.config_changes import config_changes, describe
 from rl_train.checkpoints.disk_space import explain_disk_errors
 from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.loader import LoadedConfig, load_config
-from rl_train.config.lr_schedule_checks import schedule_changes
-from rl_train.config.resource_checks import machine_conflicts
+from rl_train.config.rules.rule import Stage
+from rl_train.config.schedule_lengths import schedule_changes
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
@@ -85,9 +85,8 @@ def train(
     started = time.perf_counter()
     manager = discover()
     registry = Registry(manager)
-    loaded = load_config(config_path, overrides, registry=registry)
+    loaded = load_config(config_path, overrides, registry=registry, stages=(Stage.STATIC, Stage.MACHINE))
     config = loaded.run
-    loaded.refuse(machine_conflicts(config))
     _check_show_samples(show_samples, config)
     with ExitStack() as exits:
         start = choose_start(config, name=config.logger.run_name or loaded.path.stem, resume=resume)

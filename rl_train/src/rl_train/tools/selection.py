@@ -13,7 +13,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.messages import ToolCall
 from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import resolve
-from rl_train.config.tool_checks import OWN_PARSER
+from rl_train.config.rules.environments import OWN_PARSER
 from rl_train.data.chat_template import form_for, render
 from rl_train.tools.decoding import decode_answers
 from rl_train.tools.parsers import PARSERS, ParsedMessage, SampledMessage, ToolCallParser

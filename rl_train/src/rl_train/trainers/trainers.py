@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.config.schema import EnvironmentConfig, PolicyConfig
-from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
@@ -33,8 +33,9 @@ from rl_train.assembly.reward_checks import check_weights, is_conversational, tr
 from rl_train.assembly.run_assembly import assemble_run
 from rl_train.assembly.worker_code_errors import reporting_lines
 from rl_train.assembly.workers import Builder, Workers
-from rl_train.config.checks import section_conflicts
-from rl_train.config.own_weights_checks import own_weights_refused
+from rl_train.config.rules import RULES
+from rl_train.config.rules.rule import CheckedConfig, Stage, Use, run_rules
+from rl_train.config.rules.sampling import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, DataConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
@@ -274,8 +275,9 @@ class Trainer:
             )
         self._check_temperatures()
         self._check_turns()
-        if conflicts := [f"{dotted(path)}: {message}" for path, message in section_conflicts(self.config, self._registry)]:
-            raise ConfigError("\n".join(conflicts))
+        checked = CheckedConfig(run=self.config, registry=self._registry, use=Use.PYTHON)
+        if problems := run_rules(RULES, checked, Stage.STATIC).problems:
+            raise InvalidConfigError(problems)
 
     def _reward_names(self) -> tuple[str, ...]:
         return () if self._functions is None else tuple(function.name for function in self._functions.functions)

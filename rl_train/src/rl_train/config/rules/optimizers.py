@@ -1,18 +1,20 @@
-"""Checks optimizers and learning-rate schedules: names, arguments and ranges of values. Does not import torch."""
+"""Optimizers and learning-rate schedules: names, arguments and ranges of values, which are checked without importing torch."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_core.config.diagnostics import comma_separated, show
+from rl_core.config.diagnostics import Problem, comma_separated, show
 from rl_core.config.policy_sections import OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.schedules import SCHEDULES
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import MEANINGS
+from rl_train.config.rules.models import MODELS, each_model
+from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 from rl_train.config.torch_arguments import (
     DECAY_MATRICES_ONLY,
     LR_SCHEDULER,
@@ -25,23 +27,36 @@ from rl_train.config.torch_arguments import (
 
 _LENGTH = "num_training_steps"
 
-Problem = tuple[KeyPath, str]
-"""A key within the section of a model, and what is wrong with it."""
+
+def _of_model(name: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Problems with keys within the section of a model, with the whole keys."""
+    for problem in problems:
+        yield Problem((name, *problem.path), problem.message)
 
 
-def optimizer_conflicts(model: PolicyConfig) -> Iterator[Problem]:
-    """Problems in the optimizer and schedule of a trained model."""
-    yield from _optimizer_problems(model.optimizer)
-    if model.scheduler is not None:
-        yield from _scheduler_problems(model.scheduler)
+@rule(*(f"{name}.optimizer" for name in MODELS), applies_to=TRAINING, each=each_model)
+def optimizer_can_be_created(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
+    """The optimizer of a trained model exists, and its arguments have values that it accepts."""
+    if not model.frozen:
+        yield from _of_model(name, _optimizer_problems(model.optimizer))
 
 
-def unused_by_frozen(model: PolicyConfig) -> Iterator[Problem]:
-    """Training settings of a model that is never trained."""
+@rule(*(f"{name}.scheduler" for name in MODELS), applies_to=TRAINING, each=each_model)
+def schedule_can_be_created(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
+    """The learning-rate schedule of a trained model exists, and its arguments have values that it accepts."""
+    if not model.frozen and model.scheduler is not None:
+        yield from _of_model(name, _scheduler_problems(model.scheduler))
+
+
+@rule(
+    *(f"{name}.{key}" for name in MODELS for key in ("frozen", "optimizer", "scheduler")), applies_to=TRAINING, each=each_model
+)
+def frozen_models_have_no_optimizer(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
+    """A model that is never trained has neither an optimizer nor a schedule."""
     # By value: a resolved config states every default.
     for key, default in (("optimizer", OptimizerConfig()), ("scheduler", None)):
-        if getattr(model, key) != default:
-            yield (key,), "has no effect, since this model is never trained: remove the section."
+        if model.frozen and getattr(model, key) != default:
+            yield Problem((name, key), "has no effect, since this model is never trained: remove the section.")
 
 
 def allowed_argument(path: KeyPath) -> str | None:
@@ -55,11 +70,11 @@ def allowed_argument(path: KeyPath) -> str | None:
 def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
     at = ("optimizer", "name")
     if (problem := missing_target(optimizer.name)) is not None:
-        yield at, f"{optimizer.name} cannot be imported: {problem}"
+        yield Problem(at, f"{optimizer.name} cannot be imported: {problem}")
         return
     name = _class_of(optimizer.name, OPTIM)
     if name in UNUSABLE_OPTIMIZERS:
-        yield at, f"{optimizer.name} cannot be used to train a language model: {UNUSABLE_OPTIMIZERS[name]}."
+        yield Problem(at, f"{optimizer.name} cannot be used to train a language model: {UNUSABLE_OPTIMIZERS[name]}.")
         return
     if name and (arguments := arguments_of(OPTIM, name)) is not None:
         allowed = (*arguments[0], *arguments[1], DECAY_MATRICES_ONLY)
@@ -76,27 +91,26 @@ def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
         return
     if "." not in name and ":" not in name:
         meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS])
-        yield (
+        yield Problem(
             at,
             f"unknown schedule {name!r}.{meant} Use {comma_separated(sorted(SCHEDULES))}, or a dotted name such as "
             f"{LR_SCHEDULER}.CosineAnnealingLR.",
         )
         return
     if (problem := missing_target(name)) is not None:
-        yield at, f"{name} cannot be imported: {problem}"
+        yield Problem(at, f"{name} cannot be imported: {problem}")
         return
     short = _class_of(name, LR_SCHEDULER)
     if short in UNUSABLE_SCHEDULERS:
-        yield (
-            at,
-            f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. Use {comma_separated(sorted(SCHEDULES))}.",
+        yield Problem(
+            at, f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. Use {comma_separated(sorted(SCHEDULES))}."
         )
     elif short and (arguments := arguments_of(LR_SCHEDULER, short)) is not None:
         required, optional = arguments
         yield from _unknown(scheduler.kwargs, (*required, *optional), section="scheduler", of=name)
         for key in required:
             if key not in scheduler.kwargs:
-                yield ("scheduler", "kwargs", key), f"is required by {name}."
+                yield Problem(("scheduler", "kwargs", key), f"is required by {name}.")
 
 
 def _class_of(name: str, module: str) -> str:
@@ -109,7 +123,7 @@ def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: st
     for key in kwargs:
         if key not in allowed:
             meant = f" Did you mean {MEANINGS[key]!r}?" if MEANINGS.get(key) in allowed else did_you_mean(key, list(allowed))
-            yield (
+            yield Problem(
                 (section, "kwargs", key),
                 f"{of} has no argument {key!r}.{meant} Its arguments are: {comma_separated(allowed)}.",
             )
@@ -118,7 +132,7 @@ def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: st
 def _bad_values(kwargs: Mapping[str, Any], *, section: str, checks: Mapping[str, _Check]) -> Iterator[Problem]:
     for key, (fits, allowed) in checks.items():
         if key in kwargs and not fits(kwargs[key]):
-            yield (section, "kwargs", key), f"must be {allowed}; found {show(kwargs[key])}."
+            yield Problem((section, "kwargs", key), f"must be {allowed}; found {show(kwargs[key])}.")
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,69 @@
+"""Sections of a config with invalid keys, for rules about the other keys. Reading an invalid key raises an error."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, create_model
+
+from rl_core.config.introspection import Model
+from rl_core.config.source_tree import KeyPath, dotted
+
+
+class UnavailableError(Exception):
+    """Something that a rule reads is invalid, and reported as such. The message says what."""
+
+
+class _PartialSection(BaseModel):
+    """Base of sections of which only some names can be read."""
+
+    unavailable_names: ClassVar[frozenset[str]] = frozenset()
+    section_key: ClassVar[KeyPath] = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in type(self).unavailable_names:
+            raise UnavailableError(dotted((*type(self).section_key, name)))
+        return super().__getattribute__(name)
+
+
+def partial_section(
+    model: Model, values: Mapping[str, Any], *, path: KeyPath, unknown: Collection[str], is_component: bool = True
+) -> BaseModel:
+    """An instance of a section's model that raises `UnavailableError` where a key is read whose value is not known.
+
+    Args:
+        model: The model.
+        values: The values of the section, which may be invalid.
+        path: The key of the section.
+        unknown: Its keys whose values are not known. If the others are invalid without them, none is.
+        is_component: Whether `model` is the model of the section's component. If it is not, because the component was not
+            found, what the component would define (methods and properties) cannot be read either.
+    """
+    partial = _partial_model(model, path, {*unknown, *(() if is_component else _names_of(model))})
+    is_open = model.model_config.get("extra") == "allow"
+    given = {key: value for key, value in values.items() if key not in unknown and (is_open or key in model.model_fields)}
+    try:
+        return partial.model_validate(given)
+    except Exception:  # the validation of the section reported it; a validator of a plugin's model may raise anything
+        return unavailable_section(model, path)
+
+
+def unavailable_section(model: Model, path: KeyPath) -> BaseModel:
+    """An instance of a section's model of which nothing can be read."""
+    return _partial_model(model, path, {*model.model_fields, *_names_of(model)}).model_construct()
+
+
+def _names_of(model: Model) -> set[str]:
+    """What a model defines in addition to its fields and to what every model has."""
+    return {name for name in dir(model) if not name.startswith("_") and not hasattr(BaseModel, name)}
+
+
+def _partial_model(model: Model, path: KeyPath, unavailable: Collection[str]) -> Model:
+    """The model with fields of any type for the names that cannot be read; a subclass, so that rules recognize it."""
+    if not unavailable:
+        return model
+    fields: dict[str, Any] = {name: (Any, None) for name in unavailable if name in model.model_fields}
+    partial: Model = create_model(model.__name__, __base__=(_PartialSection, model), **fields)
+    partial.unavailable_names, partial.section_key = frozenset(unavailable), path  # type: ignore[attr-defined]
+    return partial

@@ -1,0 +1,22 @@
+"""Every rule that can be checked without importing what the config names, one page per subject.
+
+A rule is a function with a stage, the keys that it reads, the uses that it applies to, and its text (`rule.Rule`). Rules that
+need the classes, models or data of a run are in `rl_train.build.rules`, which has the list of all rules.
+"""
+
+from rl_train.config.rules import (
+    cluster,
+    components,
+    data,
+    environments,
+    models,
+    optimizers,
+    required_sections,
+    sampling,
+    schedules,
+    written,
+)
+from rl_train.config.rules.rule import rules_in
+
+PAGES = (written, required_sections, components, models, optimizers, schedules, sampling, environments, data, cluster)
+RULES = tuple(rule for page in PAGES for rule in rules_in(page))

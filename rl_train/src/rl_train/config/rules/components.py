@@ -1,0 +1,130 @@
+"""Components: what their sections check, the capabilities that the config requires, and optional requirements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_core.config.diagnostics import Problem
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.source_tree import KeyPath, dotted
+from rl_core.errors import PluginError
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.requirements import unmet_needs
+from rl_train.config.config_layout import SectionSchema
+from rl_train.config.rules.models import MODELS, each_model, models_of
+from rl_train.config.rules.rule import TRAINING, CheckedConfig, Use, rule
+from rl_train.config.schema import LoggerConfig, LossConfig, RunConfig
+
+_Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig | LossConfig | LoggerConfig
+_ONLY_FOR_TRAINING = (Kind.ALGORITHM, Kind.LOSS, Kind.LOGGER)
+
+
+def sections_of(run: RunConfig, *, trains: bool = True) -> Iterator[tuple[KeyPath, _Checked]]:
+    """The sections of components, each with its key; those of the loss and the loggers only if the config is trained with."""
+    for name, model in models_of(run).items():
+        yield (name,), model
+    if run.policy.generation is not None:
+        yield ("policy", "generation"), run.policy.generation
+    for key, dataset in run.data.sections().items():
+        yield ("data", *key.split(".", 1)), dataset
+    for task, environment in run.env.items():
+        yield ("env", task), environment
+    if trains:
+        yield ("loss_fn",), run.loss_fn
+        for name, logger in run.logger.loggers.items():
+            if logger.enabled:
+                yield ("logger", "loggers", name), logger
+
+
+def each_section(config: CheckedConfig) -> Iterator[tuple[KeyPath, _Checked]]:
+    """The sections of the components that a config is used with."""
+    yield from sections_of(config.run, trains=config.use in TRAINING)
+
+
+@rule("algorithm", "loss_fn", "policy", "value", "data", "env", applies_to=TRAINING)
+def algorithm_supports_the_other_sections(config: CheckedConfig) -> Iterator[Problem]:
+    """The algorithm's own checks: `conflicts` of its section."""
+    for path, message in config.run.algorithm.conflicts(config.run):
+        yield Problem(path, message)
+
+
+@rule("loss_fn", *MODELS, "policy.generation", "data", "env", "logger", each=each_section)
+def component_supports_the_other_sections(config: CheckedConfig, path: KeyPath, section: _Checked) -> Iterator[Problem]:
+    """The own checks of backends, datasets, environments, losses and loggers: `conflicts` of their sections."""
+    for inner, message in section.conflicts(config.run):
+        yield Problem((*path, *inner), message)
+
+
+@rule(*(f"{name}.backend" for name in MODELS), "cluster.backend", each=each_model)
+def policy_backend_has_the_capabilities(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
+    """The backend of a model supports its batching, its head and the cluster."""
+    required: list[tuple[KeyPath, str, str]] = [
+        ((name, batching, "enabled"), "true", batching)
+        for batching in ("dynamic_batching", "sequence_packing")
+        if getattr(model, batching).enabled
+    ]
+    if model.head == "scalar":
+        required.append(((name, "head"), "scalar", "scalar_head"))
+    if config.run.cluster.backend == "in_process":
+        required.append((("cluster", "backend"), "in_process", "in_process"))
+    for key, setting, capability in required:
+        yield from _lacks(config, key, setting, (name,), Kind.POLICY, model.backend, capability)
+
+
+@rule("policy.generation", "cluster.backend")
+def generation_backend_has_the_capabilities(config: CheckedConfig) -> Iterator[Problem]:
+    """The engine supports its sampling filters and the cluster."""
+    generation, at = config.run.policy.generation, ("policy", "generation")
+    if generation is None:
+        return
+    required: list[tuple[KeyPath, str, str]] = []
+    if config.run.cluster.backend == "in_process":
+        required.append((("cluster", "backend"), "in_process", "in_process"))
+    if generation.top_p < 1.0:
+        required.append(((*at, "top_p"), f"{generation.top_p}", "top_p"))
+    if generation.top_k is not None:
+        required.append(((*at, "top_k"), f"{generation.top_k}", "top_k"))
+    for key, setting, capability in required:
+        yield from _lacks(config, key, setting, at, Kind.GENERATION, generation.backend, capability)
+
+
+@rule("loss_fn", *(f"{name}.backend" for name in MODELS), applies_to=TRAINING, each=each_model)
+def policy_backend_has_the_logprobs_of_the_loss(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
+    """With a loss that compares several tokens per position, backends support top-k log-probabilities."""
+    run = config.run
+    if model.head == "tokens" and run.loss_fn.num_candidates:
+        setting = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
+        yield from _lacks(config, (name, "backend"), setting, (name,), Kind.POLICY, model.backend, "topk_logprobs")
+
+
+def _lacks(
+    config: CheckedConfig, key: KeyPath, setting: str, section: KeyPath, kind: Kind, backend: str, capability: str
+) -> Iterator[Problem]:
+    # A backend given by its path declares its capabilities on its class, which only the run imports. A backend created in
+    # Python may be unregistered.
+    if is_path(backend) or backend not in config.registry.names(kind):
+        return
+    try:
+        config.registry.find(kind, backend, requires=(capability,))
+    except PluginError as error:
+        yield Problem(key, f"{setting} is not supported by {dotted(section)}. {error}")
+
+
+def _each_component(config: CheckedConfig) -> Iterator[tuple[KeyPath, SectionSchema, Component]]:
+    """The components that a config is used with."""
+    for path, part in () if config.layout is None else config.layout.sections.items():
+        is_used = config.use is Use.TRAIN or part.kind not in _ONLY_FOR_TRAINING
+        is_disabled = part.kind is Kind.LOGGER and not config.run.logger.loggers[str(path[-1])].enabled
+        if part.component is not None and is_used and not is_disabled:
+            yield path, part, part.component
+
+
+@rule("every component", each=_each_component)
+def optional_requirements_are_installed(
+    config: CheckedConfig, path: KeyPath, part: SectionSchema, component: Component
+) -> Iterator[Problem]:
+    """What a component needs in addition to its distribution is installed. Disabled loggers need nothing."""
+    problem = unmet_needs(component.needs)
+    if problem is not None and part.kind is not None:
+        remedy = f": {component.install}" if component.install else ""
+        yield Problem(path, f"the {part.kind.label} {component.name!r} cannot run here: {problem}{remedy}")

@@ -1,0 +1,222 @@
+"""What a rule of a config is, and how rules are run over a config that may be invalid in other places.
+
+A rule is a function with a docstring, which is its text in error reports and in `docs/rules.md`:
+
+    @rule("algorithm", "profiling", applies_to=TRAINING)
+    def profiled_steps_are_within_the_run(config: CheckedConfig) -> Iterator[Problem]:
+        \"\"\"Steps to profile are not beyond the end of the run.\"\"\"
+
+It reads the sections of `config.run`. A section in which a key is invalid raises `UnavailableError` if a rule reads that key,
+so a rule never judges a default instead of what the user meant: the rule is then listed as not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import ModuleType
+from typing import Any
+
+from rl_core.config.diagnostics import Problem
+from rl_core.config.source_tree import Node, dotted
+from rl_core.errors import PluginError, UserError
+from rl_core.plugins.component import Kind
+from rl_core.plugins.registry import Registry
+from rl_train.config.config_layout import ConfigLayout
+from rl_train.config.overrides import Override
+from rl_train.config.partial_sections import UnavailableError
+from rl_train.config.schema import RunConfig
+
+
+class Stage(StrEnum):
+    """What a rule needs in addition to the values of the config."""
+
+    WRITTEN = "written"
+    """The values as they were written: checked before they are validated."""
+    STATIC = "static"
+    """Nothing: no module that the config names is imported."""
+    MACHINE = "machine"
+    """The machine that the run will start on."""
+    IMPORTED = "imported"
+    """The classes that the config names, and the files of its models, without their weights."""
+    DATA = "data"
+    """The tokenizer and the data."""
+
+
+class Use(StrEnum):
+    """What a config is loaded for."""
+
+    TRAIN = "train"
+    """`rlcore train` and `rlcore validate`."""
+    PYTHON = "python"
+    """A Python trainer, whose components and data are objects."""
+    EVAL = "eval"
+    """`rlcore eval`: engine, environments and validation data."""
+    COMPARE = "compare"
+    """`rlcore check logprobs`: policy and engine."""
+    SERVE = "serve"
+    """`rlcore serve`: an engine with the weights of a run."""
+
+
+ANY_USE = frozenset(Use)
+TRAINING = frozenset({Use.TRAIN, Use.PYTHON})
+CONFIG_FILE = ANY_USE - {Use.PYTHON}
+"""Uses with a config file, which has a section for everything that the command uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedConfig:
+    """What rules read.
+
+    Attributes:
+        run: The sections. Invalid ones raise `UnavailableError` if a rule reads an invalid key.
+        registry: Provides the capabilities of components, and imports them for rules of a later stage.
+        use: What the config is loaded for.
+        layout: The components that the sections name; None for sections from Python objects.
+    """
+
+    run: RunConfig
+    registry: Registry
+    use: Use = Use.TRAIN
+    layout: ConfigLayout | None = None
+
+    def load(self, kind: Kind | str, name: str) -> Any:
+        """The class of a component.
+
+        Raises:
+            UnavailableError: It cannot be imported, which the rule about imports reports.
+        """
+        try:
+            return self.registry.find(kind, name).load()
+        except PluginError as error:
+            raise UnavailableError(f"the {Kind(kind).label} {name!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenConfig:
+    """What rules about keys as they were written read.
+
+    Attributes:
+        values: The plain values of the whole config.
+        written: The same values with their source locations.
+        layout: The models of the sections.
+        overrides: The overrides that were applied.
+        use: What the config is loaded for.
+    """
+
+    values: Mapping[str, Any]
+    written: Node
+    layout: ConfigLayout
+    overrides: Sequence[Override]
+    use: Use = Use.TRAIN
+
+
+def _once(_: object) -> Iterable[tuple[Any, ...]]:
+    return [()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        check: Yields the problems of a config.
+        reads: Sections and keys that it reads.
+        stage: When it can be checked.
+        applies_to: What the config must be loaded for.
+        each: The items that it is checked for separately, as additional arguments of `check`: an invalid section of one task
+            must not hide the problems of another.
+        warns: Whether its problems are warnings: valid, but probably not intended.
+    """
+
+    check: Callable[..., Iterator[Problem]]
+    reads: tuple[str, ...]
+    stage: Stage = Stage.STATIC
+    applies_to: frozenset[Use] = ANY_USE
+    each: Callable[[Any], Iterable[tuple[Any, ...]]] = _once
+    warns: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return self.check.__name__
+
+    @property
+    def text(self) -> str:
+        """What it demands: the first paragraph of its docstring, on one line."""
+        return " ".join((self.check.__doc__ or "").partition("\n\n")[0].split())
+
+    def problems(self, config: CheckedConfig | WrittenConfig) -> Iterator[Problem]:
+        """The problems of a config without invalid keys."""
+        for item in self.each(config):
+            yield from self.check(config, *item)
+
+
+def rule(
+    *reads: str,
+    stage: Stage = Stage.STATIC,
+    applies_to: frozenset[Use] = ANY_USE,
+    each: Callable[[Any], Iterable[tuple[Any, ...]]] = _once,
+    warns: bool = False,
+) -> Callable[[Callable[..., Iterator[Problem]]], Rule]:
+    """Declares a function as a rule; see `Rule`."""
+    return lambda check: Rule(check=check, reads=reads, stage=stage, applies_to=applies_to, each=each, warns=warns)
+
+
+def rules_in(page: ModuleType) -> tuple[Rule, ...]:
+    """The rules of a module, in the order in which they are written."""
+    return tuple(each for each in vars(page).values() if isinstance(each, Rule))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotChecked:
+    """A rule that could not be checked."""
+
+    rule: Rule
+    missing: str
+    """The key or the file that it reads, and that is reported as invalid."""
+    item: tuple[Any, ...] = ()
+    """The item of `rule.each` that it could not be checked for; it starts with a name or a key."""
+
+    def __str__(self) -> str:
+        about = "" if not self.item else f" for {self.item[0] if isinstance(self.item[0], str) else dotted(self.item[0])}"
+        return f"not checked{about}, because {self.missing} is invalid: {self.rule.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleReport:
+    """What rules found."""
+
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    not_checked: list[NotChecked] = field(default_factory=list)
+
+    def run(self, rule: Rule, config: CheckedConfig | WrittenConfig) -> None:
+        """Add what a rule finds."""
+        items: list[tuple[Any, ...]] = []
+        with self._reporting_errors_of(rule):
+            items += rule.each(config)
+        for item in items:
+            with self._reporting_errors_of(rule, item):
+                for problem in rule.check(config, *item):
+                    (self.warnings if rule.warns else self.problems).append(problem)
+
+    @contextmanager
+    def _reporting_errors_of(self, rule: Rule, item: tuple[Any, ...] = ()) -> Iterator[None]:
+        try:
+            yield
+        except UnavailableError as error:
+            self.not_checked.append(NotChecked(rule=rule, missing=str(error), item=item))
+        except UserError as error:
+            self.problems.append(Problem(tuple(error.key.split(".")) if error.key else (), str(error)))
+
+
+def run_rules(rules: Iterable[Rule], config: CheckedConfig | WrittenConfig, *stages: Stage) -> RuleReport:
+    """Check every rule of some stages that applies to the use of a config, and report all problems together."""
+    report = RuleReport()
+    for each in rules:
+        if each.stage in stages and config.use in each.applies_to:
+            report.run(each, config)
+    return report

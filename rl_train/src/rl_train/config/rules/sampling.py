@@ -1,0 +1,193 @@
+"""The engine: what it samples from, and how it receives the weights of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_core.config.diagnostics import Problem, comma_separated, show
+from rl_core.config.schema import GenerationConfig
+from rl_core.errors import PluginError
+from rl_core.plugins.component import Kind, is_path
+from rl_core.plugins.registry import Registry
+from rl_train.config.rules.rule import CONFIG_FILE, TRAINING, CheckedConfig, Stage, rule
+from rl_train.config.static_attribute import static_attribute
+
+HELD_DIGESTS = "held_weight_digests"
+"""Capability of a generation backend whose weight digests cover the tensors that it computes with."""
+IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
+ONE_NODE_TRANSPORTS = ("shared_memory", "collective")
+MANY_NODES_TRANSPORTS = ("collective",)
+"""Transports that are tried if `refit_transport` is not set, the cheapest first."""
+_GENERATION = ("policy", "generation")
+
+
+@rule("algorithm", "policy.generation", applies_to=TRAINING)
+def samples_are_not_filtered(config: CheckedConfig) -> Iterator[Problem]:
+    """Rollouts are sampled from the whole distribution of the policy, unless the algorithm allows filters."""
+    run, generation = config.run, config.run.policy.generation
+    if generation is None or not run.algorithm.needs_generation or run.algorithm.allows_filtered_sampling:
+        return
+    for key, neutral in generation.sampling_filters().items():
+        yield Problem(
+            (*_GENERATION, *key),
+            f"{run.algorithm_name} cannot train on filtered samples: the engine would sample from a filtered distribution "
+            "while the policy scores tokens under the whole one, so every probability ratio would be wrong. Set it to "
+            f"{show(neutral)}; temperature is accounted for.",
+        )
+
+
+@rule("algorithm", "policy.generation", applies_to=TRAINING)
+def samples_are_from_unchanged_logits(config: CheckedConfig) -> Iterator[Problem]:
+    """The engine does not change logits, because the policy scores tokens without the change."""
+    run, generation = config.run, config.run.policy.generation
+    if generation is None or not run.algorithm.needs_generation:
+        return
+    for key, neutral in generation.logit_changes().items():
+        yield Problem(
+            (*_GENERATION, *key),
+            f"{run.algorithm_name} cannot train on samples from changed logits: the policy scores tokens without the change, "
+            f"so every probability ratio would be wrong. Set it to {show(neutral)}.",
+        )
+
+
+def declares_own_weights(section: GenerationConfig, registry: Registry | None = None) -> bool:
+    """Whether the engine of a section has its own weights.
+
+    Args:
+        section: `policy.generation`.
+        registry: Used to import the class of an engine given by its path, whose `has_own_weights` may be inherited. Without
+            it, only a value written in the class body is found.
+    """
+    if section.has_own_weights or not is_path(section.backend):
+        return section.has_own_weights
+    if registry is None:
+        return static_attribute(section.backend, "has_own_weights") is True
+    return getattr(registry.find("generation", section.backend).load(), "has_own_weights", False) is True
+
+
+def own_weights_refused(algorithm: str, engine: str, key: str | None = None) -> str:
+    """Why an algorithm that samples from the policy cannot use this engine; `key` as `GenerationConfig.weights_key`."""
+    other = "hoose an engine that receives the policy's weights"
+    remedy = f"C{other}" if key is None else f"Set policy.generation.{key}, so that it receives them, or c{other}"
+    return (
+        f"the engine {engine!r} has its own weights, which are never those of the policy, so {algorithm} would train on "
+        f"samples of another model. {remedy}; this one can be used by `rlcore eval`."
+    )
+
+
+@rule("algorithm", "policy.generation", applies_to=TRAINING)
+def engine_samples_from_the_policy(config: CheckedConfig) -> Iterator[Problem]:
+    """A run that trains on samples does not use an engine with its own weights, as far as its source file says so."""
+    yield from _own_weights(config, None)
+
+
+@rule("algorithm", "policy.generation", applies_to=TRAINING, stage=Stage.IMPORTED)
+def imported_engine_samples_from_the_policy(config: CheckedConfig) -> Iterator[Problem]:
+    """A run that trains on samples does not use an engine whose class has its own weights."""
+    section = config.run.policy.generation
+    if section is not None:
+        config.load(Kind.GENERATION, section.backend)
+    yield from _own_weights(config, config.registry)
+
+
+def _own_weights(config: CheckedConfig, registry: Registry | None) -> Iterator[Problem]:
+    run, section = config.run, config.run.policy.generation
+    if section is not None and run.algorithm.runtime_needs.samples and declares_own_weights(section, registry):
+        yield Problem((*_GENERATION, "backend"), own_weights_refused(run.algorithm_name, section.backend, section.weights_key))
+
+
+@rule("policy.generation.refit_canary", "policy.generation.backend")
+def synced_weights_are_verified(config: CheckedConfig) -> Iterator[Problem]:
+    """The canary is only disabled for an engine whose digests cover the tensors that it computes with."""
+    generation = config.run.policy.generation
+    if generation is None or generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
+        return
+    known = generation.backend in config.registry.names(Kind.GENERATION)
+    if known and HELD_DIGESTS not in config.registry.find(Kind.GENERATION, generation.backend).capabilities:
+        yield Problem((*_GENERATION, "refit_canary"), without_canary(generation.backend))
+
+
+def without_canary(backend: str) -> str:
+    """The error for a config without the canary, which an engine without `HELD_DIGESTS` requires."""
+    return (
+        f"the engine {backend!r} requires the canary: its fingerprint covers the weights that it received, not the tensors "
+        f"that it computes with (it does not have the capability {HELD_DIGESTS!r}). Keep refit_canary: true, and do not "
+        "change logits."
+    )
+
+
+@rule("policy.generation.refit_transport", "policy.generation.backend", "policy.backend", applies_to=CONFIG_FILE)
+def weight_transport_is_supported(config: CheckedConfig) -> Iterator[Problem]:
+    """The configured weight transport exists, and both backends support it."""
+    generation, at = config.run.policy.generation, (*_GENERATION, "refit_transport")
+    if generation is None or generation.refit_transport is None:
+        return
+    transport = generation.refit_transport
+    try:
+        config.registry.find(Kind.WEIGHT_TRANSPORT, transport)
+    except PluginError as error:
+        yield Problem(at, str(error))
+        return
+    for kind, backend in ((Kind.POLICY, config.run.policy.backend), (Kind.GENERATION, generation.backend)):
+        supported = _capabilities(config.registry, kind, backend)
+        if supported is not None and transport not in supported:
+            known = comma_separated(name for name in config.registry.names(Kind.WEIGHT_TRANSPORT) if name in supported)
+            yield Problem(at, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {known or 'none'}.")
+
+
+@rule("policy.generation.backend", "policy.backend", "cluster", applies_to=CONFIG_FILE)
+def backends_have_a_common_transport(config: CheckedConfig) -> Iterator[Problem]:
+    """Both backends support one of the weight transports that are tried by default."""
+    run, registry, generation = config.run, config.registry, config.run.policy.generation
+    if generation is None or generation.refit_transport is not None or generation.has_own_weights:
+        return
+    if run.cluster.backend == "in_process":
+        tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
+    else:
+        tried = ONE_NODE_TRANSPORTS if run.cluster.num_nodes == 1 else MANY_NODES_TRANSPORTS
+    policy = _capabilities(registry, Kind.POLICY, run.policy.backend)
+    engine = _capabilities(registry, Kind.GENERATION, generation.backend)
+    if policy is None or engine is None or {*tried} & {*policy} & {*engine}:
+        return
+    of_policy, of_engine = (
+        [name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name in supported] for supported in (policy, engine)
+    )
+    shared = [name for name in of_policy if name in of_engine]
+    where = "in one process" if run.cluster.backend == "in_process" else f"on {run.cluster.num_nodes} node(s)"
+    yield Problem(
+        (*_GENERATION, "backend"),
+        f"the engine {generation.backend!r} cannot receive the weights of the policy backend {run.policy.backend!r} {where}: "
+        f"tried {comma_separated(tried)}; the policy backend supports {comma_separated(of_policy) or 'none'}, the engine "
+        f"{comma_separated(of_engine) or 'none'}. "
+        + (
+            f"Set refit_transport to {' or '.join(shared)}, or change a backend."
+            if shared
+            else "Choose another generation backend or policy backend."
+        ),
+    )
+
+
+def _capabilities(registry: Registry, kind: Kind, backend: str) -> tuple[str, ...] | None:
+    """Capabilities of a registered backend; None for a backend given by its path, because they are only known after import."""
+    return None if is_path(backend) else registry.find(kind, backend).capabilities
+
+
+@rule("policy.generation.refit_transport", "policy.generation.refit_folder", "cluster.num_nodes", applies_to=CONFIG_FILE)
+def refit_folder_is_for_the_disk_transport(config: CheckedConfig) -> Iterator[Problem]:
+    """A folder for weights is set if several nodes exchange them by disk, and only with that transport."""
+    generation, at = config.run.policy.generation, (*_GENERATION, "refit_folder")
+    if generation is None:
+        return
+    transport, folder = generation.refit_transport, generation.refit_folder
+    if transport == "disk" and folder is None and config.run.cluster.num_nodes > 1:
+        yield Problem(
+            at,
+            f"is required with refit_transport: disk on {config.run.cluster.num_nodes} nodes: set a folder that all nodes can "
+            "access.",
+        )
+    if transport != "disk" and folder is not None:
+        yield Problem(
+            at,
+            f"is only used with refit_transport: disk, but refit_transport is {transport or 'not set'}. Remove refit_folder, "
+            "or set refit_transport: disk.",
+        )
