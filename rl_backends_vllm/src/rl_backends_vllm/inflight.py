@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl_backends_vllm.engine import Engine, FailedRequest
-from rl_backends_vllm.requests import completion_of, completion_so_far
+from rl_backends_vllm.requests import completion_of, completion_so_far, row_error
 from rl_core.data.generation_io import Completion
-from rl_core.errors import RLCoreError
+from rl_core.errors import DataError, RLCoreError
 
 _PAUSED_WAIT_S = 0.01
 """How long `collect` waits while a refit has paused the engine; the next refit call must wait for it."""
@@ -109,9 +109,9 @@ class InFlightRequests:
         row = self._rows[name]
         try:
             self._engine.add(request, row.tokens, row.parameters)
-        except BaseException:
+        except BaseException as error:
             del self._by_request[request], self._rows[name]
-            raise
+            raise row_error(error) or error from error.__cause__
 
     def _abort(self, names: Collection[str]) -> None:
         requests = [request for request, name in self._by_request.items() if name in names]
@@ -130,12 +130,18 @@ class InFlightRequests:
             return
         self._rows[name] = row = self._rows.pop(name)  # keeps the order of completion
         if isinstance(output, FailedRequest):
-            row.done = RLCoreError(f"vLLM failed on this row: {type(output.error).__name__}: {output.error}")
+            failure = RLCoreError(f"vLLM failed on this row: {type(output.error).__name__}: {output.error}")
+            row.done = row_error(output.error) or failure
             return
         try:
             row.done = completion_of(output, prompt=row.tokens, weight_version=row.weight_version)
         except RLCoreError as error:
             row.done = error
+            if row.parameters.structured_outputs is not None and output.outputs[0].finish_reason == "error":
+                row.done = DataError(
+                    "vLLM could not compile the JSON schema of the row, or the tokenizer cannot write JSON. vLLM's log has the "
+                    "reason."
+                )
 
 
 class _Row:

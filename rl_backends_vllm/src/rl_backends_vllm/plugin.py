@@ -21,6 +21,8 @@ def rlcore_generations() -> list[Component]:
                 "top_k",
                 "async_rows",
                 "token_streaming",
+                "top_logprobs",
+                "structured_outputs",
                 "shared_memory",
                 "collective",
                 "disk",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 
 from rl_core.data.generation_io import Completion, Prompt
 from rl_core.data.stateless_rng import mix
-from rl_core.errors import RLCoreError
+from rl_core.errors import DataError, RLCoreError
 
 GREEDY_TEMPERATURE = "rlcore_greedy_temperature"
 """Key of `SamplingParams.extra_args`: the temperature of a greedy row's log-probabilities; see `rl_backends_vllm.greedy`."""
@@ -41,9 +43,10 @@ class SamplingSettings:
             streams: output all tokens so far after each step, instead of the finished row only.
         """
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         strings = list(prompt.stop_strings)
+        schema = prompt.sampling.get("json_schema")
         return SamplingParams(
             temperature=0.0 if greedy else self.temperature,
             top_p=1.0 if greedy else self.top_p,
@@ -52,10 +55,11 @@ class SamplingSettings:
             max_tokens=prompt.limit,
             stop=strings or None,
             stop_token_ids=sorted(self.end_ids),
-            logprobs=0,
+            logprobs=prompt.sampling.get("top_logprobs", 0),
             flat_logprobs=True,
             detokenize=bool(strings),
             skip_special_tokens=False,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=json.dumps(schema)),
             output_kind=RequestOutputKind.CUMULATIVE if streams else RequestOutputKind.FINAL_ONLY,
             extra_args={GREEDY_TEMPERATURE: self.temperature} if greedy and self.temperature != 1.0 else None,
         )
@@ -69,11 +73,16 @@ def engine_seed(seed: int) -> int:
 def completion_so_far(output: Any, *, prompt: Sequence[int], weight_version: int) -> Completion:
     """An unfinished `vllm.RequestOutput` as a row with the tokens that also have a log-probability."""
     [sample] = output.outputs
-    # vLLM continues to append to both lists, perhaps in another thread.
-    logprobs = [] if sample.logprobs is None else list(sample.logprobs.logprobs)
+    # vLLM continues to append to its lists, perhaps in another thread.
+    logprobs, alternatives = _scores(sample.logprobs)
     tokens = list(sample.token_ids)[: len(logprobs)]
     return Completion(
-        prompt=prompt, tokens=tokens, logprobs=logprobs[: len(tokens)], truncated=False, weight_version=weight_version
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=logprobs[: len(tokens)],
+        truncated=False,
+        weight_version=weight_version,
+        top_logprobs=None if alternatives is None else alternatives[: len(tokens)],
     )
 
 
@@ -90,7 +99,7 @@ def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) ->
             "at a stop or the length limit, so the row is not a valid sample. Remove the setting in vllm_kwargs that causes it."
         )
     tokens = list(sample.token_ids)
-    logprobs = [] if sample.logprobs is None else list(sample.logprobs.logprobs)
+    logprobs, alternatives = _scores(sample.logprobs)
     if len(logprobs) != len(tokens):
         raise RLCoreError(
             f"vLLM returned {len(logprobs)} log-probabilities for {len(tokens)} tokens of request {output.request_id}. "
@@ -102,4 +111,32 @@ def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) ->
         logprobs=logprobs,
         truncated=sample.finish_reason == "length",
         weight_version=weight_version,
+        top_logprobs=alternatives,
     )
+
+
+_Alternatives = list[list[tuple[int, float]]]
+"""Ids and log-probabilities of the most likely tokens at each position."""
+
+
+def _scores(flat: Any) -> tuple[list[float], _Alternatives | None]:
+    """The log-probability of each sampled token in `vllm.logprobs.FlatLogprobs`, and the alternatives if there are any."""
+    if flat is None:
+        return [], None
+    ends = list(flat.end_indices)
+    if not ends or ends[-1] == len(ends):
+        return flat.logprobs[: len(ends)], None
+    # The sampled token comes first, followed by the most likely ones, among which it may be again.
+    positions = [
+        list(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        for start, end in zip(flat.start_indices, ends, strict=False)
+    ]
+    logprobs = [logprob for (_, logprob), *_ in positions]
+    return logprobs, [[top for top in position[1:] if top[1] > -math.inf] for position in positions]
+
+
+def row_error(error: BaseException) -> RLCoreError | None:
+    """The error of a row that vLLM refuses, such as one with an unsupported JSON schema; None for other failures."""
+    from vllm.exceptions import VLLMClientError
+
+    return DataError(f"vLLM does not accept the row: {error}") if isinstance(error, VLLMClientError) else None

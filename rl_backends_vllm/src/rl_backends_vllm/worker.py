@@ -94,12 +94,14 @@ class VllmGenerationWorker(GenerationWorker):
         unlink_openmp_page()
         self._has_weights = load_format != "dummy"
         model = self._engine.config.model_config
+        row_options = ["top_logprobs", *(["json_schema"] if files.tokenizer_path is not None else [])]
         self._reader = PromptReader(
             LengthLimits(
                 vocab_size=model.get_vocab_size(), max_model_len=model.max_model_len, max_new_tokens=config.max_new_tokens
             ),
             stop_strings=config.stop_strings or (),
             reads_text=files.tokenizer_path is not None,
+            row_options=row_options,
             seed=own.seed,
             rank=self.context.rank,
         )
@@ -109,6 +111,7 @@ class VllmGenerationWorker(GenerationWorker):
             "device": self.context.device,
             "precision": matmul_precision(str(model.dtype).removeprefix("torch."), device=self.context.device),
             "reads_text": files.tokenizer_path is not None,
+            "row_options": row_options,
             "streams_tokens": True,
         }
 
@@ -135,7 +138,7 @@ class VllmGenerationWorker(GenerationWorker):
         except BaseException:
             self._requests.cancel(names)
             raise
-        return to_output([done[name] for name in names])
+        return to_output([done[name] for name in names], has_options="sampling" in data)
 
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1

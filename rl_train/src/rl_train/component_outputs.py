@@ -20,7 +20,7 @@ from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
 from rl_train.columns import SCORE_COLUMNS, broken_promise, check_columns
 
-_GENERATED = tuple(GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "unfinished"})
+_GENERATED = tuple(GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "top_logprobs", "unfinished"})
 _COLUMN_TYPES = tuple((key, getattr(torch, SCHEMA[key].dtype), SCHEMA[key].ndim) for key in _GENERATED)
 _SHORT_ROW = 512
 """Width up to which a row is checked as Python numbers."""

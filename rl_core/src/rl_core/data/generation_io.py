@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import ConfigError, DataError, NotSupportedError
 
 _READ = ("input_ids", "input_lengths", "attention_mask", "stop_strings", "sample_seeds", "max_new_tokens", "sampling")
+_TEMPERATURE = frozenset({"temperature", "top_p", "top_k"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Prompt:
         limit: maximum number of completion tokens, within `max_model_len`.
         seed: of its random draws.
         stop_strings: strings that end it: those of all rows, and its own.
-        sampling: its own `temperature`, `top_p` and `top_k`, replacing the engine's.
+        sampling: its own options, replacing the engine's: see `GenerationDatumSpec`.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Completion:
         logprobs: of each sampled token, in nats.
         truncated: ended by a limit, not by a stop.
         weight_version: version of the weights that sampled it.
+        top_logprobs: the most likely tokens at each position, if they were requested.
     """
 
     prompt: Sequence[int]
@@ -70,6 +72,7 @@ class Completion:
     logprobs: Sequence[float]
     truncated: bool
     weight_version: int
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -117,10 +120,11 @@ class PromptReader:
         stop_strings: Iterable[str] = (),
         reads_text: bool = True,
         reads_sampling: bool = False,
+        row_options: Collection[str] = (),
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        self.limits, self._reads_sampling = limits, reads_sampling
+        self.limits, self._reads_sampling, self._row_options = limits, reads_sampling, row_options
         self._stop_strings, self._reads_text = tuple(stop_strings), reads_text
         self._seed, self._calls = seed * 1_000_003 + rank, 0
 
@@ -133,6 +137,7 @@ class PromptReader:
             stop_strings=self._stop_strings,
             reads_text=self._reads_text,
             reads_sampling=self._reads_sampling,
+            row_options=self._row_options,
             seed=self._seed,
             call=self._calls,
         )
@@ -154,6 +159,7 @@ def read_prompts(
     stop_strings: Iterable[str] = (),
     reads_text: bool = True,
     reads_sampling: bool = False,
+    row_options: Collection[str] = (),
     seed: int = 0,
     call: int = 0,
 ) -> list[Prompt]:
@@ -165,13 +171,14 @@ def read_prompts(
         stop_strings: strings that end every row, in addition to its own.
         reads_text: whether there is a tokenizer, which stop strings require.
         reads_sampling: whether rows may have their own temperature (`sampling`).
+        row_options: further options that rows may have (`sampling`).
         seed: for batches without `sample_seeds`, together with `call`.
         call: number of the call.
 
     Raises:
         DataError: an empty prompt, an id outside the vocabulary, no space for a token, or a stop string that is empty or cannot
             be found; names the row.
-        NotSupportedError: rows have their own temperature, and the engine samples at one.
+        NotSupportedError: rows have their own temperature, and the engine samples at one; or another option that it lacks.
     """
     refuse_text(data)
     batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
@@ -179,9 +186,8 @@ def read_prompts(
     prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         _check_prompt(number, prompt, length, limits)
-    if "sampling" in batch and not reads_sampling:
-        raise NotSupportedError("This engine samples all rows at one temperature. Remove the column `sampling`.")
     own_sampling = batch["sampling"] if "sampling" in batch else [None] * len(prompts)
+    _check_options(own_sampling, {*row_options, *(_TEMPERATURE if reads_sampling else ())})
     seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(seed, call, len(prompts))
     return [
         Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings, sampling=sampling or {})
@@ -198,8 +204,16 @@ def read_prompts(
     ]
 
 
-def to_output(completions: Sequence[Completion]) -> BatchedDataDict[Any]:
-    """Finished rows as a `GenerationOutputSpec`, in the order given."""
+def to_output(completions: Sequence[Completion], *, has_options: bool = False) -> BatchedDataDict[Any]:
+    """Finished rows as a `GenerationOutputSpec`, in the order given.
+
+    Args:
+        completions: the rows.
+        has_options: whether the call has the column `sampling`; its output then has `top_logprobs` even if no row requested
+            them, so that all parts of a call have the same columns.
+    """
+    has_alternatives = has_options or any(row.top_logprobs is not None for row in completions)
+    alternatives = [None if row.top_logprobs is None else [list(top) for top in row.top_logprobs] for row in completions]
     lengths = [len(row.prompt) + len(row.tokens) for row in completions]
     output_ids = torch.full((len(completions), max(lengths, default=0)), int(pad_value("output_ids")), dtype=torch.int64)
     logprobs = torch.zeros(output_ids.shape, dtype=torch.float32)
@@ -214,6 +228,7 @@ def to_output(completions: Sequence[Completion]) -> BatchedDataDict[Any]:
             "logprobs": logprobs,
             "truncated": torch.tensor([row.truncated for row in completions], dtype=torch.bool),
             "weight_version": torch.tensor([row.weight_version for row in completions], dtype=torch.int64),
+            **({"top_logprobs": alternatives} if has_alternatives else {}),
         }
     )
 
@@ -234,6 +249,17 @@ def end_token_ids(*sources: Any, further: Iterable[int] | None = None, repeated:
             "they always end a completion. Remove the key, or use stop_token_ids, which adds further tokens."
         )
     return frozenset(ids.union(further or ()))
+
+
+def _check_options(own_sampling: Sequence[Mapping[str, Any] | None], supported: Collection[str]) -> None:
+    unsupported = sorted({name for options in own_sampling for name in options or ()}.difference(supported))
+    if _TEMPERATURE & {*unsupported}:
+        raise NotSupportedError("This engine samples all rows at one temperature. Remove the column `sampling`.")
+    if unsupported:
+        raise NotSupportedError(
+            f"This engine does not support {', '.join(unsupported)} in the column `sampling`. Supported: "
+            f"{', '.join(sorted(supported)) or 'none'}."
+        )
 
 
 def _check_prompt(number: int, prompt: list[int], length: int, limits: LengthLimits) -> None:

@@ -276,6 +276,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
             stop_strings=self.config.stop_strings or (),
             reads_text=facts.get("reads_text", True),
             reads_sampling=facts.get("reads_sampling", False),
+            row_options=facts.get("row_options", ()),
         )
 
     def _no_weights(self, ranks: Sequence[int]) -> WeightSyncError:

@@ -31,8 +31,10 @@ class GenerationDatumSpec(TypedDict):
     max_new_tokens: NotRequired[torch.Tensor]
     """[B] int64, limit of new tokens per row; the config's limit applies as well."""
     sampling: NotRequired[list[dict[str, Any] | None]]
-    """`temperature`, `top_p` and `top_k` of single rows, replacing the engine's; None or an absent key for the engine's. Only
-    for engines whose facts have `reads_sampling`; others raise NotSupportedError."""
+    """Options of single rows; None or an absent key for none. `temperature`, `top_p` and `top_k` replace the engine's, if its
+    facts have `reads_sampling`. The facts name further options in `row_options`: `top_logprobs`, the number of alternatives to
+    report at each position, and `json_schema`, which every completion that ends by itself fits. Engines raise
+    NotSupportedError for other options."""
     session_ids: NotRequired[list[str | None]]
     """Name of the conversation that each row continues. `generate_async` samples all turns of a session on one replica, which
     may keep its keys and values between turns until `close_sessions`; the output does not depend on it."""
@@ -64,6 +66,10 @@ class GenerationOutputSpec(TypedDict):
     failures: NotRequired[list[str | None]]
     """Why a row could not be sampled, such as a server that did not respond; None for the others. A failed row has no
     completion. Absent if no row failed."""
+    top_logprobs: NotRequired[list[list[list[tuple[int, float]]] | None]]
+    """The most likely tokens at each position of the completion, as (id, log-probability) in descending order; None for rows
+    that did not request them (`sampling`). Probabilities are those of the distribution that the token was sampled from, and
+    tokens of probability 0 are left out. Absent if no row requested them."""
     messages: NotRequired[list[list[Message]]]
     """The conversation of each row with its completion, if the input had `messages` instead of `input_ids`. The output then
     also has the input's `extra_env_info`, so that it can be passed to `EnvironmentInterface.step`."""
