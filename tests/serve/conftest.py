@@ -64,6 +64,11 @@ def byte_tokenizer():
     return tokenizer
 
 
+@pytest.fixture(scope="session")
+def tokenizer_of_bytes():
+    return byte_tokenizer()
+
+
 class ScriptedGeneration:
     """An engine whose completion is a function of the prompt's text, for tests of what the server does with completions."""
 
@@ -132,6 +137,7 @@ def scripted_app():
         generation = ScriptedGeneration(tokenizer, answer, streams_tokens=streams_tokens)
         served = ServedModel(
             name="scripted",
+            backend="scripted",
             generation=generation,
             tokenizer=tokenizer,
             temperature=temperature,

@@ -438,6 +438,9 @@ def test_keys_of_ended_rollouts_and_unknown_keys_are_refused(played, endpoint):
         ({"n": 2}, "n"),
         ({"seed": 3}, "seed"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
     ],
 )
 def test_settings_that_would_change_the_sampled_distribution_are_refused(played, options, param):

@@ -26,6 +26,7 @@ def replicas(local_ray):
         engine = HuggingFaceGeneration(str(MODEL), cluster=cluster, max_new_tokens=8, max_restarts=0)
         served = ServedModel(
             name="addition",
+            backend="hf",
             generation=engine,
             tokenizer=load_tokenizer(str(MODEL)),
             temperature=1.0,
@@ -88,6 +89,7 @@ def test_health_reports_the_transformers_engine_in_this_process_if_it_may_not_be
     engine = HuggingFaceGeneration(str(MODEL), max_new_tokens=8, max_restarts=0)
     served = ServedModel(
         name="addition",
+        backend="hf",
         generation=engine,
         tokenizer=load_tokenizer(str(MODEL)),
         temperature=1.0,

@@ -30,7 +30,23 @@ REJECTED = [
     ("/v1/completions", {"prompt": "1", "stop": ["a", ""]}, "stop must have at most 16 strings, none of them empty."),
     ("/v1/completions", {"prompt": "1", "stop": ["a" * 1001]}, "stop must have strings of at most 1000 characters."),
     ("/v1/completions", {"prompt": "1", "temperature": 1e-40}, "temperature must be 0 (greedy) or at least 1e-06"),
-    ("/v1/completions", {"prompt": "1", "logprobs": 5}, "logprobs: Input should be 0"),
+    (
+        "/v1/completions",
+        {"prompt": "1", "logprobs": 5},
+        "logprobs requires the capability `top_logprobs`, which",
+    ),
+    ("/v1/completions", {"prompt": "1", "logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
+    ("/v1/completions", {"prompt": "1", "response_format": {"type": "json_object"}}, "Unsupported: response_format."),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
+        "top_logprobs requires the capability `top_logprobs`, which the generation backend 'hf' does not have.",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+        "response_format requires the capability `structured_outputs`, which the generation backend 'hf' does not have.",
+    ),
     ("/v1/completions", {"prompt": "1", "echo": True, "best_of": 3}, "Unsupported: best_of, echo. Remove them."),
     ("/v1/completions", {"prompt": "1", "stream_options": {}}, "stream_options requires `stream: true`."),
     ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]}, "This model does not support tools: no parser"),
@@ -49,7 +65,7 @@ REJECTED = [
     (
         "/v1/chat/completions",
         {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"},
-        'tool_choice must be "auto" or',
+        "tool_choice requires the capability `structured_outputs`, which the generation backend 'hf' does not have.",
     ),
     ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls must"),
     ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "1"}]}, "messages[0].role is 'robot': expected one of"),

@@ -18,7 +18,7 @@ from starlette.types import Scope
 from rl_core.interfaces.messages import Message
 from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
 from rl_serve.bodies import BodyRoute
-from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
+from rl_serve.chat_format import ChatFormat, read_messages
 from rl_serve.deltas import ChatDeltas, new_delta
 from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.engine import SamplingRow
@@ -27,9 +27,11 @@ from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_s
 from rl_serve.limits_middleware import LimitsMiddleware, bearer_key
 from rl_serve.listening import server_config
 from rl_serve.model_routes import add_model_routes
+from rl_serve.offered_tools import read_offered_tools
 from rl_serve.requests import ChatRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
 from rl_serve.sampling import Limits, SamplingPlan
+from rl_serve.structured_outputs import read_response_format
 from rl_serve.tokenizer_threads import TokenizerThreads
 from rl_train.agents.model_server import AgentRequest, AgentTurn, ModelServer, ServerSettings, TurnSource
 
@@ -194,6 +196,11 @@ class AgentRoutes:
             "top_p": (body.top_p in (None, 1), "1 or absent: the policy is trained on unfiltered samples"),
             "top_k": (body.top_k is None, "absent: the policy is trained on unfiltered samples"),
             "seed": (body.seed is None, "absent: turns have the seeds of the run"),
+            "top_logprobs": (not body.top_logprobs, "0 or absent: the engine reports those of the sampled tokens to agents"),
+            "response_format": (
+                read_response_format(body.response_format) is None,
+                "text or absent: the policy is trained on unconstrained samples",
+            ),
             "expected_answer": (body.expected_answer is None, "absent: the agent or its environment gives the reward"),
         }
         for name, (fits, value) in fixed.items():

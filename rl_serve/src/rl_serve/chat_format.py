@@ -6,7 +6,6 @@ Independent of the endpoint: whatever answers conversations with sampled tokens 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +16,9 @@ import torch
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.messages import ToolCall
 from rl_serve.errors import ApiError
+from rl_serve.offered_tools import NO_TOOLS, OfferedTools, RequiredCallsParser
 from rl_train.data.chat_template import ROLES, conversation_tokens
 from rl_train.data.message_text import text_of
-from rl_train.data.tool_calls import read_tools
 from rl_train.tools.decoding import decode_answers, special_tokens
 from rl_train.tools.parsers import SampledMessage, ToolCallParser, split_thinking
 from rl_train.tools.selection import choose_parser, parse_message
@@ -28,8 +27,6 @@ _IGNORED = ("refusal", "annotations", "audio", "function_call", "reasoning", "re
 """Fields of messages that clients send back as they received them, and that change nothing if they are empty."""
 _FIELDS = {"assistant": ("name", "tool_calls"), "tool": ("name", "tool_call_id")}
 """Fields of a message besides role and content, by role; other roles have `name`."""
-_MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, *, tool_parser: str | None = None) -> None:
         self._tokenizer, self._parser_name = tokenizer, tool_parser
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: OfferedTools = NO_TOOLS) -> list[int]:
         """Token ids of a conversation, up to the header of the model's next message.
 
         Args:
@@ -72,10 +69,11 @@ class ChatFormat:
             ApiError: the chat template cannot render the conversation or renders no tokens, or the model has no format for tool
                 calls.
         """
-        if tools:
-            _ = self._parser
+        _ = self._parser_of(tools) if tools else None
         try:
-            tokens = conversation_tokens(messages, self._tokenizer, add_generation_prompt=True, tools=list(tools or ()) or None)
+            tokens = conversation_tokens(
+                messages, self._tokenizer, add_generation_prompt=True, tools=list(tools.functions) or None
+            )
         except DataError as error:
             reason = f": {error.__cause__}" if error.__cause__ is not None else ", or would leave out a part of them."
             raise ApiError(
@@ -94,7 +92,7 @@ class ChatFormat:
         *,
         prompt: Sequence[int],
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
+        tools: OfferedTools = NO_TOOLS,
         complete: bool = True,
     ) -> AssistantMessage:
         """The message that the model sampled.
@@ -113,8 +111,8 @@ class ChatFormat:
         if not tools or not complete:
             return AssistantMessage(content=text)
         [decoded] = decode_answers(self._tokenizer, [torch.tensor(list(token_ids), dtype=torch.int64)])
-        sampled = SampledMessage(text=decoded, token_ids=list(token_ids), prompt_ids=list(prompt), tools=list(tools))
-        parsed = parse_message(self._parser, sampled, messages)
+        sampled = SampledMessage(text=decoded, token_ids=list(token_ids), prompt_ids=list(prompt), tools=list(tools.functions))
+        parsed = parse_message(self._parser_of(tools), sampled, messages)
         if not parsed.calls or any(call.get("error") for call in parsed.calls):
             return AssistantMessage(content=text)
         return AssistantMessage(content=_with_leading_space(parsed.content, text), tool_calls=parsed.calls)
@@ -124,9 +122,12 @@ class ChatFormat:
         markers, _ = special_tokens(self._tokenizer)
         return token_ids[: next((index for index, token in enumerate(token_ids) if token in markers), len(token_ids))]
 
-    def text_before_calls(self, text: str) -> str:
+    def text_before_calls(self, text: str, tools: OfferedTools) -> str:
         """The beginning of an unfinished message that is part of its content, whatever follows."""
-        return self._parser.text_before_calls(text)
+        return self._parser_of(tools).text_before_calls(text)
+
+    def _parser_of(self, tools: OfferedTools) -> ToolCallParser:
+        return self._parser if tools.schema is None else RequiredCallsParser()
 
     @cached_property
     def _parser(self) -> ToolCallParser:
@@ -148,54 +149,6 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         ApiError: a message has content that is not text, or a field that would be ignored.
     """
     return [_read_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-
-
-def read_offered_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None) -> list[dict[str, Any]]:
-    """The functions that the model is shown; empty with `tool_choice: "none"`.
-
-    Raises:
-        ApiError: a function is invalid, or a choice that would require constrained decoding.
-    """
-    try:
-        read = read_tools(tools, "tools") if tools is None or isinstance(tools, list) else _refuse_text(tools)
-    except DataError as error:
-        raise ApiError(400, f"{error}.", param="tools") from error
-    if len(read) > _MAX_TOOLS:
-        raise ApiError(400, f"tools has {len(read)} functions: at most {_MAX_TOOLS} are allowed.", param="tools")
-    for number, tool in enumerate(read):
-        function = tool["function"]
-        if not _NAME.fullmatch(function["name"]):
-            raise ApiError(
-                400,
-                f"tools[{number}].function.name must have 1 to 64 letters, digits, points, dashes and underscores.",
-                param="tools",
-            )
-        if function.get("strict"):
-            raise ApiError(
-                400,
-                f"tools[{number}].function.strict needs constrained decoding, which is not supported. Remove it.",
-                param="tools",
-                code="unsupported_value",
-            )
-    if tool_choice not in (None, "auto", "none"):
-        raise ApiError(
-            400,
-            'tool_choice must be "auto" or "none": other choices need constrained decoding, which is not supported.',
-            param="tool_choice",
-            code="unsupported_value",
-        )
-    if read and tool_choice != "none" and parallel_tool_calls is False:
-        raise ApiError(
-            400,
-            "parallel_tool_calls must be true: one call per message needs constrained decoding, which is not supported.",
-            param="parallel_tool_calls",
-            code="unsupported_value",
-        )
-    return [] if tool_choice == "none" else read
-
-
-def _refuse_text(tools: Any) -> list[Any]:
-    raise DataError(f"tools is {type(tools).__name__}: expected a list of functions")
 
 
 def _read_message(message: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rl_serve.requests import ChatRequest, ForwardedChatRequest
 from rl_serve.responses import ResponseHead
 from rl_serve.sampling import Limits
 
-_PER_TOKEN = ("tools", "logprobs", "top_logprobs", "return_token_ids")
+_PER_MESSAGE = ("tools", "logprobs", "top_logprobs", "return_token_ids", "response_format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ def refuse_with_code(body: Mapping[str, Any]) -> None:
     Raises:
         ApiError: names the first.
     """
-    for name in _PER_TOKEN:
-        if body.get(name):
+    for name in _PER_MESSAGE:
+        if body.get(name) and body[name] != {"type": "text"}:
             raise ApiError(
                 400,
                 f"{name} cannot be used, because this server runs code (code_execution): an answer has several messages.",

@@ -10,6 +10,7 @@ from rl_serve.chat_format import AssistantMessage, ChatFormat
 from rl_serve.engine import SampledRow
 from rl_serve.errors import ApiError
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop
+from rl_serve.offered_tools import OfferedTools
 from rl_serve.responses import ChoiceFormat
 from rl_serve.tokenizer_threads import TokenizerThreads
 
@@ -45,7 +46,13 @@ class RowDeltas:
                 code="completion_changed",
             )
         self._tokens = max(self._tokens, row.token_ids, key=len)
-        return replace(row, token_ids=row.token_ids[start:], logprobs=row.logprobs[start:], before=row.token_ids[:start])
+        return replace(
+            row,
+            token_ids=row.token_ids[start:],
+            logprobs=row.logprobs[start:],
+            top_logprobs=None if row.top_logprobs is None else row.top_logprobs[start:],
+            before=row.token_ids[:start],
+        )
 
     def stable_text(self, token_ids: Sequence[int]) -> str:
         """The text that later tokens cannot change and that is not the beginning of a stop string."""
@@ -112,7 +119,7 @@ class ChatDeltas:
     """
 
     def __init__(
-        self, choices: ChoiceFormat, chat: ChatFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+        self, choices: ChoiceFormat, chat: ChatFormat, messages: Sequence[Mapping[str, Any]], tools: OfferedTools
     ) -> None:
         self.choices, self._chat, self._messages, self._tools = choices, chat, messages, tools
         self._rows: dict[int, RowDeltas] = {}
@@ -148,7 +155,7 @@ class ChatDeltas:
         if not self._tools:
             return state.stable_text(row.token_ids)
         tokens = self._chat.tokens_before_calls(row.token_ids)
-        return self._chat.text_before_calls(state.stable_text(tokens))
+        return self._chat.text_before_calls(state.stable_text(tokens), self._tools)
 
 
 async def new_delta(

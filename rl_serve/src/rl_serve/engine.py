@@ -34,8 +34,8 @@ class SamplingRow:
     """Maximum number of tokens of the completion."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end the completion; the sampled tokens include them."""
-    sampling: Mapping[str, float] | None = None
-    """Its own `temperature`, `top_p` and `top_k`; None for the engine's."""
+    sampling: Mapping[str, Any] | None = None
+    """Its own options, such as `temperature` and `json_schema`: see `GenerationDatumSpec`; None for the engine's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,8 @@ class SampledRow:
     """False while more tokens follow; `truncated` then has no meaning."""
     before: Sequence[int] = ()
     """Tokens of the completion before these."""
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    """The most likely tokens at each position and their log-probabilities, in descending order, if they were requested."""
 
 
 class EngineClosedError(RLCoreError):
@@ -272,4 +274,5 @@ def _row_of(output: BatchedDataDict[Any], row: int, start: int) -> SampledRow:
         truncated=bool(output["truncated"][row]),
         weight_version=int(output["weight_version"][row]),
         is_finished="unfinished" not in output,
+        top_logprobs=output["top_logprobs"][row] if "top_logprobs" in output else None,
     )

@@ -37,12 +37,28 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int], *, before: Sequence[in
         token_ids: sampled tokens.
         before: the tokens of the completion before them. The first word of a completion has no space in many vocabularies.
     """
+    [*texts] = (text for [text] in candidate_texts(tokenizer, [[token] for token in token_ids], token_ids, before=before))
+    return texts
+
+
+def candidate_texts(
+    tokenizer: Any, candidates: Sequence[Sequence[int]], token_ids: Sequence[int], *, before: Sequence[int] = ()
+) -> list[list[str]]:
+    """The texts of tokens that could have been sampled at each position, as `token_texts`.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        candidates: tokens at each position.
+        token_ids: the sampled token at each position.
+        before: the tokens of the completion before them.
+    """
     special = frozenset(tokenizer.all_special_ids).union(*special_tokens(tokenizer))
     begins = all(token in special for token in before)
     texts = []
-    for token in token_ids:
-        texts.append(_first_text(tokenizer, token) if begins else _inner_text(tokenizer, token))
-        begins = begins and token in special
+    for tokens, sampled in zip(candidates, token_ids, strict=True):
+        text_of = _first_text if begins else _inner_text
+        texts.append([text_of(tokenizer, token) for token in tokens])
+        begins = begins and sampled in special
     return texts
 
 

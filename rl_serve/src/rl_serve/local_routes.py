@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
-from rl_serve.chat_format import ChatFormat, read_messages, read_offered_tools
+from rl_serve.chat_format import ChatFormat, read_messages
 from rl_serve.chat_responses import ChatOptions, ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
 from rl_serve.deltas import ChatDeltas, CompletionDeltas, new_delta
@@ -24,10 +24,21 @@ from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.errors import ApiError
 from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
 from rl_serve.health import SharedCheck, read_engine_state
+from rl_serve.offered_tools import NO_TOOLS, OfferedTools, read_offered_tools, requires_calls
 from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
 from rl_serve.responses import ChoiceFormat, ResponseHead, usage
-from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, new_seed, plan_sampling, refuse_long_text, refuse_many_rows
+from rl_serve.sampling import (
+    Limits,
+    ParameterNames,
+    SamplingPlan,
+    new_seed,
+    plan_sampling,
+    refuse_long_text,
+    refuse_many_rows,
+    refuse_without,
+)
 from rl_serve.served_model import ServedModel
+from rl_serve.structured_outputs import read_response_format
 from rl_serve.tokenizer_threads import TokenizerThreads
 from rl_serve.weights_api import WeightUpdates
 from rl_train.rollouts.seeds import sample_seed
@@ -86,8 +97,8 @@ class LocalRoutes:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete texts or token ids."""
         prompts = await self._threads.run(self._prompts_of, body)
-        plan = self._plan(body, prompts, max_tokens=body.max_tokens)
-        choices = self._format(plan, body, logprobs=body.logprobs is not None)
+        plan = self._plan(body, prompts, max_tokens=body.max_tokens, top_logprobs=body.logprobs or 0)
+        choices = self._format(plan, body, logprobs=body.logprobs is not None, top_logprobs=bool(body.logprobs))
         head = ResponseHead.new("cmpl", "text_completion", self._model.name)
         if body.stream:
             return self._stream(plan, body, head, CompletionDeltas(choices))
@@ -102,15 +113,30 @@ class LocalRoutes:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         record = body.record()
         messages = await self._threads.run(self._messages_of, body)
+        schema = read_response_format(body.response_format)
         if self._service.code is not None:
             refuse_with_code(body.model_dump())
             options = ChatOptions.of(body, record=record, model=self._model.name)
             names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
             return await self._responses.chat(messages, self._completer(body, most, names), options, request)
-        tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
-        plan = self._plan(body, [await self._threads.run(self._prompt, messages, tools)], max_tokens=most, names=names)
-        choices = self._format(plan, body, logprobs=body.logprobs)
+        if schema is not None:
+            refuse_without(self._model, "structured_outputs", "response_format")
+        tools = self._tools_of(body, schema)
+        names = ParameterNames(
+            prompt="messages",
+            max_tokens=body.limit_name,
+            top_logprobs="top_logprobs",
+            json_schema="response_format" if tools.schema is None else "tools",
+        )
+        plan = self._plan(
+            body,
+            [await self._threads.run(self._prompt, messages, tools)],
+            max_tokens=most,
+            names=names,
+            top_logprobs=body.top_logprobs or 0,
+            json_schema=schema if tools.schema is None else tools.schema,
+        )
+        choices = self._format(plan, body, logprobs=body.logprobs, top_logprobs=bool(body.top_logprobs))
         deltas = ChatDeltas(choices, self._chat, messages, tools)
         if body.stream:
             head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._model.name)
@@ -194,7 +220,22 @@ class LocalRoutes:
         self._check(body)
         return self._service.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
 
-    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
+    def _tools_of(self, body: ChatRequest, schema: Mapping[str, Any] | None) -> OfferedTools:
+        """The tools of a request.
+
+        Raises:
+            ApiError: they are invalid, or require a capability that the engine does not have.
+        """
+        if requires_calls(body.tool_choice):
+            refuse_without(self._model, "structured_outputs", "tool_choice")
+        tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, can_require=True)
+        if tools and schema is not None:
+            raise ApiError(
+                400, 'response_format cannot be combined with tools. Set tool_choice to "none".', param="response_format"
+            )
+        return tools
+
+    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: OfferedTools = NO_TOOLS) -> list[int]:
         refuse_long_text(self._model, (message["content"] for message in messages), param="messages")
         return self._chat.prompt(messages, tools)
 
@@ -210,6 +251,7 @@ class LocalRoutes:
         *,
         max_tokens: int | None,
         names: ParameterNames | None = None,
+        **options: Any,
     ) -> SamplingPlan:
         return plan_sampling(
             self._model,
@@ -223,10 +265,17 @@ class LocalRoutes:
             seed=body.seed,
             stop_strings=body.stop_strings(),
             names=names,
+            **options,
         )
 
-    def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool) -> ChoiceFormat:
-        return ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=logprobs, token_ids=body.return_token_ids)
+    def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool, top_logprobs: bool = False) -> ChoiceFormat:
+        return ChoiceFormat(
+            tokenizer=self._model.tokenizer,
+            plan=plan,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            token_ids=body.return_token_ids,
+        )
 
     def _prompts_of(self, body: CompletionRequest) -> list[list[int]]:
         self._check(body)
@@ -260,6 +309,9 @@ class LocalRoutes:
                     yield index, row
         except DataError as error:
             _log.warning("the engine refused a request: %s", error)
+            if any("json_schema" in (row.sampling or {}) for row in plan.rows):
+                reason = f"The engine does not accept the JSON schema: {error}"
+                raise ApiError(400, reason, param=plan.names.json_schema) from error
             reason = "The engine does not accept this request. The server's log has the details."
             raise ApiError(400, reason, param=plan.names.prompt) from error
         except WorkerDiedError as error:

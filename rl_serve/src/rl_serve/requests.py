@@ -74,6 +74,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which an unsupported field changes nothing, besides null."""
 
 
+MAX_ALTERNATIVES = 20
+"""Number of most likely tokens that a request may ask for, as in OpenAI's API."""
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
 
 
@@ -192,8 +194,8 @@ class CompletionRequest(SamplingRequest):
     """One or several prompts, as text or as token ids."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a completion; by default the server's limit."""
-    logprobs: Literal[0] | None = None
-    """0 returns the log-probability of each sampled token; alternatives to it are not supported."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    """Number of most likely tokens to return log-probabilities of at each position; 0 returns those of the sampled tokens."""
 
 
 class ChatMessage(BaseModel):
@@ -219,15 +221,24 @@ class ChatRequest(SamplingRequest):
     """Maximum number of tokens of a completion; by default the server's limit."""
     logprobs: bool = False
     """Whether choices have the log-probability of each sampled token."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    """Number of most likely tokens whose log-probabilities are returned at each position; requires `logprobs`."""
+    response_format: dict[str, Any] | None = None
+    """Form of the message: `text`, the default, `json_object` or `json_schema`."""
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call; the chat template shows them."""
     tool_choice: str | dict[str, Any] | None = None
-    """`auto`, the default, or `none`, which hides the tools from the model."""
+    """`auto`, the default, `none`, which hides the tools from the model, `required`, or a function that must be called."""
     parallel_tool_calls: bool | None = None
     """Whether a message may have several calls; only true is supported."""
 
     expected_answer: str | int | float | None = None
     """Right answer; choices then have `predicted_answer` and `is_correct`."""
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs requires `logprobs: true`.", param="top_logprobs")
 
     @property
     def limit_name(self) -> str:

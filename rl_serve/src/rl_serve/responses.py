@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_serve.chat_format import AssistantMessage
 from rl_serve.engine import SampledRow
-from rl_serve.incremental_text import cut_at_stop, decoded, token_bytes, token_texts
+from rl_serve.incremental_text import candidate_texts, cut_at_stop, decoded, token_bytes, token_texts
 from rl_serve.sampling import SamplingPlan
 
 
@@ -56,12 +56,14 @@ class ChoiceFormat:
         tokenizer: decodes tokens.
         plan: the request's rows.
         logprobs: whether choices have log-probabilities.
+        top_logprobs: whether they have those of the most likely tokens at each position.
         token_ids: whether choices have token ids.
     """
 
     tokenizer: Any
     plan: SamplingPlan
     logprobs: bool
+    top_logprobs: bool = False
     token_ids: bool
 
     @property
@@ -82,7 +84,7 @@ class ChoiceFormat:
             choice["logprobs"] = {
                 "tokens": tokens,
                 "token_logprobs": row.logprobs,
-                "top_logprobs": None,
+                "top_logprobs": self._likely_texts(row),
                 "text_offset": offsets,
             }
         return choice
@@ -102,15 +104,30 @@ class ChoiceFormat:
     def token_logprobs(self, row: SampledRow) -> list[dict[str, Any]]:
         """The sampled tokens with their log-probabilities."""
         texts = token_texts(self.tokenizer, row.token_ids, before=row.before)
+        sampled = zip(row.token_ids, texts, row.logprobs, self._likely(row), strict=True)
         return [
-            {
-                "token": text,
-                "token_id": token,
-                "logprob": logprob,
-                "bytes": token_bytes(self.tokenizer, token, text),
-                "top_logprobs": [],
-            }
-            for token, text, logprob in zip(row.token_ids, texts, row.logprobs, strict=True)
+            {**self._scored(token, text, logprob), "top_logprobs": [self._scored(*each) for each in likely]}
+            for token, text, logprob, likely in sampled
+        ]
+
+    def _scored(self, token: int, text: str, logprob: float) -> dict[str, Any]:
+        return {"token": text, "token_id": token, "logprob": logprob, "bytes": token_bytes(self.tokenizer, token, text)}
+
+    def _likely_texts(self, row: SampledRow) -> list[dict[str, float]] | None:
+        """Text to log-probability of the most likely tokens; the first of those with equal texts (parts of characters)."""
+        if not self.top_logprobs:
+            return None
+        return [{text: logprob for _, text, logprob in reversed(likely)} for likely in self._likely(row)]
+
+    def _likely(self, row: SampledRow) -> list[list[tuple[int, str, float]]]:
+        """The id, text and log-probability of the most likely tokens at each position; empty if they were not requested."""
+        if not self.top_logprobs or row.top_logprobs is None:
+            return [[] for _ in row.token_ids]
+        candidates = [[token for token, _ in likely] for likely in row.top_logprobs]
+        texts = candidate_texts(self.tokenizer, candidates, row.token_ids, before=row.before)
+        return [
+            [(token, text, logprob) for (token, logprob), text in zip(likely, of_position, strict=True)]
+            for likely, of_position in zip(row.top_logprobs, texts, strict=True)
         ]
 
     def _common(self, index: int, row: SampledRow) -> dict[str, Any]:

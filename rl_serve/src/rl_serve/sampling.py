@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError
@@ -40,6 +41,8 @@ class ParameterNames:
 
     prompt: str = "prompt"
     max_tokens: str = "max_tokens"
+    top_logprobs: str = "logprobs"
+    json_schema: str = "response_format"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ def plan_sampling(
     top_k: int | None,
     seed: int | None,
     stop_strings: tuple[str, ...],
+    top_logprobs: int = 0,
+    json_schema: Mapping[str, Any] | None = None,
     names: ParameterNames | None = None,
 ) -> SamplingPlan:
     """The rows of a request.
@@ -82,6 +87,8 @@ def plan_sampling(
         top_k: None for the server's.
         seed: seed of the request; None for a random one.
         stop_strings: strings that end a completion.
+        top_logprobs: number of most likely tokens to return at each position.
+        json_schema: what completions must fit; None for any text.
         names: names of the parameters; by default those of `/v1/completions`.
 
     Raises:
@@ -95,7 +102,14 @@ def plan_sampling(
             f"temperature must be 0 (greedy) or at least {_MIN_TEMPERATURE:g}: smaller ones exceed the range of numbers.",
             param="temperature",
         )
-    own = {} if greedy else _own_sampling(model, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
+    options: dict[str, Any] = {}
+    if not greedy:
+        options |= _own_sampling(model, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
+    if top_logprobs:
+        refuse_without(model, "top_logprobs", names.top_logprobs)
+        options["top_logprobs"] = top_logprobs
+    if json_schema is not None:
+        options["json_schema"] = json_schema
     refuse_many_rows(limits, len(prompts), n)
     base = new_seed() if seed is None else seed
     rows = []
@@ -107,11 +121,27 @@ def plan_sampling(
                 seed=sample_seed(base, number, choice),
                 max_new_tokens=new_tokens,
                 stop_strings=stop_strings,
-                sampling=own or None,
+                sampling=options or None,
             )
             for choice in range(n)
         ]
     return SamplingPlan(rows=rows, greedy=greedy, prompts=[list(prompt) for prompt in prompts], n=n, names=names)
+
+
+def refuse_without(model: ServedModel, capability: str, param: str) -> None:
+    """Refuse a parameter that requires a capability of the generation backend.
+
+    Raises:
+        ApiError: the backend does not have it.
+    """
+    if capability not in model.capabilities:
+        raise ApiError(
+            400,
+            f"{param} requires the capability `{capability}`, which the generation backend {model.backend!r} does not have. "
+            "Remove it.",
+            param=param,
+            code="unsupported_parameter",
+        )
 
 
 def refuse_long_text(model: ServedModel, texts: Iterable[str], *, param: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +17,7 @@ from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
@@ -53,6 +54,10 @@ class ServedModel:
     """Maximum number of tokens of prompt and completion; None if the engine does not report it."""
     vocab_size: int
     """Number of token ids that the engine accepts."""
+    backend: str
+    """Name of its generation backend."""
+    capabilities: Collection[str] = ()
+    """What the backend declares that it can do."""
     tasks: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
     """The environments of a run, by task."""
 
@@ -115,7 +120,7 @@ def _of_model(
     tokenizer = load_tokenizer(target)
     generation: GenerationInterface = component.load()(config=_without_limit(section), cluster=None, deadlines=None)
     exits.callback(generation.shutdown)
-    return _served(label, generation, section, tokenizer)
+    return _served(label, generation, section, tokenizer, component)
 
 
 def _of_run(
@@ -149,7 +154,8 @@ def _of_run(
     policy.load_checkpoint(given.weights)
     # The policy stays alive: an engine that replaces a dead worker needs its weights again.
     builder.weights(policy, generation, tokenizer).sync()
-    return _served(label, generation, section, tokenizer, tasks=run.env)
+    component = registry.find("generation", section.backend)
+    return _served(label, generation, section, tokenizer, component, tasks=run.env)
 
 
 def _without_limit(section: Any) -> Any:
@@ -162,6 +168,7 @@ def _served(
     generation: GenerationInterface,
     section: Any,
     tokenizer: Any,
+    component: Component,
     *,
     tasks: Mapping[str, EnvironmentConfig] | None = None,
 ) -> ServedModel:
@@ -177,6 +184,8 @@ def _served(
         max_new_tokens=section.max_new_tokens,
         max_model_len=facts.get("max_model_len"),
         vocab_size=facts.get("vocab_size", len(tokenizer)),
+        backend=section.backend,
+        capabilities=component.capabilities or getattr(component.load(), "capabilities", ()),
         tasks=tasks or {},
     )
 
