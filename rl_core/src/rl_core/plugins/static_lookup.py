@@ -75,37 +75,16 @@ def _find_inside(package: str, part: str, folders: Sequence[str]) -> importlib.m
         return spec
 
 
-def find_class(module: str, name: str) -> ast.ClassDef | None:
-    """The source of a class, also if its module imports it from another one; None if it cannot be found by reading files."""
-    spec = find_spec(module)
-    for statement in (None if spec is None else _statements(spec)) or ():
-        if isinstance(statement, ast.ClassDef) and statement.name == name:
-            return statement
-        if isinstance(statement, ast.ImportFrom) and statement.module is not None and not statement.level:
-            for alias in statement.names:
-                if (alias.asname or alias.name) == name:
-                    return find_class(statement.module, alias.name)
-    return None
-
-
-def _statements(spec: importlib.machinery.ModuleSpec) -> list[ast.stmt] | None:
-    """The statements of a module; None if it is not a readable Python file."""
+def _missing_in_file(spec: importlib.machinery.ModuleSpec, module: str, name: str) -> str | None:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        return ast.parse(Path(spec.origin).read_bytes(), spec.origin).body
+        tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     except OSError:
         return None
-
-
-def _missing_in_file(spec: importlib.machinery.ModuleSpec, module: str, name: str) -> str | None:
-    try:
-        statements = _statements(spec)
     except SyntaxError as error:
         return f"{spec.origin}:{error.lineno} is not valid Python: {error.msg}."
-    if statements is None:
-        return None
-    names = list(_names(statements))
+    names = list(_names(tree.body))
     modules = [each.name for each in pkgutil.iter_modules(_folders(spec) or [])]
     if {"*", "__getattr__", name} & {*names, *modules}:
         return None

@@ -1,4 +1,4 @@
-"""Reads class attributes from source files; imports nothing."""
+"""Reads classes and their attributes from source files; imports nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def static_attribute(path: str, name: str) -> object:
     module, _, target = path.rpartition(":") if ":" in path else path.rpartition(".")
     if module in sys.modules:
         return getattr(getattr(sys.modules[module], target, None), name, None)
+    source = find_class(module, target)
+    found = [_literal(each) for each in source.body if _assigns(each, name)] if source is not None else []
+    return found[-1] if found else None
+
+
+def find_class(module: str, name: str) -> ast.ClassDef | None:
+    """The source of a class, also if its module imports it from another one; None if no file has it."""
     try:
         spec = find_spec(module)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
@@ -26,9 +33,14 @@ def static_attribute(path: str, name: str) -> object:
         tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     except (ImportError, AttributeError, ValueError, OSError, SyntaxError):
         return None
-    bodies = [each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == target]
-    found = [_literal(each) for body in bodies for each in body if _assigns(each, name)]
-    return found[-1] if found else None
+    for statement in reversed(tree.body):
+        if isinstance(statement, ast.ClassDef) and statement.name == name:
+            return statement
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None and not statement.level:
+            for alias in statement.names:
+                if (alias.asname or alias.name) == name:
+                    return find_class(statement.module, alias.name)
+    return None
 
 
 def _assigns(statement: ast.stmt, name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-from rl_core.plugins.static_lookup import find_class
+from rl_train.config.static_attribute import find_class
 
 OPTIM, LR_SCHEDULER = "torch.optim", "torch.optim.lr_scheduler"
 
