@@ -140,7 +140,7 @@ def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(mod
     from rl_backends_megatron.checks import check_compatibility
 
     with pytest.raises(ConfigError, match=says):
-        check_compatibility(hf(**model), policy(**fields), world_size=world, on_gpu=False)
+        check_compatibility(hf(**model), policy(**fields).megatron_cfg, world_size=world, on_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_division_that_the_model_does_not_allow_is_refused_with_the_reason(mod
 def test_a_division_that_the_model_allows_is_accepted(fields, world):
     from rl_backends_megatron.checks import find_incompatibilities
 
-    assert find_incompatibilities(hf(), policy(**fields), world_size=world, on_gpu=False) == []
+    assert find_incompatibilities(hf(), policy(**fields).megatron_cfg, world_size=world, on_gpu=False) == []
 
 
 def test_all_reasons_are_given_at_once():
@@ -163,6 +163,6 @@ def test_all_reasons_are_given_at_once():
 
     with pytest.raises(ConfigError) as error:
         check_compatibility(
-            hf(), policy(tensor_model_parallel_size=3, pipeline_model_parallel_size=3), world_size=4, on_gpu=False
+            hf(), policy(tensor_model_parallel_size=3, pipeline_model_parallel_size=3).megatron_cfg, world_size=4, on_gpu=False
         )
     assert len(str(error.value).splitlines()) == 4

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rl_backends_hf.config import HFModelConfig
+from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_missing_head, prepare_head
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
 from rl_core.data.hub import require_model

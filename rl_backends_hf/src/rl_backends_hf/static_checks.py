@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from rl_backends_hf.model_options import HFModelConfig
 from rl_core.config.model_paths import model_path_problem, weight_names
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
-
-if TYPE_CHECKING:
-    from rl_backends_hf.config import HFModelConfig
 
 NEEDS_BITSANDBYTES = (
     "`{key}` needs bitsandbytes, which is not installed. Install it with `pip install 'rl-backends-hf[quantized]'`, or leave "

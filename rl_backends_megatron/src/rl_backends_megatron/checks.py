@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.megatron_section import MegatronConfig
 from rl_core.errors import ConfigError
 
 
-def check_compatibility(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> None:
+def check_compatibility(hf: Any, config: MegatronConfig, *, world_size: int, on_gpu: bool) -> None:
     """Raise one error with all incompatibilities.
 
     Args:
         hf: the Hugging Face config.
-        config: the section `policy`.
+        config: `policy.megatron_cfg`.
         world_size: number of ranks of the policy.
         on_gpu: whether they have GPUs (and thus NCCL).
 
@@ -26,14 +26,14 @@ def check_compatibility(hf: Any, config: MegatronPolicyConfig, *, world_size: in
         raise ConfigError("\n".join(f"`policy.megatron_cfg.{key}`: {reason}" for key, reason in problems))
 
 
-def find_incompatibilities(hf: Any, config: MegatronPolicyConfig, *, world_size: int, on_gpu: bool) -> list[tuple[str, str]]:
+def find_incompatibilities(hf: Any, config: MegatronConfig, *, world_size: int, on_gpu: bool) -> list[tuple[str, str]]:
     """Each incompatible key of `megatron_cfg` with the reason; see `check_compatibility`."""
     lines = [
-        *_ranks(config.megatron_cfg, world_size),
-        *_tensor(hf, config.megatron_cfg),
-        *_pipeline(hf, config.megatron_cfg),
-        *_experts(hf, config.megatron_cfg, world_size, on_gpu),
-        *_engine(config.megatron_cfg, on_gpu),
+        *_ranks(config, world_size),
+        *_tensor(hf, config),
+        *_pipeline(hf, config),
+        *_experts(hf, config, world_size, on_gpu),
+        *_engine(config, on_gpu),
     ]
     return [(key, reason) for key, _, reason in (line.partition("`: ") for line in lines)]
 

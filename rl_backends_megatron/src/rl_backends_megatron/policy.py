@@ -81,7 +81,10 @@ class MegatronPolicy(DistributedPolicy):
         family_of(hf, model_name=section.model_name)
         refuse_other_head(hf, section.head, name=section.model_name)
         check_compatibility(
-            hf, section, world_size=ranks, on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available()
+            hf,
+            section.megatron_cfg,
+            world_size=ranks,
+            on_gpu=cluster.use_gpus if cluster is not None else torch.cuda.is_available(),
         )
         check_optimizer(section)
         if Path(section.model_name).expanduser().is_dir():

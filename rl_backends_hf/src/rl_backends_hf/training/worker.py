@@ -22,7 +22,6 @@ from rl_backends_hf.model import (
     load_model_with_exact_weights,
 )
 from rl_backends_hf.parallel import Parallel, local, make_parallel
-from rl_backends_hf.scoring.prefix_support import SUPPORTED, why_not_shared
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
@@ -30,6 +29,7 @@ from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.master_weights import MasterWeights
 from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_hf.training.prefix_support import SUPPORTED, why_not_shared
 from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePolicy
 from rl_backends_hf.training.scoring_inputs import Microbatcher
 from rl_backends_hf.training.step import optimizer_step

@@ -20,7 +20,6 @@ from rl_train.data.concat import ConcatDataset
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_classes import make_dataset
-from rl_train.data.dataset_config import OnBadRow, OnTooLong
 from rl_train.data.holdout import Subset, held_out, row_location
 from rl_train.data.messages import DatumSpec
 from rl_train.data.mixing import Mixture
@@ -33,6 +32,7 @@ from rl_train.data.processors import (
     prompt_datum,
 )
 from rl_train.data.record_functions import load_function
+from rl_train.data.row_sections import OnBadRow, OnTooLong
 from rl_train.data.task_choice import choose_tasks
 from rl_train.data.tokenized_rows import TokenizedRows
 from rl_train.tools.task_tools import TaskTools

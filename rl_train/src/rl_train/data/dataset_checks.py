@@ -13,9 +13,9 @@ from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig
-from rl_train.data.dataset_config import JsonLinesSource, OnBadRow, PreferenceFields, RecordFields, RowsConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed
 from rl_train.data.record_functions import PACKAGED
+from rl_train.data.row_sections import JsonLinesSource, OnBadRow, PreferenceFields, RecordFields, RowsConfig
 from rl_train.prompts.prompt_files import prompt_problem
 
 

@@ -15,9 +15,9 @@ from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record
 from rl_train.data.conversations import Messages, kind_of, paired_text, read_messages, with_system_prompt, without_answer
-from rl_train.data.dataset_config import RecordFields
 from rl_train.data.record_functions import form_hint, load_record_function
 from rl_train.data.records import Records, Rows
+from rl_train.data.row_sections import RecordFields
 from rl_train.data.sources import open_rows
 from rl_train.data.tool_calls import check_tool_use, read_tools, tools_of
 from rl_train.prompts.templates import PromptTemplate, load_prompt

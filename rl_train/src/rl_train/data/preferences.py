@@ -10,9 +10,9 @@ from typing import Any, NotRequired, TypedDict
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt
-from rl_train.data.dataset_config import PreferenceFields
 from rl_train.data.record_functions import load_record_function
 from rl_train.data.records import Records, Rows
+from rl_train.data.row_sections import PreferenceFields
 from rl_train.data.sources import open_rows
 from rl_train.data.tool_calls import check_tool_use, tools_of
 from rl_train.user_code import reporting_errors

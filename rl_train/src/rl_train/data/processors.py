@@ -9,7 +9,6 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
-from rl_train.data.dataset_config import OnTooLong
 from rl_train.data.messages import (
     DatumSpec,
     MessageLog,
@@ -18,6 +17,7 @@ from rl_train.data.messages import (
     get_formatted_message_log,
     trained_messages,
 )
+from rl_train.data.row_sections import OnTooLong
 
 _ALWAYS_TOKENIZED = 1_000_000
 _CHARACTERS_PER_TOKEN = 100

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
 from rl_core.errors import ConfigError, DataError
-from rl_train.data.dataset_config import OnBadRow
+from rl_train.data.row_sections import OnBadRow
 
 RecordT = TypeVar("RecordT")
 RecordT_co = TypeVar("RecordT_co", covariant=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
-from rl_train.data.dataset_config import HuggingFaceSource, JsonLinesSource, ParquetSource, RowsConfig
 from rl_train.data.json_lines import JsonLines
 from rl_train.data.records import Rows
+from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, ParquetSource, RowsConfig
 
 
 def open_rows(config: RowsConfig) -> Rows:

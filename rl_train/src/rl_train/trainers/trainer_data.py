@@ -20,7 +20,12 @@ from rl_train.config.aliases import expand_data_paths
 from rl_train.config.schema import DataConfig
 from rl_train.config.section_models import section_of
 from rl_train.data.arrow_rows import ArrowRows, is_dataset_dict, is_table
-from rl_train.data.dataset_config import (
+from rl_train.data.datasets import RecordDataset
+from rl_train.data.json_lines import csv_problem
+from rl_train.data.preferences import PreferenceDataset
+from rl_train.data.record_functions import form_hint
+from rl_train.data.records import Records, Rows
+from rl_train.data.row_sections import (
     HuggingFaceSource,
     JsonLinesSource,
     ParquetSource,
@@ -28,11 +33,6 @@ from rl_train.data.dataset_config import (
     RecordFields,
     RowsConfig,
 )
-from rl_train.data.datasets import RecordDataset
-from rl_train.data.json_lines import csv_problem
-from rl_train.data.preferences import PreferenceDataset
-from rl_train.data.record_functions import form_hint
-from rl_train.data.records import Records, Rows
 from rl_train.data.sources import open_rows
 from rl_train.path_lookup import looks_like_path
 

@@ -1,0 +1,96 @@
+"""Finds the linear layers that LoRA adapts, by the names in the config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rl_backends_hf.model_options import ALL_LINEAR, LoRAConfig
+from rl_backends_hf.scoring.scalar_head import HEAD_NAME, scalar_head
+from rl_core.errors import UserError
+from rl_core.plugins.component import did_you_mean
+from rl_core.training.heads import Head
+
+
+def check_targets(model: PreTrainedModel, config: LoRAConfig, *, head: Head) -> None:
+    """Reject names that match nothing and modules that cannot be adapted.
+
+    Args:
+        model: a plain model, possibly without weights (device `meta`).
+        config: `policy.hf_cfg.lora`.
+        head: the model's head type.
+
+    Raises:
+        UserError: as `LoraAdapters`.
+    """
+    lora_targets(model, config, head=scalar_head(model) if head == "scalar" else model.get_output_embeddings())
+
+
+def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module | None) -> set[str]:
+    """Names of the linear layers to adapt; rejects names that match nothing, and modules that cannot be adapted."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head}
+    excluded = _matching_modules(config.exclude_modules or [], modules, linear, key="exclude_modules")
+    if config.target_modules == ALL_LINEAR:
+        targets = set(linear)
+    else:
+        targets = _matching_modules(config.target_modules, modules, linear, key="target_modules")
+    for name in sorted(targets - excluded - linear):
+        _reject_module(name, modules[name], is_head=modules[name] is head)
+    if not targets - excluded:
+        raise UserError(
+            "`policy.hf_cfg.lora`: exclude_modules excludes all modules of target_modules, so nothing would be trained."
+        )
+    return targets - excluded
+
+
+def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Module], linear: set[str], *, key: str) -> set[str]:
+    """Names of the modules that peft would match: full names or suffixes in a list, or a regular expression for full names."""
+    if isinstance(wanted, str):
+        try:
+            matching_names = {name for name in modules if re.fullmatch(wanted, name)}
+        except re.error as error:
+            raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is not a regular expression: {error}.") from error
+        if not matching_names:
+            raise _no_match_error(wanted, linear, key=key, how="as a regular expression for full module names ")
+        return matching_names
+    matching_names = set()
+    for each in wanted:
+        matching = {name for name in modules if name == each or name.endswith(f".{each}")}
+        if not matching:
+            raise _no_match_error(each, linear, key=key, how="")
+        matching_names |= matching
+    return matching_names
+
+
+def _no_match_error(wanted: str, linear: set[str], *, key: str, how: str) -> UserError:
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    return UserError(
+        f"`policy.hf_cfg.lora.{key}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
+        f"layers are {', '.join(ends)} (one is {sorted(linear)[0]})."
+        if linear
+        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer except its head."
+    )
+
+
+def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
+    if is_head and name == HEAD_NAME:
+        raise UserError(
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, which is trained in full. Leave it out; "
+            f"{ALL_LINEAR!r} means all other linear layers."
+        )
+    if is_head:
+        raise UserError(
+            f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, which cannot be adapted: log-probabilities are "
+            f"computed in chunks from its plain matrix. Leave it out; {ALL_LINEAR!r} means all other linear layers."
+        )
+    inside = sorted({key.rpartition(".")[2] for key, child in module.named_modules() if key and isinstance(child, nn.Linear)})
+    hint = f" Name the linear layers in it: {', '.join(inside)}." if inside else ""
+    raise UserError(
+        f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, but only linear layers can be adapted."
+        f"{hint}"
+    )

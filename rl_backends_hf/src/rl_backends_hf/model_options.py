@@ -1,0 +1,117 @@
+"""How the Transformers backend loads a model, and its adapters (`hf_cfg`). Does not import torch."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from pydantic import Field, model_validator
+
+from rl_core.config.schema import Section
+
+ALL_LINEAR: Final = "all-linear"
+NEEDS_PEFT: Final = (
+    "`policy.hf_cfg.lora` needs peft ({reason}). Install it with `pip install 'rl-backends-hf[lora]'`, or leave `lora` out to "
+    "train all weights."
+)
+
+
+class HFModelConfig(Section):
+    """How a Transformers model is loaded."""
+
+    trust_remote_code: bool = False
+    """Whether to run Python code that comes with the model."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """Attention kernel; `sdpa` by default."""
+    device_map: str | dict[str, Any] | None = None
+    """`auto`, `cpu`, `cuda` or a device map of Transformers; defaults to the device of the rank."""
+    load_in_8bit: bool = False
+    """Whether to quantize frozen weights to 8 bits (bitsandbytes, GPU)."""
+    load_in_4bit: bool = False
+    """Whether to quantize frozen weights to 4 bits (bitsandbytes, GPU)."""
+    config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the model's config to replace, such as `attention_dropout`."""
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> HFModelConfig:
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("load_in_8bit and load_in_4bit cannot be combined: set only one of them")
+        return self
+
+
+_OTHER_NAMES: Final = {
+    "r": "rank",
+    "dim": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+}
+"""Names used by peft and others that a spelling suggestion would not find."""
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters (LoRA, by peft): train small matrices added to frozen linear layers instead of all weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the adapters: the number of rows of A and columns of B in W + scale * B A. Called `r` in peft."""
+    alpha: int = Field(default=32, ge=1)
+    """Numerator of the scale, alpha / rank. Called `lora_alpha` in peft."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout probability of an adapter's inputs in training. Must be 0 for algorithms that sample from the policy."""
+    target_modules: str | list[str] = ALL_LINEAR
+    """Linear layers to adapt: a list of names or name suffixes (`[q_proj, v_proj]`), a regular expression for full names, or
+    `all-linear`, which means all except the LM head."""
+    exclude_modules: str | list[str] | None = None
+    """Layers among `target_modules` to exclude; names or a regular expression, as in `target_modules`."""
+    use_rslora: bool = False
+    """Whether to use the scale alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
+    use_dora: bool = False
+    """Whether to train magnitude and direction of weights separately (DoRA): slightly better, and slower."""
+    seed: int = 0
+    """Seed of the random initial matrix of each adapter."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_other_names(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key in _OTHER_NAMES:
+                raise ValueError(f"`{key}` is called `{_OTHER_NAMES[key]}` here")
+            if key == "enabled":
+                raise ValueError("there is no `enabled`: the section itself enables LoRA, and `lora: null` disables it")
+        return given
+
+    @model_validator(mode="after")
+    def _check_target_modules(self) -> LoRAConfig:
+        if not self.target_modules:
+            raise ValueError(f"target_modules is empty, so nothing would be trained: name layers, or use {ALL_LINEAR!r}")
+        return self
+
+
+class HFConfig(HFModelConfig):
+    """`policy.hf_cfg`."""
+
+    data_parallel: Literal["replicate", "fsdp2"] = "replicate"
+    """How ranks share the work: `replicate` keeps a whole copy of the model on each rank and sums gradients; `fsdp2` shards
+    weights, gradients and optimizer state."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Number of positions for which the float32 logits of the LM head are in memory at one time."""
+    reference: bool = True
+    """Whether a reference policy is available: a frozen copy of the initial weights, made when it is first needed. With `lora`,
+    the adapters are disabled instead."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters with frozen base weights. By default, all weights are trained."""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> HFConfig:
+        if self.lora is None:
+            return self
+        if self.data_parallel == "fsdp2":
+            raise ValueError(
+                "lora requires data_parallel: replicate, because each refit merges adapters into unsharded weights; the "
+                "gradients and optimizer state that fsdp2 would shard are small with lora"
+            )
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if getattr(self, key):
+                raise ValueError(
+                    f"lora and {key} cannot be combined: a refit sends W + B A in full precision, which cannot be computed "
+                    f"from a quantized W. Remove {key}; policy.precision: bfloat16 halves the memory of the base model"
+                )
+        return self

@@ -1,0 +1,178 @@
+"""Base sections of the built-in datasets: where rows come from, and what their fields mean. Does not import torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import Field, model_validator
+
+from rl_core.config.paths import INPUT_PATH, NAME_OR_PATH
+from rl_core.config.schema import DatasetConfig
+
+
+class OnBadRow(StrEnum):
+    """How an invalid row is handled: end the run with the location of the row, or skip and count it."""
+
+    ERROR = "error"
+    SKIP = "skip"
+
+
+class OnTooLong(StrEnum):
+    """How a prompt over the limit is handled: truncate it and drop it from training (loss_multiplier 0), or end the run."""
+
+    DROP = "drop"
+    ERROR = "error"
+
+
+class RowsConfig(DatasetConfig):
+    """Base section of all sources of rows."""
+
+    on_bad_row: OnBadRow = Field(OnBadRow.ERROR, description="Whether an invalid row ends the run or is skipped and counted.")
+    record_fn: str | None = Field(
+        None,
+        description="Function that converts the fields of a row to a record, used instead of the keys below: a dotted path, "
+        "or `alpaca`, `gsm8k`, `record` or `sharegpt`.",
+    )
+
+    def changed(self) -> set[str]:
+        """The keys whose values differ from their defaults; a resolved config also states the defaults."""
+        return {key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()}
+
+
+class JsonLinesSource(RowsConfig):
+    """Rows of a JSON Lines file."""
+
+    path: Annotated[Path, INPUT_PATH] = Field(description="JSON Lines file: one JSON object per line.")
+
+
+class ParquetSource(RowsConfig):
+    """Rows of Parquet files."""
+
+    path: Annotated[Path, INPUT_PATH] = Field(
+        description="Parquet file, or a folder of `*.parquet` files, read in alphabetical order."
+    )
+
+
+class HuggingFaceSource(RowsConfig):
+    """Rows of a Hugging Face dataset."""
+
+    path: Annotated[str, NAME_OR_PATH] = Field(
+        description="Folder written by `save_to_disk`, folder of data files, or name of a dataset on the hub."
+    )
+    subset: str | None = Field(None, description="Configuration (subset) of the dataset.")
+    split: str | None = Field(None, description="Split of the dataset. Optional if there is only one.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a dataset on the hub.")
+
+
+class RecordFields(RowsConfig):
+    """Rows that are prompts, with or without answers, or conversations."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
+
+    input_key: str = Field("question", description="Field with the prompt: text, or a list of {role, content} messages.")
+    output_key: str | None = Field(
+        "expected_answer",
+        description="Field with the correct answer, which the environment receives as `expected_answer`. null for none. With "
+        "`response_key` and the default `expected_answer`, rows may lack the field.",
+    )
+    response_key: str | None = Field(
+        None,
+        description="Field with the assistant's response, text or a list of messages, appended to the prompt. Used for "
+        "supervised training.",
+    )
+    tools_key: str | None = Field(
+        "tools",
+        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
+        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
+        "disables tools.",
+    )
+    env_keys: tuple[str, ...] = Field((), description="Additional fields passed to the environment under their own names.")
+    stop_strings_key: str | None = Field(None, description="Field with a list of strings that end a completion.")
+    prompt: Annotated[str | None, NAME_OR_PATH] = Field(
+        None,
+        description="Prompt config for text inputs: a path, or the name of a packaged one such as `generic/math`. Its "
+        "placeholders are fields of the row. If it has only one placeholder and the row lacks that field, `input_key` is used "
+        "for it.",
+    )
+    examples_type: Annotated[str | None, NAME_OR_PATH] = Field(
+        None,
+        description="Few-shot examples of the prompt config: the name of a packaged list such as `math_worked`, or the path of "
+        "a YAML or JSON Lines file. Defaults to the examples of the prompt config.",
+    )
+    system_prompt: str | None = Field(
+        None, description="System message for every conversation that has none, replacing the one of the template."
+    )
+
+    @property
+    def names_tools(self) -> bool:
+        """Whether `tools_key` names a field other than the default, which rows must then have."""
+        return "tools_key" in self.changed()
+
+    @property
+    def may_lack_output(self) -> bool:
+        """Whether rows may lack the field of `output_key`."""
+        return self.response_key is not None and "output_key" not in self.changed()
+
+    @model_validator(mode="after")
+    def _keys_exclude_record_fn(self) -> RecordFields:
+        return _reject_keys_with_record_fn(self, {*RecordFields.model_fields} - {*RowsConfig.model_fields, "system_prompt"})
+
+
+class PreferenceFields(RowsConfig):
+    """Rows with a prompt, a chosen and a rejected answer."""
+
+    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "pairs"
+
+    prompt_key: str = Field(
+        "prompt",
+        description="Field with the prompt: text, or a list of {role, content} messages. If a row lacks it, the prompt is "
+        "the common beginning of both conversations.",
+    )
+    chosen_key: str = Field("chosen", description="Field with the better answer: text, or a list of messages.")
+    rejected_key: str = Field("rejected", description="Field with the worse answer, in the same format.")
+    tools_key: str | None = Field(
+        "tools",
+        description="Field with the tools available to the assistant, in OpenAI's format or as JSON text. With the default "
+        "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
+        "disables tools.",
+    )
+    completions_key: str = Field(
+        "completions",
+        description="For rows without a chosen answer: field with a list of {completion, rank}, where rank 0 is the best, or "
+        "of {completion, score}, where the highest score is the best.",
+    )
+    pairing: Literal["best_worst", "all"] = Field(
+        "best_worst",
+        description="`best_worst` pairs the best answer with the worst; `all` pairs every two answers that differ in rank or "
+        "score.",
+    )
+    margin_key: str = Field(
+        "margin",
+        description="Field with the margin of the pair, a number that reward model training subtracts from the difference of "
+        "the two scores; 0 for rows that lack it.",
+    )
+    system_prompt: str | None = Field(None, description="System message for every conversation that has none.")
+
+    @property
+    def names_tools(self) -> bool:
+        """Whether `tools_key` names a field other than the default, which rows must then have."""
+        return "tools_key" in self.changed()
+
+    @model_validator(mode="after")
+    def _keys_exclude_record_fn(self) -> PreferenceFields:
+        keys = {"prompt_key", "chosen_key", "rejected_key", "completions_key", "tools_key"}
+        return _reject_keys_with_record_fn(self, keys)
+
+
+ConfigT = TypeVar("ConfigT", bound=RowsConfig)
+
+
+def _reject_keys_with_record_fn(config: ConfigT, keys: set[str]) -> ConfigT:
+    unused = sorted(keys & config.changed())
+    if config.record_fn is not None and unused:
+        raise ValueError(
+            f"record_fn creates the records, so {', '.join(unused)} would have no effect: remove either record_fn or these keys"
+        )
+    return config
