@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rl_core.environments.thinking import final_text
 from rl_envs.arithmetic.environment import ArithmeticEnvironment
-from rl_envs.completions import final_text
 from rl_envs.guess.environment import GuessNumberEnvironment
 from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
 from rl_envs.reasoning_gym.environment import read_answer

@@ -1,23 +1,11 @@
-"""The part of a completion that is the answer of a model that thinks first. Lightweight imports only."""
+"""The visible characters of a completion. Lightweight imports only."""
 
 from __future__ import annotations
 
 import unicodedata
 
-_OPENING, _CLOSING = "<think>", "</think>"
 _FILLERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 """Letters and symbols of Unicode that are shown as a space."""
-
-
-def final_text(completion: str) -> str:
-    """The text after the last `</think>`: the answer without the reasoning.
-
-    The opening tag may be missing, because many chat templates write it in the prompt. If a `<think>` is not closed, the
-    completion ended while the model was thinking, so there is no answer: the result is empty. A completion without tags is
-    returned as it is.
-    """
-    text = completion.rpartition(_CLOSING)[2]
-    return "" if _OPENING in text else text
 
 
 def visible(text: str) -> str:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from rl_core.config.paths import NAME_OR_PATH
-from rl_core.config.python_sections import section_of_values
-from rl_core.config.schema import DatasetConfig, EnvironmentConfig, Section
+from rl_core.config.python_sections import read_section as read_section
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig
 from rl_core.config.template_kwargs import check_template_kwargs
-
-SectionT = TypeVar("SectionT", bound=Section)
-
-
-def read_section(model: type[SectionT], section: SectionT | Mapping[str, Any] | None) -> SectionT:
-    """The section as its model, from the model itself, a dict such as YAML contains, or None.
-
-    Raises:
-        ConfigError: A key is unknown or a value is not allowed; one line each.
-    """
-    if isinstance(section, model):
-        return section
-    return section_of_values(model, dict(section or {}), name="", who=model.__name__)
 
 
 class MathEnvironmentConfig(EnvironmentConfig):

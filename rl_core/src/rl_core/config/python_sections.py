@@ -16,6 +16,22 @@ from rl_core.errors import ConfigError
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
+def read_section(model: type[ModelT], section: ModelT | Mapping[str, Any] | None, *, who: str | None = None) -> ModelT:
+    """The section as its model, from the model itself, a dict such as YAML contains, or None.
+
+    Args:
+        model: The section's model.
+        section: The section.
+        who: The class that was called, named first in errors; the model by default.
+
+    Raises:
+        ConfigError: A key is unknown or a value is not allowed; one line each.
+    """
+    if isinstance(section, model):
+        return section
+    return section_of_values(model, dict(section or {}), name="", who=who or model.__name__)
+
+
 def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: str, who: str | None = None) -> ModelT:
     """The section as its model.
 

@@ -6,16 +6,16 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from typing import Any, ClassVar
 
-import torch
-
-from rl_core.config.python_sections import section_of_values
+from rl_core.config.python_sections import read_section
 from rl_core.config.tool_section import ToolEnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.environments.step_results import StepResult, environment_return, step_results
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
-from rl_core.interfaces.messages import Message, ToolCall, ToolSpec
+from rl_core.interfaces.messages import Message, PartsMessage, ToolCall, ToolSpec
 from rl_core.tools.runner import CallProblem, CallResult, CallRunner
 from rl_core.tools.specs import Tool
 
@@ -86,8 +86,8 @@ class ToolEnvironment(EnvironmentInterface):
         }
         if ended := [row for row in range(len(calls)) if row not in rows]:
             final = self.finish([message_log_batch[row] for row in ended], [_without_state(metadata[row]) for row in ended])
-            rows |= {row: _finished(final, number, states[row]) for number, row in enumerate(ended)}
-        return _joined([rows[row] for row in range(len(calls))])
+            rows |= {row: _finished(result, states[row]) for row, result in zip(ended, step_results(final), strict=True)}
+        return environment_return([rows[row] for row in range(len(calls))])
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -107,38 +107,31 @@ class ToolEnvironment(EnvironmentInterface):
 
     @classmethod
     def _read(cls, config: Any) -> ToolEnvironmentConfig:
-        if isinstance(config, cls.config_class):
-            return config
-        return section_of_values(cls.config_class, dict(config or {}), name="", who=cls.__name__)
+        section: ToolEnvironmentConfig = read_section(cls.config_class, config, who=cls.__name__)
+        return section
 
-    def _called(self, calls: Sequence[ToolCall], results: Sequence[CallResult], info: Any, state: Mapping[str, Any]) -> _Row:
+    def _called(
+        self, calls: Sequence[ToolCall], results: Sequence[CallResult], info: Any, state: Mapping[str, Any]
+    ) -> StepResult:
         problems = [result.problem.value for result in results if result.problem is not None]
         after = {
             "turns": state["turns"] + 1,
             "calls": state["calls"] + len(calls),
             "problems": dict(Counter(state["problems"]) + Counter(problems)),
         }
-        messages: list[Message] = [result.message(call) for call, result in zip(calls, results, strict=True)]
+        messages: list[Message | PartsMessage] = [result.message(call) for call, result in zip(calls, results, strict=True)]
         penalty = self.config.invalid_call_penalty
         rewards = {PENALTY: -penalty * len(problems)} if penalty and problems else {}
         broken = next((result.content for result in results if result.is_unavailable), None)
         if broken is not None:
             _log.warning("%s: a row has failed, because a tool is unavailable: %s", type(self).__name__, broken)
-        ended = broken is not None
-        return _Row(messages, {**(info or {}), _STATE: after}, None, rewards, ended, None, is_scored=not ended, failure=broken)
-
-
-class _Row(NamedTuple):
-    """One row of an `EnvironmentReturn`; a row of which a reward is missing gets 0.0 for it."""
-
-    observation: Any
-    metadata: Any
-    stops: list[str] | None
-    rewards: Mapping[str, float]
-    ended: bool
-    answer: str | None
-    is_scored: bool = True
-    failure: str | None = None
+        return StepResult(
+            observation=messages,
+            metadata={**(info or {}), _STATE: after},
+            rewards=rewards,
+            terminated=broken is not None,
+            failure=broken,
+        )
 
 
 def _by_name(functions: Sequence[Callable[..., Any]], who: str) -> dict[str, Tool]:
@@ -167,29 +160,7 @@ def _without_state(info: Any) -> Any:
     return {key: value for key, value in info.items() if key != _STATE} if isinstance(info, Mapping) else info
 
 
-def _finished(final: EnvironmentReturn, row: int, state: Mapping[str, Any]) -> _Row:
-    """Row `row` of what `finish` returned, with the state of the tools."""
-    parts = final.rewards if isinstance(final.rewards, Mapping) else {"reward": torch.as_tensor(final.rewards)}
-    rewards = {name: float(values[row]) for name, values in parts.items()}
-    info = final.metadata[row]
-    kept = info if info is None or not isinstance(info, Mapping) else {**info, _STATE: dict(state)}
-    answer = None if final.answers is None else final.answers[row]
-    ended = bool(final.terminateds[row])
-    is_scored = final.scored is None or bool(final.scored[row])
-    failure = None if final.failures is None else final.failures[row]
-    return _Row(final.observations[row], kept, final.next_stop_strings[row], rewards, ended, answer, is_scored, failure)
-
-
-def _joined(rows: Sequence[_Row]) -> EnvironmentReturn:
-    names = dict.fromkeys(name for row in rows for name in row.rewards)
-    named = {name: torch.tensor([row.rewards.get(name, 0.0) for row in rows], dtype=torch.float32) for name in names}
-    return EnvironmentReturn(
-        observations=[row.observation for row in rows],
-        metadata=[row.metadata for row in rows],
-        next_stop_strings=[row.stops for row in rows],
-        rewards=named["reward"] if list(named) == ["reward"] else named,
-        terminateds=torch.tensor([row.ended for row in rows], dtype=torch.float32),
-        answers=[row.answer for row in rows],
-        scored=torch.tensor([row.is_scored for row in rows]),
-        failures=[row.failure for row in rows],
-    )
+def _finished(result: StepResult, state: Mapping[str, Any]) -> StepResult:
+    """A result of `finish`, with the state of the tools in its metadata."""
+    info = result.metadata
+    return replace(result, metadata={**info, _STATE: dict(state)}) if isinstance(info, Mapping) else result

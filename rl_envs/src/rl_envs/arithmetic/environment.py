@@ -6,80 +6,50 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.environments import Score, ScorerEnvironment
 from rl_core.errors import DataError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.completions import final_text
-from rl_envs.config import ArithmeticEnvironmentConfig, read_section
+from rl_envs.config import ArithmeticEnvironmentConfig
 from rl_envs.math.boxes import last_box
-from rl_envs.single_turn import correctness_replies, ended
 
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
-class ArithmeticEnvironment(EnvironmentInterface):
+class ArithmeticEnvironment(ScorerEnvironment):
     r"""Checks the answers to `ArithmeticDataset`.
 
     In the plain style, a completion is correct if it is exactly the number, ignoring surrounding white space: `046`, `+46` and
     `46 or 47` are wrong if `46` is expected. In the chat style (`in_box` in the row's metadata), the last `\boxed{}` must
-    contain exactly the number.
+    contain exactly the number. Metrics: `accuracy`, and `number_frac`, the fraction of answers that are whole numbers.
 
     Args:
         config: `ArithmeticEnvironmentConfig`, a dict of its keys, or None for its defaults.
     """
 
-    def __init__(self, config: ArithmeticEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(ArithmeticEnvironmentConfig, config)
+    config_class = ArithmeticEnvironmentConfig
+    config: ArithmeticEnvironmentConfig
 
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        """Score B conversations by their last message; every row ends.
-
-        Returns:
-            Rewards [B] float32: 1.0 if correct, plus `format_reward` if the answer is a whole number, correct or not.
+    def score(self, text: str, info: Mapping[str, Any]) -> Score:
+        """1.0 if correct, plus `format_reward` if the answer is a whole number, correct or not.
 
         Raises:
-            DataError: A row's metadata has no `expected_answer`.
+            DataError: The row's metadata has no `expected_answer`.
         """
-        answers = [
-            read_number(log[-1]["content"], in_box=bool(_field(info, "in_box", default=False)))
-            for log, info in zip(message_log_batch, metadata, strict=True)
-        ]
-        correct = [answer == str(_field(info, "expected_answer")) for answer, info in zip(answers, metadata, strict=True)]
-        rewards = [
-            float(is_right) + self.config.format_reward * (answer is not None)
-            for is_right, answer in zip(correct, answers, strict=True)
-        ]
-        return ended(
-            rewards,
-            [{**info, "right": is_right} for info, is_right in zip(metadata, correct, strict=True)],
-            replies=correctness_replies(correct),
-            answers=answers,
+        if "expected_answer" not in info:
+            raise DataError(
+                f"the metadata has no 'expected_answer': found {info!r}. Records of the dataset `arithmetic` have it."
+            )
+        answer = read_number(text, in_box=bool(info.get("in_box")))
+        is_right = answer == str(info["expected_answer"])
+        return Score(
+            float(is_right) + self.config.format_reward * (answer is not None),
+            {"accuracy": is_right, "number_frac": answer is not None},
+            answer=answer,
+            reply="correct" if is_right else "incorrect",
         )
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`, and `number_frac` if the batch has the `answers` of `step`."""
-        states = batch["extra_env_info"]
-        metrics: dict[str, float | int] = {"accuracy": sum(state["right"] for state in states) / len(states)}
-        if "answers" in batch:
-            metrics["number_frac"] = sum(answer is not None for answer in batch["answers"]) / len(batch["answers"])
-        return batch, metrics
 
-
-def read_number(completion: str, *, in_box: bool) -> str | None:
-    """The whole number that the answer (or its last box) consists of, as written; None for anything else."""
-    text = final_text(completion)
-    if in_box:
-        box = last_box(text)
-        if box is None:
-            return None
-        text = box
-    number = _NUMBER.fullmatch(text.strip())
+def read_number(text: str, *, in_box: bool) -> str | None:
+    """The whole number that an answer (or its last box) consists of, as written; None for anything else."""
+    written = last_box(text) if in_box else text
+    number = _NUMBER.fullmatch(written.strip()) if written is not None else None
     return None if number is None else number.group()
-
-
-def _field(info: Any, name: str, *, default: Any = None) -> Any:
-    if not isinstance(info, Mapping) or (name not in info and default is None):
-        raise DataError(f"A row's metadata has no {name!r}: found {info!r}. Records of the dataset `arithmetic` have it.")
-    return info.get(name, default)

@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from rl_core.config.python_sections import read_section
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.environments import StepResult, environment_return, final_text
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.completions import final_text
-from rl_envs.config import GuessNumberEnvironmentConfig, read_section
+from rl_envs.config import GuessNumberEnvironmentConfig
 
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -39,22 +38,8 @@ class GuessNumberEnvironment(EnvironmentInterface):
         Raises:
             DataError: A row's metadata has no `secret`.
         """
-        guesses = [_read_guess(log[-1]["content"]) for log in message_log_batch]
-        secrets = [_secret(info) for info in metadata]
-        counts = [info.get("guesses", 0) + 1 for info in metadata]
-        hits = [guess == secret for guess, secret in zip(guesses, secrets, strict=True)]
-        ends = [hit or count >= self.config.max_guesses for hit, count in zip(hits, counts, strict=True)]
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": self._reply(guess, secret)}
-                for guess, secret in zip(guesses, secrets, strict=True)
-            ],
-            metadata=[{**info, "guesses": count, "won": hit} for info, count, hit in zip(metadata, counts, hits, strict=True)],
-            next_stop_strings=[None] * len(guesses),
-            rewards=torch.tensor(hits, dtype=torch.float32),
-            terminateds=torch.tensor(ends, dtype=torch.float32),
-            answers=[None if guess is None else str(guess) for guess in guesses],
-        )
+        rows = zip(message_log_batch, metadata, strict=True)
+        return environment_return([self._turn(log[-1]["content"], info) for log, info in rows])
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -65,6 +50,17 @@ class GuessNumberEnvironment(EnvironmentInterface):
             "accuracy": sum(state["won"] for state in states) / len(states),
             "mean_guesses": sum(state["guesses"] for state in states) / len(states),
         }
+
+    def _turn(self, message: str, info: Any) -> StepResult:
+        secret, guess = _secret(info), _read_guess(message)
+        is_hit, count = guess == secret, info.get("guesses", 0) + 1
+        return StepResult(
+            observation={"role": "environment", "content": self._reply(guess, secret)},
+            metadata={**info, "guesses": count, "won": is_hit},
+            rewards={"reward": float(is_hit)},
+            terminated=is_hit or count >= self.config.max_guesses,
+            answer=None if guess is None else str(guess),
+        )
 
     def _reply(self, guess: int | None, secret: int) -> str:
         if guess is None:

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.environments import Score, ScorerEnvironment, final_text
 from rl_core.errors import DataError, RLCoreError
 from rl_core.event_loop import EventLoopThread
 from rl_core.http import HttpClient, HttpError, RequestLimits
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.completions import final_text, is_blank
-from rl_envs.config import read_section
+from rl_core.interfaces.environment import Conversation
+from rl_envs.completions import is_blank
 from rl_envs.judge.config import JudgeEnvironmentConfig
 from rl_envs.judge.prompt import judge_prompt
 from rl_envs.judge.score import read_score
-from rl_envs.single_turn import ended
 
 JUDGE_KEY = "judge"
 """Metadata key of the judge's reply, score and usage."""
@@ -24,7 +23,7 @@ JUDGE_KEY = "judge"
 _CUT = ("length", "content_filter")
 
 
-class JudgeEnvironment(EnvironmentInterface):
+class JudgeEnvironment(ScorerEnvironment):
     """Rewards the judge's score, mapped from `min_score` ... `max_score` to 0.0 ... 1.0; every row ends.
 
     A row whose reply has no valid score or was cut, or whose request failed after all retries, is not scored. A blank answer
@@ -36,8 +35,11 @@ class JudgeEnvironment(EnvironmentInterface):
         config: `JudgeEnvironmentConfig`, or a dict of its keys.
     """
 
+    config_class = JudgeEnvironmentConfig
+    config: JudgeEnvironmentConfig
+
     def __init__(self, config: JudgeEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.config = read_section(JudgeEnvironmentConfig, config)
+        super().__init__(config)
         self._client = HttpClient(
             base_url=self.config.base_url,
             api_key=self.config.api_key,
@@ -52,7 +54,7 @@ class JudgeEnvironment(EnvironmentInterface):
         self._failures_in_a_row = 0
         self._is_closed = False
 
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+    def score_batch(self, message_log_batch: list[Conversation], metadata: list[Any]) -> list[Score]:
         """Score B answers with concurrent requests.
 
         Raises:
@@ -65,14 +67,7 @@ class JudgeEnvironment(EnvironmentInterface):
             None if is_blank(answer) else self._prompt(log, answer, info)
             for log, answer, info in zip(message_log_batch, answers, metadata, strict=True)
         ]
-        judged = self._loop.run(self._judge_all(prompts, answers))
-        scores = [each["score"] for each in judged]
-        lowest, highest = self.config.min_score, self.config.max_score
-        return ended(
-            [0.0 if score is None else (score - lowest) / (highest - lowest) for score in scores],
-            [{**(info or {}), JUDGE_KEY: each} for info, each in zip(metadata, judged, strict=True)],
-            scored=[score is not None for score in scores],
-        )
+        return [self._score(judged) for judged in self._loop.run(self._judge_all(prompts, answers))]
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -95,7 +90,12 @@ class JudgeEnvironment(EnvironmentInterface):
             self._loop.run(self._client.close())
             self._loop.close()
 
-    def _prompt(self, log: list[Message], answer: str, info: Any) -> str:
+    def _score(self, judged: Mapping[str, Any]) -> Score:
+        score, lowest, highest = judged["score"], self.config.min_score, self.config.max_score
+        reward = 0.0 if score is None else (score - lowest) / (highest - lowest)
+        return Score(reward, metadata={JUDGE_KEY: judged}, scored=score is not None)
+
+    def _prompt(self, log: Conversation, answer: str, info: Any) -> str:
         reference = info.get("expected_answer") if isinstance(info, Mapping) else None
         if reference is None and "{reference}" in (self.config.prompt or ""):
             raise DataError(

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.environments import Score, ScorerEnvironment, final_text
 from rl_core.errors import DataError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.completions import final_text
-from rl_envs.config import MathEnvironmentConfig, read_section
+from rl_core.interfaces.environment import Conversation
+from rl_envs.config import MathEnvironmentConfig
 from rl_envs.math.asked_units import units_of_answer
 from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
 from rl_envs.math.lowest_terms import needs_lowest_terms
-from rl_envs.single_turn import correctness_replies, ended
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
 """Metadata keys of the expected answer; the first one found is used."""
@@ -26,7 +25,7 @@ _ENOUGH_ROWS = 16
 _log = logging.getLogger("rlcore.math")
 
 
-class MathEnvironment(EnvironmentInterface):
+class MathEnvironment(ScorerEnvironment):
     r"""Compares final answers symbolically: `\boxed{\frac12}` is right if `0.5` is expected. See `docs/math.md`.
 
     Each row's metadata contains `expected_answer` (or `ground_truth`). `step` adds `grading`, the outcome of the comparison:
@@ -38,8 +37,11 @@ class MathEnvironment(EnvironmentInterface):
             number of environment workers; each has `num_processes` grading processes.
     """
 
+    config_class = MathEnvironmentConfig
+    config: MathEnvironmentConfig
+
     def __init__(self, config: MathEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(MathEnvironmentConfig, config)
+        super().__init__(config)
         self._pool = GradingPool(
             num_processes=self.config.num_processes,
             timeout_s=self.config.timeout_s,
@@ -48,11 +50,8 @@ class MathEnvironment(EnvironmentInterface):
         )
         self._rows_without_box = 0
 
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        """Score B conversations by their last message; every row ends.
-
-        Returns:
-            Rewards [B] float32, 1.0 or 0.0; `answers` has the extracted answers, None for no answer.
+    def score_batch(self, message_log_batch: list[Conversation], metadata: list[Any]) -> list[Score]:
+        """Compare B answers: 1.0 or 0.0.
 
         Raises:
             DataError: A row's metadata has no expected answer.
@@ -68,17 +67,16 @@ class MathEnvironment(EnvironmentInterface):
         ]
         results = self._pool.grade(questions)
         self._report_missing_boxes(message_log_batch, results)
-        correct = [result.outcome is Outcome.RIGHT for result in results]
-        return ended(
-            correct,
-            [
-                {**info, "grading": result.outcome.value, "boxed": result.boxed}
-                for info, result in zip(metadata, results, strict=True)
-            ],
-            replies=correctness_replies(correct),
-            answers=[result.answer for result in results],
-            failures=[result.failure for result in results],
-        )
+        return [
+            Score(
+                float(result.outcome is Outcome.RIGHT),
+                answer=result.answer,
+                metadata={"grading": result.outcome.value, "boxed": result.boxed},
+                reply="correct" if result.outcome is Outcome.RIGHT else "incorrect",
+                failure=result.failure,
+            )
+            for result in results
+        ]
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -100,7 +98,7 @@ class MathEnvironment(EnvironmentInterface):
         metrics["failures"] = outcomes.count(Outcome.FAILED)
         return batch, metrics
 
-    def _report_missing_boxes(self, conversations: list[list[Message]], results: Sequence[GradingResult]) -> None:
+    def _report_missing_boxes(self, conversations: list[Conversation], results: Sequence[GradingResult]) -> None:
         """Warn once if no completion has a box and the prompts do not ask for one: every reward would be 0."""
         if not self.config.require_box or self._rows_without_box >= _ENOUGH_ROWS:
             return
@@ -124,7 +122,7 @@ class MathEnvironment(EnvironmentInterface):
         self._pool.shutdown()
 
 
-def _question(log: list[Message]) -> str:
+def _question(log: Conversation) -> str:
     """The user's last message before the answer; empty without one."""
     return next((str(message["content"]) for message in reversed(log[:-1]) if message["role"] == "user"), "")
 

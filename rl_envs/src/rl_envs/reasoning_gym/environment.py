@@ -8,14 +8,10 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.environments import Score, ScorerEnvironment, final_text
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.completions import final_text
-from rl_envs.config import read_section
 from rl_envs.grading_process import Ending, GradingProcess
 from rl_envs.reasoning_gym.config import ReasoningGymEnvironmentConfig
-from rl_envs.single_turn import ended
 
 _log = logging.getLogger("rlcore.reasoning_gym")
 _SHOWN_CHARS = 200
@@ -23,65 +19,60 @@ SCORE_KEY = "score"
 """Metadata key of the score."""
 
 
-class ReasoningGymEnvironment(EnvironmentInterface):
+class ReasoningGymEnvironment(ScorerEnvironment):
     """Rewards an answer with 1.0 if the scorer of its task gives it the full score, else with 0.0.
 
     With `reward: score`, the reward is the score itself, which many scorers also give to wrong answers.
 
     A row's metadata contains `task`, `params` and `entry`, as `ReasoningGymDataset` writes them; `step` adds `score`, None if
     the answer made the scorer raise or exceed a limit, which counts as 0.0. Scorers run in a process with limits of CPU time
-    and memory, because some evaluate the answer as a Python expression; these do not get answers that could be code.
+    and memory, because some evaluate the answer as a Python expression; these do not get answers that could be code. Metrics:
+    `accuracy`, the fraction of answers with the full score; `score_mean`; `answered_frac`; `scorer_failed_frac`.
 
     Args:
         config: `ReasoningGymEnvironmentConfig`, a dict of its keys, or None for its defaults.
     """
 
+    config_class = ReasoningGymEnvironmentConfig
+    config: ReasoningGymEnvironmentConfig
+
     def __init__(self, config: ReasoningGymEnvironmentConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(ReasoningGymEnvironmentConfig, config)
+        super().__init__(config)
         self._process = GradingProcess("rl_envs.reasoning_gym.worker")
         self._failed: set[str] = set()
         """Tasks whose scorers have raised."""
 
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        """Score B answers.
+    def score(self, text: str, info: Mapping[str, Any]) -> Score:
+        """Score an answer.
 
         Raises:
-            DataError: the metadata of a row has no entry of a task.
+            DataError: the metadata of the row has no entry of a task.
         """
-        answers = [read_answer(str(log[-1]["content"]), self.config.answer_tag) for log in message_log_batch]
-        results = [self._score(answer, info) for answer, info in zip(answers, metadata, strict=True)]
-        scores = [None if isinstance(each, Ending) else each for each in results]
-        return ended(
-            [self._reward(score) for score in scores],
-            [{**info, SCORE_KEY: score} for info, score in zip(metadata, scores, strict=True)],
-            answers=answers,
-            failures=[each.explain() if isinstance(each, Ending) and each.is_failure else None for each in results],
+        answer = read_answer(text, self.config.answer_tag)
+        graded = self._grade(answer, info)
+        score = None if isinstance(graded, Ending) else graded
+        is_full = score is not None and score >= 1.0
+        return Score(
+            float(is_full) if self.config.reward == "correct" else score or 0.0,
+            {
+                "accuracy": is_full,
+                "score_mean": score or 0.0,
+                "answered_frac": answer is not None,
+                "scorer_failed_frac": score is None,
+            },
+            answer=answer,
+            metadata={SCORE_KEY: score},
+            failure=graded.explain() if isinstance(graded, Ending) and graded.is_failure else None,
         )
-
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`: fraction of answers with the full score; `score_mean`; `answered_frac`; `scorer_failed_frac`."""
-        scores = [info[SCORE_KEY] for info in batch["extra_env_info"]]
-        rows = len(scores)
-        return batch, {
-            "accuracy": sum(map(_is_full, scores)) / rows,
-            "score_mean": sum(score or 0.0 for score in scores) / rows,
-            "answered_frac": sum(answer is not None for answer in batch["answers"]) / rows,
-            "scorer_failed_frac": sum(score is None for score in scores) / rows,
-        }
-
-    def _reward(self, score: float | None) -> float:
-        return float(_is_full(score)) if self.config.reward == "correct" else score or 0.0
 
     def shutdown(self) -> None:
         self._process.end()
 
-    def _score(self, answer: str | None, info: Any) -> float | Ending | None:
+    def _grade(self, answer: str | None, info: Mapping[str, Any]) -> float | Ending | None:
         """The score of an answer; None if the scorer raised, or how its process ended."""
-        if not isinstance(info, Mapping) or not {"task", "params", "entry"} <= info.keys():
+        if not {"task", "params", "entry"} <= info.keys():
             raise DataError(
-                "The metadata of a row of `reasoning_gym` needs `task`, `params` and `entry`: use the dataset `reasoning_gym`."
+                "the metadata of `reasoning_gym` needs `task`, `params` and `entry`: use the dataset `reasoning_gym`."
             )
         if answer is None:
             return 0.0
@@ -109,10 +100,6 @@ class ReasoningGymEnvironment(EnvironmentInterface):
                 error,
                 answer[:_SHOWN_CHARS],
             )
-
-
-def _is_full(score: float | None) -> bool:
-    return score is not None and score >= 1.0
 
 
 def read_answer(completion: str, tag: str | None) -> str | None:

@@ -9,18 +9,18 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.tokenizer import load_tokenizer
+from rl_core.environments import Score, ScorerEnvironment
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.config import RewardModelEnvironmentConfig, read_section
+from rl_core.interfaces.environment import Conversation
+from rl_envs.config import RewardModelEnvironmentConfig
 from rl_envs.reward_model.scorer import RewardModelScorer, reward_tokens
-from rl_envs.single_turn import ended
 
 SCORE_KEY = "reward_model"
 """Metadata key of the score."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class RewardModelEnvironment(EnvironmentInterface):
+class RewardModelEnvironment(ScorerEnvironment):
     """Scores whole conversations with the reward model's tokenizer and chat template; every row ends.
 
     The reward is `scale * (score - shift)`. `step` adds `reward_model` to a row's metadata: the `score`, and `is_cut` if the
@@ -34,8 +34,11 @@ class RewardModelEnvironment(EnvironmentInterface):
         UserError: `model_name` is not a reward model, or the device is not available.
     """
 
+    config_class = RewardModelEnvironmentConfig
+    config: RewardModelEnvironmentConfig
+
     def __init__(self, config: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.config = read_section(RewardModelEnvironmentConfig, config)
+        super().__init__(config)
         self._scorer = RewardModelScorer(
             self.config.model_name,
             dtype=_DTYPES[self.config.precision],
@@ -48,11 +51,8 @@ class RewardModelEnvironment(EnvironmentInterface):
             chat_template_kwargs=self.config.chat_template_kwargs,
         )
 
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+    def score_batch(self, message_log_batch: list[Conversation], metadata: list[Any]) -> list[Score]:
         """Score B conversations, prompt and answers together.
-
-        Returns:
-            Rewards [B] float32.
 
         Raises:
             DataError: A conversation has no tokens.
@@ -63,12 +63,11 @@ class RewardModelEnvironment(EnvironmentInterface):
                 raise DataError(f"A conversation has no tokens, so it cannot be scored: {log}")
         longest = self.config.max_length
         scores = self._scorer.scores([row[-longest:] for row in rows])
-        scored = [
-            {**(info or {}), SCORE_KEY: {"score": score, "is_cut": len(row) > longest}}
-            for info, score, row in zip(metadata, scores.tolist(), rows, strict=True)
+        rewards = self.config.scale * (scores - self.config.shift)
+        return [
+            Score(reward, metadata={SCORE_KEY: {"score": score, "is_cut": len(row) > longest}}, reply=f"{score:.3f}")
+            for row, score, reward in zip(rows, scores.tolist(), rewards.tolist(), strict=True)
         ]
-        replies = [f"{score:.3f}" for score in scores.tolist()]
-        return ended(self.config.scale * (scores - self.config.shift), scored, replies=replies)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]

@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from rl_core.config.python_sections import read_section
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.formatting import format_value
+from rl_core.environments import StepResult, environment_return, final_text
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.completions import final_text
-from rl_envs.config import read_section
 from rl_envs.sliding_puzzle.board import Board, can_be_solved, format_board, legal_moves, moved, solved
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
 
@@ -40,38 +38,8 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
         Raises:
             DataError: the metadata of a row has no `board`, or one that is solved or cannot be solved.
         """
-        boards = [_board(row, info) for row, info in enumerate(metadata)]
-        moves = [
-            _read_move(final_text(str(log[-1]["content"])), board) for log, board in zip(message_log_batch, boards, strict=True)
-        ]
-        after = [board if move is None else moved(board, move) for board, move in zip(boards, moves, strict=True)]
-        done = [board == solved(len(board)) for board in after]
-        states = [
-            {
-                **info,
-                "board": board,
-                "moves": info.get("moves", 0) + 1,
-                "illegal_moves": info.get("illegal_moves", 0) + (move is None),
-            }
-            for info, board, move in zip(metadata, after, moves, strict=True)
-        ]
-        penalty = self.config.illegal_move_penalty
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": _reply(move, before, board)}
-                for move, before, board in zip(moves, boards, after, strict=True)
-            ],
-            metadata=states,
-            next_stop_strings=[None] * len(moves),
-            rewards={
-                "solved": torch.tensor(done, dtype=torch.float32),
-                "illegal_moves": torch.tensor([0.0 - penalty if move is None else 0.0 for move in moves]),
-            },
-            terminateds=torch.tensor(
-                [won or state["moves"] >= self.config.max_moves for won, state in zip(done, states, strict=True)]
-            ),
-            answers=moves,
-        )
+        rows = enumerate(zip(message_log_batch, metadata, strict=True))
+        return environment_return([self._turn(row, str(log[-1]["content"]), info) for row, (log, info) in rows])
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -83,6 +51,27 @@ class SlidingPuzzleEnvironment(EnvironmentInterface):
             "mean_moves": sum(state["moves"] for state in states) / len(states),
             "mean_illegal_moves": sum(state["illegal_moves"] for state in states) / len(states),
         }
+
+    def _turn(self, row: int, message: str, info: Any) -> StepResult:
+        before = _board(row, info)
+        move = _read_move(final_text(message), before)
+        board = before if move is None else moved(before, move)
+        is_solved, moves, is_illegal = board == solved(len(board)), info.get("moves", 0) + 1, move is None
+        return StepResult(
+            observation={"role": "environment", "content": _reply(move, before, board)},
+            metadata={
+                **info,
+                "board": board,
+                "moves": moves,
+                "illegal_moves": info.get("illegal_moves", 0) + is_illegal,
+            },
+            rewards={
+                "solved": float(is_solved),
+                "illegal_moves": 0.0 - self.config.illegal_move_penalty if is_illegal else 0.0,
+            },
+            terminated=is_solved or moves >= self.config.max_moves,
+            answer=move,
+        )
 
 
 def _read_move(message: str, board: Board) -> str | None:

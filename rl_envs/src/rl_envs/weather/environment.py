@@ -6,50 +6,33 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.config.schema import EnvironmentConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.formatting import format_value
+from rl_core.environments import Score, ScorerEnvironment
 from rl_core.errors import DataError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_envs.completions import final_text
-from rl_envs.config import read_section
-from rl_envs.single_turn import ended
 
 _PREDICTION = re.compile(r"^(?:[^\S\n]|[*_#>-])*+prediction[\s*_]*:(.+)$", re.IGNORECASE | re.MULTILINE)
 
 
-class WeatherEnvironment(EnvironmentInterface):
+class WeatherEnvironment(ScorerEnvironment):
     """Rewards 1.0 if the last line `Prediction: ...` of the completion names the expected condition, else 0.0.
 
     The prompt config `weather/prediction` asks for that line. Case, punctuation and spaces around words do not matter. A row's
-    metadata contains `expected_answer`.
+    metadata contains `expected_answer`. Metrics: `accuracy`, and `predicted_frac`, the fraction of completions with a
+    prediction.
 
     Args:
         config: an environment section, a dict of its keys, or None for its defaults.
     """
 
-    def __init__(self, config: EnvironmentConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(EnvironmentConfig, config)
-
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        """Score B predictions; `answers` has each predicted condition, or None if there is no prediction.
+    def score(self, text: str, info: Mapping[str, Any]) -> Score:
+        """Score a prediction.
 
         Raises:
-            DataError: a row has no `expected_answer`, or one without letters and digits.
+            DataError: the row has no `expected_answer`, or one without letters and digits.
         """
-        predicted = [_read_prediction(final_text(str(log[-1]["content"]))) for log in message_log_batch]
-        correct = list(map(_is_right, range(len(predicted)), predicted, metadata))
-        return ended([float(each) for each in correct], metadata, answers=predicted)
-
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
-        """`accuracy`, and `predicted_frac`: the fraction of completions with a prediction."""
-        answers, states = batch["answers"], batch["extra_env_info"]
-        return batch, {
-            "accuracy": sum(map(_is_right, range(len(answers)), answers, states)) / len(answers),
-            "predicted_frac": sum(answer is not None for answer in answers) / len(answers),
-        }
+        expected, predicted = _expected(info), _read_prediction(text)
+        is_right = _normalized(predicted or "") == _normalized(expected)
+        return Score(float(is_right), {"accuracy": is_right, "predicted_frac": predicted is not None}, answer=predicted)
 
 
 def _read_prediction(text: str) -> str | None:
@@ -57,14 +40,10 @@ def _read_prediction(text: str) -> str | None:
     return matches[-1].strip(" \t*_.") if matches and matches[-1].strip(" \t*_.") else None
 
 
-def _is_right(row: int, answer: str | None, info: Any) -> bool:
-    return _normalized(answer or "") == _normalized(_expected(row, info))
-
-
-def _expected(row: int, info: Any) -> str:
-    expected = info.get("expected_answer") if isinstance(info, Mapping) else None
+def _expected(info: Mapping[str, Any]) -> str:
+    expected = info.get("expected_answer")
     if not isinstance(expected, str) or not _normalized(expected):
-        raise DataError(f"Row {row}: the metadata of `weather` needs the text `expected_answer`, found {format_value(info)}.")
+        raise DataError(f"the metadata of `weather` needs the text `expected_answer`, found {format_value(info)}.")
     return expected
 
 
