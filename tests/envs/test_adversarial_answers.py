@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from environment_steps import step_checked
 
 from rl_envs.arithmetic.environment import ArithmeticEnvironment
 from rl_envs.guess.environment import GuessNumberEnvironment
@@ -11,7 +12,6 @@ from rl_envs.reasoning_gym.environment import read_answer
 from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
 from rl_envs.tools.environment import ToolsEnvironment
 from rl_envs.weather.environment import WeatherEnvironment
-from rl_train.rollouts.environment_checks import step_checked
 
 NUMBER = 42
 LONG = 100_000

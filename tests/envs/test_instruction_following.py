@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_envs.instruction_following.constraints import CONSTRAINTS, follows, parameters_of
 from rl_envs.instruction_following.environment import InstructionFollowingEnvironment
 from rl_envs.instruction_following.text import bullets, capital_words, highlights, sentences, words
-from rl_train.rollouts.environment_checks import step_checked
 
 CASES = {
     # identifier: (parameters, answers that follow it, answers that do not)

@@ -3,13 +3,13 @@
 import pickle
 
 import pytest
+from environment_steps import step_checked
 from loopback_judge import reply, serving
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, RLCoreError
 from rl_core.http import HttpError
 from rl_envs.judge.environment import JudgeEnvironment
-from rl_train.rollouts.environment_checks import step_checked
 
 
 def judge(url, answers, rows=None, **config):

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from environment_steps import step_checked
 
 from rl_core.cluster.ports import free_port
 from rl_core.errors import ConfigError
 from rl_envs.tools.config import ToolsEnvironmentConfig
 from rl_envs.tools.environment import ToolsEnvironment
 from rl_envs.tools.mcp_connection import _LastErrors
-from rl_train.rollouts.environment_checks import step_checked
 
 pytest.importorskip("mcp", reason="pip install 'rl-envs[mcp]'")
 COMMAND = [sys.executable, str(Path(__file__).with_name("mcp_example_server.py"))]

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from environment_steps import step_checked
 
 from rl_envs.tools.environment import ToolsEnvironment
 from rl_sandbox.interface import SandboxError, SandboxUnavailableError
-from rl_train.rollouts.environment_checks import step_checked
 
 from .conftest import descendants, wait_until
 

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
@@ -13,7 +14,6 @@ from rl_envs.reasoning_gym.dataset import ReasoningGymDataset
 from rl_envs.reasoning_gym.environment import ReasoningGymEnvironment, read_answer
 from rl_envs.reasoning_gym.tasks import REFUSED
 from rl_envs.reasoning_gym.worker import could_be_code, non_finite_numbers
-from rl_train.rollouts.environment_checks import step_checked
 
 pytest.importorskip("reasoning_gym")
 

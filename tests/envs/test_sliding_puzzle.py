@@ -4,6 +4,7 @@ from collections import deque
 from itertools import permutations
 
 import pytest
+from environment_steps import step_checked
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
@@ -11,7 +12,6 @@ from rl_envs.sliding_puzzle.board import can_be_solved, format_board, legal_move
 from rl_envs.sliding_puzzle.config import SlidingPuzzleEnvironmentConfig
 from rl_envs.sliding_puzzle.dataset import SlidingPuzzleDataset
 from rl_envs.sliding_puzzle.environment import SlidingPuzzleEnvironment
-from rl_train.rollouts.environment_checks import step_checked
 
 
 def solution(board):

@@ -97,21 +97,19 @@ class Grader:
     def _grade(self, log: list[Any], record: dict[str, Any]) -> Grade:
         if self._environment is None:
             self._environment = self._make()
-        made = step_checked(self._environment, self.name, [log], [record])
-        answers = list(made.answers) if made.answers is not None else [None]
-        if made.scored is not None and not bool(made.scored[0]):
-            return Grade(predicted_answer=answers[0], is_correct=None)
-        named = made.rewards.values() if isinstance(made.rewards, Mapping) else [made.rewards]
+        [result] = step_checked(self._environment, self.name, [log], [record])
+        if not result.scored:
+            return Grade(predicted_answer=result.answer, is_correct=None)
         batch: BatchedDataDict[Any] = BatchedDataDict(
             {
-                "rewards": torch.stack(list(named)).sum(0),
+                "rewards": torch.tensor([sum(result.rewards.values())], dtype=torch.float32),
                 "truncated": torch.tensor([False]),
                 "message_log": [log],
-                "extra_env_info": [made.metadata[0]],
-                "answers": answers,
+                "extra_env_info": [result.metadata],
+                "answers": [result.answer],
                 "task_name": [self.name],
                 "idx": [0],
             }
         )
         accuracy = metrics_checked(self._environment, self.name, batch).get("accuracy")
-        return Grade(predicted_answer=answers[0], is_correct=None if accuracy is None else accuracy == 1.0)
+        return Grade(predicted_answer=result.answer, is_correct=None if accuracy is None else accuracy == 1.0)

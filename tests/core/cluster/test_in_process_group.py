@@ -57,10 +57,9 @@ def test_more_than_one_rank_is_refused():
         InProcessWorkerGroup(ContextFree, sharding=NamedSharding.grid(data=2))
 
 
-def test_the_in_process_pool_maps_in_order():
+def test_the_in_process_pool_runs_a_call_before_submit_returns():
     with InProcessPool(Scorer) as pool:
-        assert pool.map("square", [3, 1, 2]) == [9, 1, 4]
-        assert pool.run_one("square", 5) == 25
+        assert [pool.submit("square", x).result(0) for x in (3, 1, 2)] == [9, 1, 4]
 
 
 def test_the_in_process_group_needs_no_ray():

@@ -41,7 +41,7 @@ def test_workers_run_under_the_named_python(local_ray, tmp_path):
         assert Path(prefix) == folder
         assert pid != os.getpid()
         assert isolated.run_all("add", 2) == [2]
-        assert pool.map("square", [2]) == [4]
+        assert pool.submit("square", 2).result(60) == 4
     assert Path(sys.prefix) != folder
 
 

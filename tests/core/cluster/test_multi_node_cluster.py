@@ -97,7 +97,7 @@ def test_a_driver_that_joined_and_is_killed_leaves_nothing_on_the_nodes(nodes, c
         "    def spawn(self):\n"
         "        return subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
         "pool = ActorPool(None, Parent)\n"
-        "print('ready', pool.run_one('spawn'), *pool.pids(), flush=True)\n"
+        "print('ready', pool.submit('spawn').result(), *pool.pids(), flush=True)\n"
         "time.sleep(600)\n"
     )
     env = {**os.environ, "RAY_ADDRESS": nodes.address}
@@ -114,7 +114,7 @@ def test_a_driver_that_joined_and_is_killed_leaves_nothing_on_the_nodes(nodes, c
 
 def test_a_pool_on_the_cluster_serves_while_its_bundles_are_taken(cluster, group):
     with ActorPool(cluster, Worker, 2, {"base": 1}) as pool:
-        assert pool.map("add", [1, 2, 3]) == [2, 3, 4]
+        assert [pool.submit("add", x).result(60) for x in (1, 2, 3)] == [2, 3, 4]
 
 
 def started_processes():

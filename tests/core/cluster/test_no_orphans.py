@@ -37,7 +37,7 @@ if __name__ == "__main__":
     group = RayWorkerGroup(cluster, Parent)
     pool = ActorPool(cluster, Parent)
     group.run_all("spawn")
-    pool.run_one("spawn")
+    pool.submit("spawn").result()
     print("ready", flush=True)
     sys.stdin.readline()
     end = sys.argv[1]

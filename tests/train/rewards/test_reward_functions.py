@@ -5,13 +5,15 @@ import threading
 
 import pytest
 import torch
+from environment_steps import step_checked
 
+from rl_core.environments.step_results import named_rewards
 from rl_core.errors import ConfigError, DataError, RLCoreError
 from rl_core.interfaces import EnvironmentReturn
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rewards.functions import RewardFunctionError, reward_function
-from rl_train.rollouts.environment_checks import checked_metrics, checked_return, step_checked
+from rl_train.rollouts.environment_checks import checked_metrics, checked_return
 
 PROMPT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
 
@@ -22,7 +24,8 @@ def score(given, completions, metadata=None, *, as_messages=False):
     environment.as_messages = as_messages
     logs = [[*PROMPT, {"role": "assistant", "content": text}] for text in completions]
     try:
-        return step_checked(environment, "mine", logs, metadata or [{"expected_answer": "4"} for _ in completions])
+        made = step_checked(environment, "mine", logs, metadata or [{"expected_answer": "4"} for _ in completions])
+        return made._replace(rewards=named_rewards(made.rewards))
     finally:
         environment.shutdown()
 

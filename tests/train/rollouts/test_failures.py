@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, WorkerError
+from rl_core.environments.step_results import environment_return
+from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, WorkerDiedError, WorkerError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.algorithms.advantages import group_advantages
 from rl_train.data.dataloader import BatchedDataLoader
@@ -19,7 +20,7 @@ from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rollouts.collect import Collector, gather_or_cancel
-from rl_train.rollouts.environment_checks import checked_return, step_checked
+from rl_train.rollouts.environment_checks import checked_return, metrics_checked, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
 from rl_train.rollouts.records import rollout_records
@@ -149,10 +150,12 @@ def test_only_the_rows_that_an_environment_reports_as_failed_are_repeated(collec
 
 
 def test_a_reported_failure_counts_as_not_scored_for_direct_callers_and_must_be_text():
-    made = step_checked(Reporting({"q1": 1}), "t", [[{"role": "user", "content": q}] for q in ("q0", "q1")], [{}, {}])
-    assert made.scored.tolist() == [True, False]
+    results = step_checked(Reporting({"q1": 1}), "t", [[{"role": "user", "content": q}] for q in ("q0", "q1")], [{}, {}])
+    assert [result.scored for result in results] == [True, False]
     with pytest.raises(RLCoreError, match="returned 3 as failure of row 0"):
-        checked_return(made._replace(failures=[3, None]), rows=2, task_name="t", environment_class="Reporting")
+        checked_return(
+            environment_return(results)._replace(failures=[3, None]), rows=2, task_name="t", environment_class="Reporting"
+        )
 
 
 def test_without_retries_a_failed_call_masks_its_rows(collector, tokenizer):
@@ -356,6 +359,33 @@ def test_a_row_that_kills_its_worker_is_masked_and_the_rows_next_to_it_are_score
     assert [row.scored for row in rows] == [True, False, True]
     assert rows[1].failure == "WorkerDiedError: the environment's worker died"
     assert "died in step()" in rows[1].failure_details
+
+
+class DiesInMetrics(Fragile):
+    """Kills its own process the first times that metrics are computed."""
+
+    def __init__(self, folder, deaths):
+        super().__init__({})
+        self.folder, self.deaths = folder, deaths
+
+    def global_post_process_and_metrics(self, batch):
+        tries = len(list(self.folder.iterdir()))
+        if tries < self.deaths:
+            (self.folder / str(tries)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch, {"tries": tries}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("deaths", [2, 3])
+def test_metrics_whose_worker_dies_are_computed_again_at_most_twice(local_ray, tmp_path, deaths):
+    with ActorPool(None, DiesInMetrics, 1, {"folder": tmp_path, "deaths": deaths}, name="env.t") as pool:
+        environment = EnvironmentPool(pool, task_name="t", deadline_s=60.0)
+        if deaths == 2:
+            assert metrics_checked(environment, "t", {}) == {"tries": 2.0}
+        else:
+            with pytest.raises(WorkerDiedError, match=r"global_post_process_and_metrics\(\) failed"):
+                metrics_checked(environment, "t", {})
 
 
 async def cancelled_reward(completion):

@@ -1,4 +1,4 @@
-"""Identical actors that share a queue of calls; one that dies or hangs is replaced and its call run again.
+"""Identical actors that share a queue of calls; one that dies or hangs is replaced, and its calls fail.
 
 State that an actor keeps between calls is lost with it, so workers should be stateless, or nearly so. A thread per pool assigns
 calls to actors, so calls may be submitted from any thread, and none waits for calls that were submitted together with it.
@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_train.pools.pool import ActorKey, Pool, class_path
-from rl_train.pools.slots import Slot, SubmittedCall, too_many_retries
+from rl_train.pools.slots import Slot, SubmittedCall, too_many_starts
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
@@ -43,7 +43,7 @@ class ActorPool(Pool):
         num_actors: Number of actors.
         kwargs: Constructor arguments.
         deadline_s: Default deadline of a call; None for `deadlines.call_s`.
-        max_restarts: Maximum number of retries of a call after its actor died or exceeded its deadline.
+        max_restarts: Maximum number of times that a replacement of an actor is started again because its start failed.
         max_concurrency: Number of calls that an actor runs at the same time. Above 1, they run in threads.
         actor_options: Ray options of each actor; by default no CPU is reserved, so a pool fits on any node.
         env_vars: Environment variables of the actors; OMP_NUM_THREADS is 1 by default.
@@ -122,33 +122,20 @@ class ActorPool(Pool):
         """The process id of each actor, on its host."""
         return [slot.actor.identity.pid for slot in self._slots if slot.actor.identity is not None]
 
-    def submit(
-        self,
-        method: str,
-        *args: Any,
-        deadline_s: float | None = None,
-        max_restarts: int | None = None,
-        on: ActorKey | None = None,
-    ) -> Future[Any]:
-        return self._submit(self._call(method, args, f"{method}()", deadline_s, max_restarts=max_restarts, on=on))
-
-    def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
-        futures = [
-            self._submit(
-                self._call(method, call if isinstance(call, tuple) else (call,), f"call {i} of {method}()", deadline_s)
-            )
-            for i, call in enumerate(calls)
-        ]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            for future in futures:
-                future.cancel()
-        running = [future for future in futures if not future.cancelled()]
-        wait(running)
-        for future in running:
-            future.result()
-        return [future.result() for future in futures]
+    def submit(self, method: str, *args: Any, deadline_s: float | None = None, on: ActorKey | None = None) -> Future[Any]:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        call = SubmittedCall(method=method, args=args, deadline_s=deadline_s, on=on)
+        daemons.raise_if_dead()
+        with self._changed:
+            if self._closed:
+                raise UserError(f"pool '{self._name}' was shut down; {method}() cannot run on it")
+            self._waiting.append(call)
+            self._arrived = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"rlcore-pool-{self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return call.future
 
     def shutdown(self) -> None:
         with self._changed:
@@ -173,38 +160,6 @@ class ActorPool(Pool):
                 slot.actor.kill()
             wait_exited([slot.actor for slot in slots])
         self._lease.release()
-
-    def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        label: str,
-        deadline_s: float | None,
-        *,
-        max_restarts: int | None = None,
-        on: ActorKey | None = None,
-    ) -> SubmittedCall:
-        return SubmittedCall(
-            method=method,
-            args=args,
-            deadline_s=self._deadline_s if deadline_s is None else deadline_s,
-            max_restarts=self._max_restarts if max_restarts is None else max_restarts,
-            label=label,
-            on=on,
-        )
-
-    def _submit(self, call: SubmittedCall) -> Future[Any]:
-        daemons.raise_if_dead()
-        with self._changed:
-            if self._closed:
-                raise UserError(f"pool '{self._name}' was shut down; {call.method}() cannot run on it")
-            self._waiting.append(call)
-            self._arrived = True
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"rlcore-pool-{self._name}", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-        return call.future
 
     def _serve(self) -> None:
         """Assign calls to actors and pass on their results, until the pool is shut down."""
@@ -264,7 +219,7 @@ class ActorPool(Pool):
     def _assigned(self, call: SubmittedCall) -> bool:
         """Start a call on a free actor; False if it has to wait."""
         if call.on is not None and call.on not in self.actors:
-            call.settle(error=WorkerDiedError(f"pool '{self._name}': the actor that {call.label} must run on has died"))
+            call.settle(error=WorkerDiedError(f"pool '{self._name}': the actor that {call.method}() must run on has died"))
             return True
         free = [slot for slot in self._slots if slot.has_capacity(self._max_concurrency) and call.on in (None, slot.key)]
         if free and call.mark_running():
@@ -313,7 +268,7 @@ class ActorPool(Pool):
                 self._ended(index, ref)
 
     def _ended(self, index: int, ref: Any) -> None:
-        """Pass on the outcome of a call, unless its actor died: then a new actor runs its calls again."""
+        """Pass on the outcome of a call; if its actor died, all calls of the actor fail, and a new actor takes its place."""
         running = self._slots[index].running
         call, pending, _ = running[ref]
         outcome: tuple[Any, WorkerError | None]
@@ -322,7 +277,7 @@ class ActorPool(Pool):
         except WorkerDiedError as death:
             others = [other for other, _, _ in running.values() if other is not call]
             self._replace(index, death)
-            self._retry([call, *others], death)
+            self._fail([call, *others], death)
             return
         except WorkerError as error:
             outcome = None, error
@@ -345,7 +300,7 @@ class ActorPool(Pool):
         if tries <= self._max_restarts:
             self._replace(index, error, tries=tries + 1)
             return
-        self._give_up_actor(index, too_many_retries(self._name, "building the actor", tries, self._max_restarts, error))
+        self._give_up_actor(index, too_many_starts(self._name, tries, self._max_restarts, error))
 
     def _check_deadlines(self, index: int) -> None:
         """Handle calls or an actor's start that exceeded the deadline."""
@@ -358,8 +313,8 @@ class ActorPool(Pool):
         error = self._expired(slot, late[0][1])
         on_time = [call for call, _, until in slot.running.values() if now < until]
         self._replace(index, error)
-        self._waiting.extendleft(reversed(on_time))  # not their fault: does not count as a retry
-        self._retry([call for call, _ in late], error)
+        self._waiting.extendleft(reversed(on_time))  # not their fault
+        self._fail([call for call, _ in late], error)
 
     def _expired(self, slot: Slot, pending: ActorCall) -> DeadlineExceededError:
         report = pending.unanswered(self._deadlines.stack_s)
@@ -377,13 +332,9 @@ class ActorPool(Pool):
         assert slot.building is not None
         self._announce(slot.building.ref)
 
-    def _retry(self, calls: Sequence[SubmittedCall], error: WorkerDiedError | DeadlineExceededError) -> None:
-        for call in reversed(calls):
-            call.tries += 1
-            if call.tries <= call.max_restarts:
-                self._waiting.appendleft(call)
-            else:
-                call.settle(error=too_many_retries(self._name, call.label, call.tries, call.max_restarts, error))
+    def _fail(self, calls: Sequence[SubmittedCall], error: WorkerDiedError | DeadlineExceededError) -> None:
+        for call in calls:
+            call.settle(error=type(error)(f"pool '{self._name}': {call.method}() failed; the error:\n{error}"))
 
     def _give_up_actor(self, index: int, error: WorkerError | DeadlineExceededError) -> None:
         """Continue without an actor that cannot be started; without any, waiting calls fail and later ones start all again."""

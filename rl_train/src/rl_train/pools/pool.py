@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -44,42 +44,20 @@ class Pool(ABC):
         """The current actors, without those that could not be started; empty if none could."""
 
     @abstractmethod
-    def submit(
-        self,
-        method: str,
-        *args: Any,
-        deadline_s: float | None = None,
-        max_restarts: int | None = None,
-        on: ActorKey | None = None,
-    ) -> Future[Any]:
+    def submit(self, method: str, *args: Any, deadline_s: float | None = None, on: ActorKey | None = None) -> Future[Any]:
         """Run `method(*args)` on the next free actor; returns without waiting.
 
         Args:
             method: The worker's method.
             args: Its arguments.
             deadline_s: Deadline from the start of the call; the pool's by default.
-            max_restarts: Maximum number of retries after the actor died or exceeded the deadline; the pool's by default.
             on: Only run it on this actor; if it has died, the call fails with a WorkerDiedError.
 
         The future raises:
             WorkerError: The call raised.
-            WorkerDiedError: The actor died too often.
-            DeadlineExceededError: The call exceeded its deadline too often; includes the stack of the last attempt.
+            WorkerDiedError: The actor died.
+            DeadlineExceededError: The call exceeded its deadline; includes its stack.
         """
-
-    @abstractmethod
-    def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
-        """Run `method(*call)` for each call, a tuple of positional arguments or the only argument; results in order.
-
-        Raises:
-            WorkerError: A call raised; the other running calls are allowed to finish first.
-            WorkerDiedError: The actor of one call died too often; names the call.
-            DeadlineExceededError: One call exceeded its deadline too often; includes the stack of the last attempt.
-        """
-
-    def run_one(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """`method(*args)` on any one actor."""
-        return self.map(method, [args], deadline_s=deadline_s)[0]
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -93,13 +71,13 @@ class Pool(ABC):
 
 
 class InProcessPool(Pool):
-    """A pool of one object in this process, without Ray; deadlines and restarts do not apply.
+    """A pool of one object in this process, without Ray; deadlines do not apply.
 
     Args:
         worker_class: A plain class, or one wrapped in `@ray.remote`, which is unwrapped.
         kwargs: Constructor arguments.
         max_concurrency: Number of submitted calls at the same time. Above 1, they run in threads; otherwise `submit` runs its
-            call before it returns. `map` runs its calls one after the other in the calling thread.
+            call before it returns.
         name: Name of the pool in errors.
     """
 
@@ -123,20 +101,10 @@ class InProcessPool(Pool):
     def actors(self) -> list[ActorKey]:
         return [ActorKey(0, 0)]
 
-    def submit(
-        self,
-        method: str,
-        *args: Any,
-        deadline_s: float | None = None,
-        max_restarts: int | None = None,
-        on: ActorKey | None = None,
-    ) -> Future[Any]:
+    def submit(self, method: str, *args: Any, deadline_s: float | None = None, on: ActorKey | None = None) -> Future[Any]:
         if self._threads is not None:
             return self._threads.submit(self._run, method, args)
         return completed_call(self._run, method, args)
-
-    def map(self, method: str, calls: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
-        return [self._run(method, call) for call in calls]
 
     def shutdown(self) -> None:
         if self._threads is not None:

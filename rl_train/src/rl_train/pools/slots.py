@@ -18,13 +18,9 @@ class SubmittedCall:
     method: str
     args: tuple[Any, ...]
     deadline_s: float
-    max_restarts: int
-    label: str
-    """Names the call in errors."""
     on: ActorKey | None = None
     """The only actor that may run it."""
     future: Future[Any] = field(default_factory=Future)
-    tries: int = 0
 
     def mark_running(self) -> bool:
         """Mark it as running; False if it was cancelled before."""
@@ -62,11 +58,11 @@ class Slot:
         return self.building is None and not self.failed and len(self.running) < max_concurrency
 
 
-def too_many_retries(
-    pool: str, what: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
+def too_many_starts(
+    pool: str, tries: int, max_restarts: int, error: WorkerDiedError | DeadlineExceededError
 ) -> WorkerDiedError | DeadlineExceededError:
-    """The error of a call, or of starting an actor, that failed too often; contains the last error."""
+    """The error of an actor whose start failed too often; contains the last error."""
     return type(error)(
-        f"pool '{pool}': {what} failed {tries} {'time' if tries == 1 else 'times, each in a fresh process'} "
+        f"pool '{pool}': building the actor failed {tries} {'time' if tries == 1 else 'times, each in a fresh process'} "
         f"(max_restarts={max_restarts}); the last error:\n{error}"
     )

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.environments.step_results import StepResult
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Observation, messages_of
 from rl_train.data.messages import get_formatted_message_log
 from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.history import HISTORIES
-from rl_train.rollouts.sessions import Session, StepResult
+from rl_train.rollouts.sessions import Session
 from rl_train.rollouts.trajectory import Trajectory
 from rl_train.tools.decoding import decode_answers
 from rl_train.tools.parsers import ToolCallParser

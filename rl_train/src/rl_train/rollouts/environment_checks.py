@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from rl_core.environments.step_results import StepResult, step_results
 from rl_core.errors import DataError, RLCoreError
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation
@@ -26,7 +27,7 @@ def class_name(environment_class: type) -> str:
 
 def step_checked(
     environment: EnvironmentInterface, task_name: str, message_log_batch: list[Conversation], metadata: list[Any]
-) -> EnvironmentReturn:
+) -> list[StepResult]:
     """Call `step` and check its return value with `checked_return`."""
     returned = environment.step(message_log_batch, metadata)
     return checked_return(
@@ -41,7 +42,7 @@ def metrics_checked(environment: EnvironmentInterface, task_name: str, batch: An
     return metrics
 
 
-def checked_return(returned: Any, *, rows: int, task_name: str, environment_class: str) -> EnvironmentReturn:
+def checked_return(returned: Any, *, rows: int, task_name: str, environment_class: str) -> list[StepResult]:
     """Convert and check the return value of `step` against `EnvironmentReturn`.
 
     Args:
@@ -52,9 +53,8 @@ def checked_return(returned: Any, *, rows: int, task_name: str, environment_clas
         environment_class: named in errors.
 
     Returns:
-        The same with rewards [B] float32 (each, if named), terminateds and scored [B] bool, all in CPU memory. Rows with an
-        entry in `failures` are not scored. The content of the observations of rows that have not ended is text; text parts
-        are joined.
+        The result of each row; its rewards are rounded to float32. Rows with an entry in `failures` are not scored. The content
+        of the observations of rows that have not ended is text; text parts are joined.
 
     Raises:
         RLCoreError: the contract is not met.
@@ -68,25 +68,16 @@ def checked_return(returned: Any, *, rows: int, task_name: str, environment_clas
         )
     step_return = EnvironmentReturn(*returned)
     _check_lists(step_return, who)
-    rewards: Any = step_return.rewards
-    if isinstance(rewards, Mapping):
-        for name in rewards:
-            if not isinstance(name, str):
-                raise RLCoreError(f"{who} returned a reward named {_shown(name)}. Reward names must be strings.")
-        if (problem := reserved_reward(rewards)) is not None:
-            raise RLCoreError(f"{who} returned a reward with a reserved name: {problem}.")
-        rewards = {name: _numbers(values, f"the reward {name!r}", who) for name, values in rewards.items()}
-    else:
-        rewards = _numbers(rewards, "rewards", who)
+    rewards = _rewards(step_return.rewards, who)
     step_return = step_return._replace(rewards=rewards, terminateds=_flags(step_return.terminateds, "terminateds", who))
     if step_return.scored is not None:
         step_return = step_return._replace(scored=_flags(step_return.scored, "scored", who))
-    _check_sizes(step_return, rows, who)
-    _check_finite(step_return, who)
+    _check_sizes(step_return, rewards, rows, who)
+    _check_finite(rewards, who)
     _check_rows(step_return, who)
-    step_return = step_return._replace(observations=_observations(step_return, who), scored=_without_failed(step_return))
-    _check_rewarded(step_return, who)
-    return step_return
+    results = step_results(step_return._replace(observations=_observations(step_return, who)))
+    _check_rewarded(results, who)
+    return results
 
 
 def checked_observation(returned: Any, *, task_name: str) -> Observation:
@@ -136,9 +127,20 @@ def _check_lists(step_return: EnvironmentReturn, who: str) -> None:
             raise RLCoreError(f"{who} returned {_kind(value)} as {name}. Return a list with one entry per row.")
 
 
-def _check_sizes(step_return: EnvironmentReturn, rows: int, who: str) -> None:
-    rewards = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"rewards": step_return.rewards}
-    sizes = {name: len(values) for name, values in rewards.items()}
+def _rewards(given: Any, who: str) -> dict[str, torch.Tensor]:
+    """The rewards [B] by name."""
+    if not isinstance(given, Mapping):
+        return {"reward": _numbers(given, "rewards", who)}
+    for name in given:
+        if not isinstance(name, str):
+            raise RLCoreError(f"{who} returned a reward named {_shown(name)}. Reward names must be strings.")
+    if (problem := reserved_reward(given)) is not None:
+        raise RLCoreError(f"{who} returned a reward with a reserved name: {problem}.")
+    return {name: _numbers(values, f"the reward {name!r}", who) for name, values in given.items()}
+
+
+def _check_sizes(step_return: EnvironmentReturn, rewards: Mapping[str, torch.Tensor], rows: int, who: str) -> None:
+    sizes = {"rewards" if name == "reward" else name: len(values) for name, values in rewards.items()}
     sizes |= {name: len(value) for name in _FIELDS if name != "rewards" and (value := getattr(step_return, name)) is not None}
     wrong_sizes = {name: size for name, size in sizes.items() if size != rows}
     if wrong_sizes:
@@ -149,8 +151,7 @@ def _check_sizes(step_return: EnvironmentReturn, rows: int, who: str) -> None:
         )
 
 
-def _check_finite(step_return: EnvironmentReturn, who: str) -> None:
-    rewards = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
+def _check_finite(rewards: Mapping[str, torch.Tensor], who: str) -> None:
     for name, values in rewards.items():
         for row in (~values.isfinite()).nonzero().flatten().tolist()[:1]:
             raise RLCoreError(
@@ -159,11 +160,10 @@ def _check_finite(step_return: EnvironmentReturn, who: str) -> None:
             )
 
 
-def _check_rewarded(step_return: EnvironmentReturn, who: str) -> None:
+def _check_rewarded(results: Sequence[StepResult], who: str) -> None:
     """Check that there are rewards if a scored row ends; turns before the last one may have none."""
-    if isinstance(step_return.rewards, Mapping) and not step_return.rewards:
-        ended = step_return.terminateds if step_return.scored is None else step_return.terminateds & step_return.scored
-        for row in ended.nonzero().flatten().tolist()[:1]:
+    for row, result in enumerate(results):
+        if result.terminated and result.scored and not result.rewards:
             raise RLCoreError(
                 f"{who} returned {{}} as rewards, so row {row}, which ends and is scored, has none. Return a tensor [B], or "
                 "named rewards, or set `scored` to 0 for rows that cannot be scored."
@@ -180,14 +180,6 @@ def _check_rows(step_return: EnvironmentReturn, who: str) -> None:
     for row, failure in enumerate(step_return.failures or ()):
         if failure is not None:
             _check_text(failure, f"failure of row {row}", who, "Return the reason as text, or None if the row has not failed.")
-
-
-def _without_failed(step_return: EnvironmentReturn) -> torch.Tensor | None:
-    """`scored`, without the rows that have failed."""
-    if step_return.failures is None or not any(failure is not None for failure in step_return.failures):
-        return step_return.scored
-    answered = torch.tensor([failure is None for failure in step_return.failures])
-    return answered if step_return.scored is None else step_return.scored & answered
 
 
 _OBSERVATION = "Return {'role': 'environment', 'content': text}, or a list of such messages, for each row that has not ended."

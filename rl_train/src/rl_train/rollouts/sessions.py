@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from rl_core.environments.step_results import StepResult
 from rl_core.errors import DataError, WorkerDiedError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, keeps_sessions
+from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.messages import Message, Observation
 from rl_train.pools.pool import ActorKey, completed_call
 from rl_train.rollouts.environment_checks import checked_observation, step_checked
@@ -22,24 +23,6 @@ from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_r
 SESSION_KEY = "session_id"
 _CANCELLED = "CancelledError: something that the environment waited for was cancelled"
 _log = logging.getLogger("rlcore")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """An environment's response to one turn of one rollout."""
-
-    observation: Observation
-    """What the model reads next; ignored if `terminated`."""
-    metadata: Any
-    """State passed to the next step; None keeps the previous one."""
-    stop_strings: list[str] | None
-    """Stop strings of the next turn."""
-    rewards: Mapping[str, float]
-    """Rewards of this turn by name; `reward` if the environment returns only one."""
-    terminated: bool
-    answer: str | None
-    scored: bool
-    """Whether the environment could score this turn."""
 
 
 @dataclass(kw_only=True)
@@ -165,7 +148,7 @@ class StepQueue:
             call.set_exception(error)
         asyncio.wrap_future(call).add_done_callback(lambda ended: self._finish(steps, ended))
 
-    def _finish(self, steps: list[_Step], ended: asyncio.Future[EnvironmentReturn]) -> None:
+    def _finish(self, steps: list[_Step], ended: asyncio.Future[list[StepResult]]) -> None:
         self._running[steps[0].worker] -= 1
         error: BaseException | None = asyncio.CancelledError() if ended.cancelled() else ended.exception()
         if isinstance(error, asyncio.CancelledError):  # it would end the rollouts as if they had been cancelled
@@ -177,17 +160,16 @@ class StepQueue:
             if error is not None:
                 step.future.set_exception(error)
             else:
-                result = ended.result()
-                failure = None if result.failures is None else result.failures[row]
-                if failure is None:
-                    step.future.set_result(_result(result, row))
+                result = ended.result()[row]
+                if result.failure is None:
+                    step.future.set_result(result)
                 else:
-                    step.future.set_exception(RowFailedError(failure))
+                    step.future.set_exception(RowFailedError(result.failure))
         self._schedule()
 
     def _call(
         self, conversations: list[list[Message]], metadata: list[Any], worker: ActorKey | None
-    ) -> Future[EnvironmentReturn]:
+    ) -> Future[list[StepResult]]:
         if isinstance(self.environment, EnvironmentPool):
             return self.environment.submit_step(conversations, metadata, on=worker)
         return completed_call(step_checked, self.environment, self.task_name, conversations, metadata)
@@ -297,18 +279,3 @@ class Session:
 
 def _failed(error: Exception) -> Exception:
     return StepFailedError(error) if may_be_retried(error) else error
-
-
-def _result(step_return: EnvironmentReturn, row: int) -> StepResult:
-    rewards: Mapping[str, Any] = (
-        step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
-    )
-    return StepResult(
-        observation=step_return.observations[row],
-        metadata=step_return.metadata[row],
-        stop_strings=step_return.next_stop_strings[row],
-        rewards={name: float(values[row]) for name, values in rewards.items()},
-        terminated=bool(step_return.terminateds[row]),
-        answer=step_return.answers[row] if step_return.answers is not None else None,
-        scored=step_return.scored is None or bool(step_return.scored[row]),
-    )

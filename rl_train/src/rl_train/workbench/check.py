@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
+from rl_core.environments.step_results import StepResult
+from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import messages_of
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 from rl_train.workbench.answers import WRONG_ANSWERS, answer_checks
-from rl_train.workbench.play import play, random_player, rewards_by_row
+from rl_train.workbench.local_rollouts import LocalRollouts
+from rl_train.workbench.play import play, random_player
 from rl_train.workbench.results import CheckFailedError, CheckResult, CheckStatus, check_result
-from rl_train.workbench.sessions import LocalSession
 from rl_train.workbench.trial import UNDECLARED_TURNS, EnvironmentTrial
 
 
@@ -64,95 +65,79 @@ class _EnvironmentCheck:
 
     def _call(
         self, environment: EnvironmentInterface, answers: Sequence[str], rows: Sequence[int], **fields: Any
-    ) -> EnvironmentReturn:
+    ) -> list[StepResult]:
         """One step; `fields` are added to the model's messages."""
         chosen = [self._trial.rows[row] for row in rows]
-        logs: Any = [
-            [*copy.deepcopy(list(row.messages)), {"role": "assistant", "content": answer, **fields}]
-            for row, answer in zip(chosen, answers, strict=True)
-        ]
-        sessions = [LocalSession(environment, f"check-{number}") for number in range(len(chosen))]
-        try:
-            opened = [each.open(copy.deepcopy(row.metadata)) for each, row in zip(sessions, chosen, strict=True)]
-            logs = [[*log[:-1], *first, log[-1]] for log, (_, first) in zip(logs, opened, strict=True)]
-            return step_checked(environment, self._trial.task, logs, [metadata for metadata, _ in opened])
-        finally:
-            for each in sessions:
-                each.close()
+        with LocalRollouts(environment, self._trial.task, chosen, session="check") as rollouts:
+            return [*rollouts.answer(dict(enumerate(answers)), **fields).values()]
 
-    def _all(self, environment: EnvironmentInterface) -> EnvironmentReturn:
+    def _all(self, environment: EnvironmentInterface) -> list[StepResult]:
         return self._call(environment, self._answers, range(len(self._answers)))
 
     def _step(self) -> str:
-        step_return = self._all(self._environment)
-        names = ", ".join(step_return.rewards) if isinstance(step_return.rewards, Mapping) else "reward"
-        unscored = 0 if step_return.scored is None else int((~step_return.scored).sum())
+        results = self._all(self._environment)
+        names = ", ".join(results[0].rewards)
+        unscored = sum(not result.scored for result in results)
         left_out = f"; {unscored} were not scored" if unscored else ""
         return f"{len(self._answers)} rows with wrong, empty and unusual answers were accepted; rewards: {names}{left_out}"
 
     def _isolation(self) -> str:
-        row = self._trial.rows[0]
-        session = LocalSession(self._environment, "check")
-        try:
-            shared, first = session.open(copy.deepcopy(row.metadata))
+        with LocalRollouts(self._environment, self._trial.task, self._trial.rows[:1], session="check") as rollouts:
             answer = {"role": "assistant", "content": self._answers[0]}
-            logs: Any = [[*copy.deepcopy(list(row.messages)), *first, answer]]
-            before = copy.deepcopy((logs, shared))
-            step_checked(self._environment, self._trial.task, logs, [shared])
-        finally:
-            session.close()
-        if not _equal((logs, shared), before):
+            logs, metadata = [[*rollouts.logs[0], answer]], rollouts.metadata
+            before = copy.deepcopy((logs, metadata))
+            step_checked(self._environment, self._trial.task, logs, metadata)
+        if not _equal((logs, metadata), before):
             raise CheckFailedError(
                 "step() changed the metadata or the messages that it was passed. Return new metadata: {**info, 'key': value}."
             )
         return "step() does not change its arguments"
 
     def _determinism(self) -> str:
-        first, again, fresh = self._all(self._environment), self._all(self._environment), self._all(self._make())
-        if not _equal(_comparable(first), _comparable(again)):
+        made = [self._environment, self._environment, self._make()]
+        first, again, fresh = [[*map(_comparable, self._all(environment))] for environment in made]
+        if not _equal(first, again):
             raise CheckFailedError("two equal calls had different results, so the environment keeps state or draws at random.")
-        if not _equal(_comparable(first), _comparable(fresh)):
+        if not _equal(first, fresh):
             raise CheckFailedError("a new instance returned different results, so workers would score differently.")
         return "equal calls have equal results, also of a new instance"
 
     def _independence(self) -> str:
-        together = self._all(self._environment)
-        rewards = rewards_by_row(together)
-        for row, answer in enumerate(self._answers):
-            alone = rewards_by_row(self._call(self._environment, [answer], [row]))[0]
-            if not _equal(alone, rewards[row]):
+        for row, (answer, result) in enumerate(zip(self._answers, self._all(self._environment), strict=True)):
+            [alone] = self._call(self._environment, [answer], [row])
+            if not _equal(_rewards(alone), _rewards(result)):
                 raise CheckFailedError(
-                    f"row {row} has the rewards {rewards[row]} in a batch and {alone} alone: how rows are divided over workers "
-                    "would change rewards."
+                    f"row {row} has the rewards {_rewards(result)} in a batch and {_rewards(alone)} alone: how rows are "
+                    "divided over workers would change rewards."
                 )
         return "each row has the same rewards alone and in a batch"
 
     def _pickling(self) -> str:
-        step_return = self._all(self._environment)
-        pickle.loads(pickle.dumps((step_return.metadata, step_return.observations, step_return.answers)))
+        results = self._all(self._environment)
+        pickle.loads(pickle.dumps([(result.metadata, result.observation, result.answer) for result in results]))
         return "metadata can be sent to another process"
 
     def _metrics(self) -> str:
-        step_return = self._all(self._environment)
-        scored = [row for row in range(len(self._answers)) if step_return.scored is None or bool(step_return.scored[row])]
+        scored = {row: result for row, result in enumerate(self._all(self._environment)) if result.scored}
         if not scored:
             return "no row was scored, so there are no metrics"
-        metrics = metrics_checked(self._environment, self._trial.task, self._finished(step_return, scored))
+        metrics = metrics_checked(self._environment, self._trial.task, self._finished(scored))
         if not metrics:
             return "the environment reports none; with `accuracy`, validation reports validation/accuracy"
         return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
 
-    def _finished(self, step_return: EnvironmentReturn, rows: Sequence[int]) -> BatchedDataDict[Any]:
-        logs = [[*self._trial.rows[row].messages, {"role": "assistant", "content": self._answers[row]}] for row in rows]
+    def _finished(self, results: Mapping[int, StepResult]) -> BatchedDataDict[Any]:
         return BatchedDataDict(
             {
-                "rewards": torch.tensor([self._trial.reward_of(rewards_by_row(step_return)[row]) for row in rows]),
-                "truncated": torch.zeros(len(rows), dtype=torch.bool),
-                "message_log": logs,
-                "extra_env_info": [step_return.metadata[row] for row in rows],
-                "answers": [step_return.answers[row] if step_return.answers is not None else None for row in rows],
-                "task_name": [self._trial.task] * len(rows),
-                "idx": list(rows),
+                "rewards": torch.tensor([self._trial.reward_of(result.rewards) for result in results.values()]),
+                "truncated": torch.zeros(len(results), dtype=torch.bool),
+                "message_log": [
+                    [*self._trial.rows[row].messages, {"role": "assistant", "content": self._answers[row]}] for row in results
+                ],
+                "extra_env_info": [result.metadata for result in results.values()],
+                "answers": [result.answer for result in results.values()],
+                "task_name": [self._trial.task] * len(results),
+                "idx": list(results),
             }
         )
 
@@ -168,20 +153,19 @@ class _EnvironmentCheck:
 
     def _tool_calls(self) -> str:
         call = {"id": "000000001", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
-        step_return = self._call(self._environment, [""], [0], tool_calls=[call])
-        reply = (
-            "the end of the rollout"
-            if step_return.terminateds[0]
-            else repr(messages_of(step_return.observations[0])[0]["content"])
-        )
+        [result] = self._call(self._environment, [""], [0], tool_calls=[call])
+        reply = "the end of the rollout" if result.terminated else repr(messages_of(result.observation)[0]["content"])
         return f"a call of an unknown tool was answered with {reply}; calls in a model's text are not checked"
 
 
-def _comparable(step_return: EnvironmentReturn) -> Any:
-    ended = step_return.terminateds.tolist()
-    replies = [None if over else message for message, over in zip(step_return.observations, ended, strict=True)]
-    scored = None if step_return.scored is None else step_return.scored.tolist()
-    return (rewards_by_row(step_return), ended, replies, step_return.answers, scored)
+def _comparable(result: StepResult) -> Any:
+    reply = None if result.terminated else result.observation
+    return _rewards(result), result.terminated, reply, result.answer, result.scored
+
+
+def _rewards(result: StepResult) -> dict[str, float]:
+    """The rewards by name; those that are 0.0, as an omitted name is, are left out."""
+    return {name: value for name, value in result.rewards.items() if value}
 
 
 def _equal(one: Any, other: Any) -> bool:

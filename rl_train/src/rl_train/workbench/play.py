@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import messages_of
-from rl_train.rollouts.environment_checks import step_checked
-from rl_train.workbench.sessions import LocalSession
+from rl_train.workbench.local_rollouts import LocalRollouts
 from rl_train.workbench.trial import EnvironmentTrial, TrialRow
 
 Player = Callable[[Sequence[Mapping[str, Any]]], str | None]
@@ -59,56 +57,20 @@ def play(
         max_turns: maximum number of turns.
         on_open: called with the messages that the environment adds to the prompt.
     """
-    session = LocalSession(environment, "play")
-    metadata, first = session.open(copy.deepcopy(row.metadata))
-    log: list[Any] = [*copy.deepcopy(list(row.messages)), *first]
-    try:
-        on_open(first)
-        yield from _turns(environment, task, log, metadata, player, session, max_turns)
-    finally:
-        session.close()
-
-
-def _turns(
-    environment: EnvironmentInterface,
-    task: str,
-    log: list[Any],
-    metadata: Any,
-    player: Player,
-    session: LocalSession,
-    max_turns: int,
-) -> Iterator[PlayedTurn]:
-    for _ in range(max_turns):
-        answer = player(log)
-        if answer is None:
-            return
-        log.append({"role": "assistant", "content": answer})
-        step_return = step_checked(environment, task, [copy.deepcopy(log)], [session.named(metadata)])
-        named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
-        ended = bool(step_return.terminateds[0])
-        replies = [] if ended else [*messages_of(step_return.observations[0])]
-        log.extend(replies)
-        metadata = step_return.metadata[0] if step_return.metadata[0] is not None else metadata
-        yield PlayedTurn(
-            answer=answer,
-            rewards={name: float(values[0]) for name, values in named.items()},
-            scored=step_return.scored is None or bool(step_return.scored[0]),
-            parsed=step_return.answers[0] if step_return.answers is not None else None,
-            ended=ended,
-            replies=replies,
-        )
-        if ended:
-            return
-
-
-@dataclass
-class _Rollout:
-    session: LocalSession
-    answer: str
-    metadata: Any
-    log: list[Any]
-    reward: float | None = 0.0
-    ended: bool = False
+    with LocalRollouts(environment, task, [row], session="play") as rollouts:
+        on_open(rollouts.logs[0][len(row.messages) :])
+        for _ in range(max_turns):
+            if rollouts.ended[0] or (answer := player(rollouts.logs[0])) is None:
+                return
+            result = rollouts.answer({0: answer})[0]
+            yield PlayedTurn(
+                answer=answer,
+                rewards=result.rewards,
+                scored=result.scored,
+                parsed=result.answer,
+                ended=result.terminated,
+                replies=[] if result.terminated else messages_of(result.observation),
+            )
 
 
 def repeated_answers(
@@ -122,40 +84,14 @@ def repeated_answers(
         rows: B prompts with their metadata, which are stepped together.
         answers: B answers.
     """
-    rollouts: list[_Rollout] = []
-    try:
-        for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
-            session = LocalSession(environment, f"repeated-{number}")
-            metadata, first = session.open(copy.deepcopy(row.metadata))
-            rollouts.append(_Rollout(session, answer, metadata, [*copy.deepcopy(list(row.messages)), *first]))
+    rewards: list[float | None] = [0.0] * len(rows)
+    with LocalRollouts(environment, trial.task, rows, session="repeated") as rollouts:
         for _ in range(min(trial.max_turns, REPEATED_TURNS)):
-            if active := [each for each in rollouts if not each.ended]:
-                _step(environment, trial, active)
-    finally:
-        for each in rollouts:
-            each.session.close()
-    return [each.reward for each in rollouts]
-
-
-def _step(environment: EnvironmentInterface, trial: EnvironmentTrial, rollouts: Sequence[_Rollout]) -> None:
-    for each in rollouts:
-        each.log.append({"role": "assistant", "content": each.answer})
-    metadata = [each.session.named(each.metadata) for each in rollouts]
-    step_return = step_checked(environment, trial.task, [copy.deepcopy(each.log) for each in rollouts], metadata)
-    for i, (each, rewards) in enumerate(zip(rollouts, rewards_by_row(step_return), strict=True)):
-        is_scored = step_return.scored is None or bool(step_return.scored[i])
-        each.reward = each.reward + trial.reward_of(rewards) if is_scored and each.reward is not None else None
-        each.metadata = each.metadata if step_return.metadata[i] is None else step_return.metadata[i]
-        each.ended = bool(step_return.terminateds[i])
-        if not each.ended:
-            each.log.extend(messages_of(step_return.observations[i]))
-
-
-def rewards_by_row(step_return: EnvironmentReturn) -> list[dict[str, float]]:
-    """The rewards of each row by name; those that are 0.0, as an omitted name is, are left out."""
-    named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
-    rows = range(len(step_return.observations))
-    return [{name: value for name, values in named.items() if (value := float(values[row]))} for row in rows]
+            active = [row for row, ended in enumerate(rollouts.ended) if not ended]
+            for row, result in rollouts.answer({row: answers[row] for row in active}).items():
+                if (earlier := rewards[row]) is not None:
+                    rewards[row] = earlier + trial.reward_of(result.rewards) if result.scored else None
+    return rewards
 
 
 def scripted_player(answers: Sequence[str]) -> Player:

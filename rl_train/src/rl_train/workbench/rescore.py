@@ -21,10 +21,9 @@ from rl_train.config.loader import load_config
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.metrics.jsonl import read_jsonl
-from rl_train.rollouts.environment_checks import step_checked
 from rl_train.run_folders.provenance import CONFIG
-from rl_train.workbench.sessions import LocalSession
-from rl_train.workbench.trial import constructor
+from rl_train.workbench.local_rollouts import LocalRollouts
+from rl_train.workbench.trial import TrialRow, constructor
 
 ROUNDING = 1e-5
 """Rewards are equal if they differ by at most this, relative to their size: the stored ones are float32."""
@@ -156,18 +155,12 @@ def _replay(
     ]
     rewards: list[dict[str, float]] = [{} for _ in rows]
     is_scored = [True] * len(rows)
-    sessions = [LocalSession(environment, f"rescore-{row}") for row in range(len(rows))]
-    metadata = [session.open(info)[0] for session, info in zip(sessions, metadata, strict=True)]
-    for turn in range(max((len(each) for each in turn_ends), default=0)):
-        active = [row for row in range(len(rows)) if turn < len(turn_ends[row])]
-        logs: Any = [list(rows[row]["messages"][: turn_ends[row][turn]]) for row in active]
-        step_return = step_checked(environment, task, logs, [sessions[row].named(metadata[row]) for row in active])
-        named = step_return.rewards if isinstance(step_return.rewards, Mapping) else {"reward": step_return.rewards}
-        for position, row in enumerate(active):
-            for name, values in named.items():
-                rewards[row][name] = rewards[row].get(name, 0.0) + float(values[position])
-            is_scored[row] = is_scored[row] and (step_return.scored is None or bool(step_return.scored[position]))
-            metadata[row] = step_return.metadata[position] if step_return.metadata[position] is not None else metadata[row]
-    for session in sessions:
-        session.close()
+    starts = [TrialRow(messages=[], metadata=info) for info in metadata]
+    with LocalRollouts(environment, task, starts, session="rescore") as rollouts:
+        for turn in range(max(map(len, turn_ends), default=0)):
+            logs = {row: list(rows[row]["messages"][: ends[turn]]) for row, ends in enumerate(turn_ends) if turn < len(ends)}
+            for row, result in rollouts.step(logs).items():
+                for name, value in result.rewards.items():
+                    rewards[row][name] = rewards[row].get(name, 0.0) + value
+                is_scored[row] = is_scored[row] and result.scored
     return list(zip(rewards, is_scored, strict=True))
