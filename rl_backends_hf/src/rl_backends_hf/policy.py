@@ -64,7 +64,7 @@ class HuggingFacePolicy(DistributedPolicy):
                 model_name=model_name,
                 torch_dtype=torch_dtype,
                 config=config,
-                nested={"generation": HFGenerationConfig},
+                nested={"generation": (HFGenerationConfig, {})},
             ),
             cluster=cluster,
             num_workers=num_workers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,7 @@ class MegatronPolicy(DistributedPolicy):
             model_name=model_name,
             torch_dtype=torch_dtype,
             config=config,
-            nested={"generation": partial(GenerationConfig, backend="megatron")},
+            nested={"generation": (GenerationConfig, {"backend": "megatron"})},
         )
         ranks = num_workers or (cluster.world_size() if cluster is not None else section.megatron_cfg.ranks_per_replica)
         folder = find_folder(section.model_name, weights=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -25,7 +24,7 @@ def section_from_keywords(
     model_name: str | None = None,
     torch_dtype: Any = None,
     config: SectionT | None = None,
-    nested: Mapping[str, type[BaseModel] | partial[Any]] | None = None,
+    nested: Mapping[str, tuple[type[BaseModel], Mapping[str, Any]]] | None = None,
 ) -> SectionT:
     """The section that results from keyword arguments.
 
@@ -37,7 +36,7 @@ def section_from_keywords(
         model_name: the field of that name; None if it was not given.
         torch_dtype: `precision` by its documented name, as text or as a torch dtype; None if it was not given.
         config: a whole section; mutually exclusive with `fields`.
-        nested: converts a plain mapping to the model of its field.
+        nested: the model, and its defaults, of a field that may be given as a plain mapping.
 
     Raises:
         ConfigError: a whole section and additional fields, no model, an unknown field, or an invalid value.
@@ -60,12 +59,8 @@ def section_from_keywords(
     assert isinstance(own_model, type)
     assert issubclass(own_model, BaseModel)
     values, own_values = _split_keywords(who, keywords, model, own, own_model)
-    for key, nested_model in (nested or {}).items():
+    for key, (inner, defaults) in (nested or {}).items():
         if isinstance(values.get(key), Mapping):
-            defaults = nested_model.keywords if isinstance(nested_model, partial) else {}
-            inner = nested_model.func if isinstance(nested_model, partial) else nested_model
-            assert isinstance(inner, type)
-            assert issubclass(inner, BaseModel)
             values[key] = section_of_values(inner, {**defaults, **values[key]}, name=key, who=who)
     return section_of_values(model, {**values, own: own_values}, name="", who=who)
 

@@ -240,10 +240,6 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         """
         return self._version_of(self._run("get_weight_version"))
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        self.wait_ready()
-        return [self.group.submit_all("init_collective", ip, port, world_size)]
-
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
         self._was_refitted = True
         return super().prepare_refit_info(info)

@@ -252,10 +252,6 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         version: int = self.group.run_one("get_weight_version", deadline_s=self._deadlines.refit_s)
         return version
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        self.wait_ready()
-        return [self.group.submit_all("init_collective", ip, port, world_size)]
-
     def offload_before_refit(self) -> None:
         self._run("offload_before_refit")
 

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.replica_rows import equal_answer, in_row_order, prompt_columns, sample_rows
+from rl_core.dispatch.replica_rows import equal_answer, generate_on
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from rl_core.weights.fingerprint import same_digests_on_every_replica
 
@@ -69,13 +69,7 @@ class RestartedReplicas(ReplicaRefits):
         Raises:
             WorkerDiedError: a replica died.
         """
-        rows = prompt_columns(data)
-        answers, deaths = sample_rows(
-            self._group, rows, list(range(rows.size)), greedy=greedy, deadline_s=self._deadlines.generate_s, ranks=self.ranks
-        )
-        if deaths:
-            raise deaths[0]
-        return in_row_order(answers)
+        return generate_on(self._group, data, greedy=greedy, deadline_s=self._deadlines.generate_s, ranks=self.ranks)
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._run("prepare_for_generation")

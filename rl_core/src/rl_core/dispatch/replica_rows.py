@@ -23,15 +23,15 @@ ROW_KEYS = (
 
 
 def generate_on(
-    group: WorkerGroup, data: BatchedDataDict[Any], *, greedy: bool, deadline_s: float
+    group: WorkerGroup, data: BatchedDataDict[Any], *, greedy: bool, deadline_s: float, ranks: Sequence[int] | None = None
 ) -> BatchedDataDict[GenerationOutputSpec]:
-    """Split the rows over the ranks of `group`, sample, and return the outputs in the order of `data`.
+    """Split the rows over `ranks` of `group` (all by default), sample, and return the outputs in the order of `data`.
 
     Raises:
         WorkerDiedError: a rank died.
     """
     rows = prompt_columns(data)
-    answers, deaths = sample_rows(group, rows, list(range(rows.size)), greedy=greedy, deadline_s=deadline_s)
+    answers, deaths = sample_rows(group, rows, list(range(rows.size)), greedy=greedy, deadline_s=deadline_s, ranks=ranks)
     if deaths:
         raise deaths[0]
     return in_row_order(answers)

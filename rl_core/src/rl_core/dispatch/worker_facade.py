@@ -93,6 +93,11 @@ class WorkerFacade:
             self._facts = self._setup.result(self._deadlines.start_s)
         return self._facts
 
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """Let all workers join the weight collective; see `ColocatablePolicyInterface` and `GenerationInterface`."""
+        self.wait_ready()
+        return [self.group.submit_all("init_collective", ip, port, world_size)]
+
     def shutdown(self) -> bool:
         """Stop the workers and their processes; calling it twice is fine. Returns True."""
         if not self._closed:

@@ -141,36 +141,34 @@ def readable_schema(schema: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: A type contains itself.
     """
-    return _shortened(_inlined(dict(schema), schema.get("$defs", {}), ()))
+    return _readable(schema, schema.get("$defs", {}), ())
 
 
-def _inlined(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
-    """The schema with its references replaced by definitions, because models and chat templates read it as it is."""
+def _readable(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...], *, is_named: bool = False) -> Any:
+    """The schema without references, because models and chat templates read it as it is, and without what only makes it longer.
+
+    `inside` are the definitions that contain it. With `is_named`, its keys are names of parameters.
+    """
     if isinstance(schema, list):
-        return [_inlined(each, definitions, inside) for each in schema]
+        return [_readable(each, definitions, inside) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
+    if isinstance(reference := schema.get("$ref"), str):
         name = reference.rpartition("/")[2]
         if name in inside:
             raise ConfigError(f"The type {name!r} of a tool's parameter contains itself: use a type that does not.")
         others = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*inside, name)), **others}
-    return {key: _inlined(value, definitions, inside) for key, value in schema.items() if key != "$defs"}
-
-
-def _shortened(schema: Any) -> Any:
-    """The schema without pydantic's titles and `additionalProperties: false`, which would make every prompt longer."""
-    if isinstance(schema, list):
-        return [_shortened(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
+        return _readable({**definitions[name], **others}, definitions, (*inside, name))
     return {
-        key: {name: _shortened(each) for name, each in value.items()} if key == "properties" else _shortened(value)
+        key: _readable(value, definitions, inside, is_named=key == "properties" and not is_named)
         for key, value in schema.items()
-        if not (key == "title" and isinstance(value, str)) and not (key == "additionalProperties" and value is False)
+        if is_named or not _only_lengthens(key, value)
     }
+
+
+def _only_lengthens(key: str, value: Any) -> bool:
+    """Whether it is a definition, which is inlined, a title by pydantic, or `additionalProperties: false`."""
+    return key == "$defs" or (key == "title" and isinstance(value, str)) or (key == "additionalProperties" and value is False)
 
 
 def _first_line(error: Exception) -> str:
