@@ -41,12 +41,6 @@ class Ranks:
     rank: int
     world_size: int
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether logits and losses are computed here."""
-        last: bool = self.pipeline.rank() == self.pipeline.size() - 1
-        return last
-
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank; collective."""
         number = torch.tensor([float(flag)], device=self.device)

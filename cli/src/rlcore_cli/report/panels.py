@@ -107,7 +107,6 @@ PANELS = (
 """The main charts, shown if a run has their metrics."""
 
 STEP_TIME = "time/step_s"
-VALIDATE_TIME = "time/validate_s"
 NOT_IN_A_LINE_CHART = ("time/*_s",)
 """Phase times have a separate stacked chart."""
 

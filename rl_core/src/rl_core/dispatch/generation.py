@@ -216,8 +216,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
 
     @property
     def has_own_weights(self) -> bool:
-        own: bool = self.config.has_own_weights
-        return own
+        return bool(self.config.has_own_weights)
 
     @property
     def streams_rows(self) -> bool:
@@ -290,8 +289,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
     def _version_of(self, versions: Sequence[int]) -> int:
         if any(versions[rank] < 0 for rank in self._without_weights):
             return -1
-        version: int = equal_answer(versions, "get_weight_version")
-        return version
+        return int(equal_answer(versions, "get_weight_version"))
 
     def _run_with_restarts(self, method: str) -> list[Any]:
         """Call every replica; if dead ones were restarted, call all again."""

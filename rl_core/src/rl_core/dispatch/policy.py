@@ -249,8 +249,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     @property
     def weight_version(self) -> int:
         self.wait_ready()
-        version: int = self.group.run_one("get_weight_version", deadline_s=self._deadlines.refit_s)
-        return version
+        return int(self.group.run_one("get_weight_version", deadline_s=self._deadlines.refit_s))
 
     def offload_before_refit(self) -> None:
         self._run("offload_before_refit")
@@ -280,12 +279,10 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
         return [self.group.submit_all("broadcast_weights_for_collective")]
 
     def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> str:
-        fingerprint: str = self._run("weight_fingerprint", dtypes=dtypes, kind=kind)
-        return fingerprint
+        return str(self._run("weight_fingerprint", dtypes=dtypes, kind=kind))
 
     def weight_digests(self, *, dtypes: Mapping[str, str] | None = None, kind: str | None = None) -> dict[str, str]:
-        digests: dict[str, str] = self._run("weight_digests", dtypes=dtypes, kind=kind)
-        return digests
+        return dict(self._run("weight_digests", dtypes=dtypes, kind=kind))
 
     def finish_refit(self) -> None:
         self._run("finish_refit")

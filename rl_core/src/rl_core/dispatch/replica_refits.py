@@ -89,8 +89,7 @@ class RestartedReplicas(ReplicaRefits):
 
     @property
     def weight_version(self) -> int:
-        version: int = equal_answer(self._run("get_weight_version"), "get_weight_version")
-        return version
+        return int(equal_answer(self._run("get_weight_version"), "get_weight_version"))
 
     def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
         # A replica counts the processes of all replicas before it, of which only those of restarted ones join.

@@ -122,10 +122,8 @@ class Registry:
         able = [other.name for other in self.all(registration.kind) if set(needs) <= set(other.capabilities)]
         has = f"It can: {', '.join(component.capabilities)}." if component.capabilities else "It states none."
         instead = f" Able: {', '.join(able)}." if able else f" No installed {registration.kind.label} is able."
-        return MissingCapabilityError(
-            f"{_capitalised(registration.kind)} {component.name!r} ({registration.plugin.label}) lacks the "
-            f"{_plural('capability', 'capabilities', absent)} {_quoted(absent)}. {has}{instead}"
-        )
+        who = f"{_capitalised(registration.kind)} {component.name!r} ({registration.plugin.label})"
+        return _lacking(who, absent, f". {has}{instead}")
 
     def _installed(self, kind: Kind) -> str:
         names = self.names(kind)
@@ -141,12 +139,15 @@ def _component_at(path: str, *, kind: Kind, needs: tuple[str, ...]) -> Component
         able = getattr(component.load(), "capabilities", ())
         absent = [need for need in needs if need not in able]
         if absent:
-            raise MissingCapabilityError(
-                f"{_capitalised(kind)} {path!r} lacks the {_plural('capability', 'capabilities', absent)} "
-                f"{_quoted(absent)}: its class attribute `capabilities` does not name "
-                f"{_plural('it', 'them', absent)}."
-            )
+            missing = "it" if len(absent) == 1 else "them"
+            who = f"{_capitalised(kind)} {path!r}"
+            raise _lacking(who, absent, f": its class attribute `capabilities` does not name {missing}.")
     return component
+
+
+def _lacking(who: str, absent: list[str], more: str) -> MissingCapabilityError:
+    noun = "capability" if len(absent) == 1 else "capabilities"
+    return MissingCapabilityError(f"{who} lacks the {noun} {', '.join(map(repr, absent))}{more}")
 
 
 def _broken(kind: Kind, name: str, plugin: Plugin) -> BrokenPluginError:
@@ -178,11 +179,3 @@ def _capitalised(kind: Kind) -> str:
 
 def _article(noun: str) -> str:
     return "an" if noun[0] in "aeiou" else "a"
-
-
-def _plural(one: str, many: str, things: list[str]) -> str:
-    return one if len(things) == 1 else many
-
-
-def _quoted(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names)
