@@ -43,7 +43,8 @@ def lora_targets(model: PreTrainedModel, config: LoRAConfig, *, head: nn.Module 
         _reject_module(name, modules[name], is_head=modules[name] is head)
     if not targets - excluded:
         raise UserError(
-            "`policy.hf_cfg.lora`: exclude_modules excludes all modules of target_modules, so nothing would be trained."
+            "`policy.hf_cfg.lora`: exclude_modules excludes all modules of target_modules, so nothing would be trained.",
+            key="policy.hf_cfg.lora",
         )
     return targets - excluded
 
@@ -54,7 +55,9 @@ def _matching_modules(wanted: str | Sequence[str], modules: Mapping[str, nn.Modu
         try:
             matching_names = {name for name in modules if re.fullmatch(wanted, name)}
         except re.error as error:
-            raise UserError(f"`policy.hf_cfg.lora.{key}`: {wanted!r} is not a regular expression: {error}.") from error
+            raise UserError(
+                f"`policy.hf_cfg.lora.{key}`: {wanted!r} is not a regular expression: {error}.", key=f"policy.hf_cfg.lora.{key}"
+            ) from error
         if not matching_names:
             raise _no_match_error(wanted, linear, key=key, how="as a regular expression for full module names ")
         return matching_names
@@ -73,7 +76,8 @@ def _no_match_error(wanted: str, linear: set[str], *, key: str, how: str) -> Use
         f"`policy.hf_cfg.lora.{key}`: {wanted!r} {how}matches no module of the model.{did_you_mean(wanted, ends)} Its linear "
         f"layers are {', '.join(ends)} (one is {sorted(linear)[0]})."
         if linear
-        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer except its head."
+        else f"`policy.hf_cfg.lora.{key}`: the model has no linear layer except its head.",
+        key=f"policy.hf_cfg.lora.{key}",
     )
 
 
@@ -81,16 +85,19 @@ def _reject_module(name: str, module: nn.Module, *, is_head: bool) -> None:
     if is_head and name == HEAD_NAME:
         raise UserError(
             f"`policy.hf_cfg.lora.target_modules`: {name} is the scalar head, which is trained in full. Leave it out; "
-            f"{ALL_LINEAR!r} means all other linear layers."
+            f"{ALL_LINEAR!r} means all other linear layers.",
+            key="policy.hf_cfg.lora.target_modules",
         )
     if is_head:
         raise UserError(
             f"`policy.hf_cfg.lora.target_modules`: {name} is the LM head, which cannot be adapted: log-probabilities are "
-            f"computed in chunks from its plain matrix. Leave it out; {ALL_LINEAR!r} means all other linear layers."
+            f"computed in chunks from its plain matrix. Leave it out; {ALL_LINEAR!r} means all other linear layers.",
+            key="policy.hf_cfg.lora.target_modules",
         )
     inside = sorted({key.rpartition(".")[2] for key, child in module.named_modules() if key and isinstance(child, nn.Linear)})
     hint = f" Name the linear layers in it: {', '.join(inside)}." if inside else ""
     raise UserError(
         f"`policy.hf_cfg.lora.target_modules`: {name} is a {type(module).__name__}, but only linear layers can be adapted."
-        f"{hint}"
+        f"{hint}",
+        key="policy.hf_cfg.lora.target_modules",
     )

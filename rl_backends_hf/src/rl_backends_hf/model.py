@@ -168,7 +168,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     if not model.supports_gradient_checkpointing:
         raise NotSupportedError(
             f"{type(model).__name__} does not support activation checkpointing in Transformers. Set "
-            "`policy.activation_checkpointing: false`, and use smaller microbatches if memory is short."
+            "`policy.activation_checkpointing: false`, and use smaller microbatches if memory is short.",
+            key="policy.activation_checkpointing",
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -178,20 +179,22 @@ def _check_options(options: HFModelConfig, name: str) -> None:
         if not getattr(options, key):
             continue
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError(NEEDS_BITSANDBYTES.format(key=key))
+            raise UserError(NEEDS_BITSANDBYTES.format(key=key), key=key)
         if not torch.cuda.is_available():
             raise UserError(
                 f"`{key}` needs a CUDA GPU, but torch {torch.__version__} finds none. Load {name} without `{key}`; "
-                "`precision: bfloat16` needs half the memory of float32 on any device."
+                "`precision: bfloat16` needs half the memory of float32 on any device.",
+                key=key,
             )
     wants_gpu = isinstance(options.device_map, str) and options.device_map.startswith("cuda")
     if wants_gpu and not torch.cuda.is_available():
         raise UserError(
             f"`device_map: {options.device_map}` needs a CUDA GPU, but torch {torch.__version__} finds none. "
-            "Leave device_map out to use the rank's device."
+            "Leave device_map out to use the rank's device.",
+            key="device_map",
         )
     if options.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(NEEDS_FLASH_ATTN)
+        raise UserError(NEEDS_FLASH_ATTN, key="attn_implementation")
 
 
 def _locate(name: str) -> dict[str, Any]:
@@ -200,7 +203,7 @@ def _locate(name: str) -> dict[str, Any]:
     try:
         require_model(name)
     except DataError as error:
-        raise UserError(f"`model_name`: {error}.") from error
+        raise UserError(f"`model_name`: {error}.", key="model_name") from error
     if path.suffix == ".gguf":
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
@@ -226,7 +229,9 @@ def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) ->
     for key, value in options.config_overrides.items():
         if not hasattr(config, key):
             raise UserError(
-                f"`config_overrides.{key}`: the {type(config).__name__} of {name} has no such field.{did_you_mean(key, fields)}"
+                f"`config_overrides.{key}`: the {type(config).__name__} of {name} has no such field."
+                f"{did_you_mean(key, fields)}",
+                key=f"hf_cfg.config_overrides.{key}",
             )
         setattr(config, key, value)
     return config
@@ -241,13 +246,15 @@ def _with_explained_errors(name: str, options: HFModelConfig, load: Any, *, head
             raise UserError(
                 f"{name} requires its own Python code, which would run on this machine. Review it, and if you trust it set "
                 "`policy.hf_cfg.trust_remote_code: true`; or choose a model that Transformers "
-                f"{transformers.__version__} supports natively."
+                f"{transformers.__version__} supports natively.",
+                key="policy.hf_cfg.trust_remote_code",
             ) from error
         if options.attn_implementation != "eager" and "eager" in str(error):
             used = "`attn_implementation: sdpa`, the default" if options.attn_implementation is None else "this attention"
             raise UserError(
                 f"{name} cannot be loaded with {used}: Transformers {transformers.__version__} has no such kernel for this "
-                "architecture. Set `hf_cfg.attn_implementation: eager` in the section of this model."
+                "architecture. Set `hf_cfg.attn_implementation: eager` in the section of this model.",
+                key="hf_cfg.attn_implementation",
             ) from error
         kind = "a causal language model" if head == "tokens" else "a model with a scalar head"
         raise UserError(
@@ -305,5 +312,6 @@ def _check_not_offloaded(model: PreTrainedModel, name: str) -> None:
         raise UserError(
             f"`device_map` offloaded {len(offloaded)} tensors of {name} (the first: {offloaded[0]}) to disk or CPU memory "
             "because the GPU is too small. Such a model can be neither trained nor exported. Use more GPUs with "
-            "`data_parallel: fsdp2`, a smaller model, or no device_map."
+            "`data_parallel: fsdp2`, a smaller model, or no device_map.",
+            key="device_map",
         )

@@ -150,11 +150,13 @@ def _check_same_model(
     if odd:
         raise CheckpointError(
             f"{folder} has a different model: {odd[0]} exists either only in the folder or only in the policy ({len(odd)} such "
-            "names). Load it with the `policy.model_name` that it was written with."
+            "names). Load it with the `policy.model_name` that it was written with.",
+            key="policy.model_name",
         )
     for name, tensor in own.items():
         if saved[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{folder} has a different model: {name} has shape {tuple(saved[name].shape)}, but {tuple(tensor.shape)} in "
-                "the policy. Load it with the `policy.model_name` that it was written with."
+                "the policy. Load it with the `policy.model_name` that it was written with.",
+                key="policy.model_name",
             )

@@ -23,7 +23,10 @@ def check_compatibility(hf: Any, config: MegatronConfig, *, world_size: int, on_
     """
     problems = find_incompatibilities(hf, config, world_size=world_size, on_gpu=on_gpu)
     if problems:
-        raise ConfigError("\n".join(f"`policy.megatron_cfg.{key}`: {reason}" for key, reason in problems))
+        raise ConfigError(
+            "\n".join(f"`policy.megatron_cfg.{key}`: {reason}" for key, reason in problems),
+            key=f"policy.megatron_cfg.{problems[0][0]}",
+        )
 
 
 def find_incompatibilities(hf: Any, config: MegatronConfig, *, world_size: int, on_gpu: bool) -> list[tuple[str, str]]:

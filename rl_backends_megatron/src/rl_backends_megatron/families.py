@@ -191,14 +191,16 @@ def family_of(hf: Any, *, model_name: str) -> Family:
     if family is None:
         raise NotSupportedError(
             f"{model_name} has model type {hf.model_type!r}, but the Megatron backend supports {', '.join(FAMILIES)}."
-            f"{did_you_mean(hf.model_type, sorted(FAMILIES))} Add one (docs/adding_a_model.md), or use `backend: hf`."
+            f"{did_you_mean(hf.model_type, sorted(FAMILIES))} Add one (docs/adding_a_model.md), or use `backend: hf`.",
+            key="backend",
         )
     for name, supported in family.supported.items():
         value = getattr(hf, name, supported[0])
         if value not in supported:
             raise NotSupportedError(
                 f"{model_name} has `{name}: {value!r}` in its config.json, but the Megatron backend supports "
-                f"{hf.model_type} only with {' or '.join(map(repr, supported))}. Use `backend: hf`."
+                f"{hf.model_type} only with {' or '.join(map(repr, supported))}. Use `backend: hf`.",
+                key="backend",
             )
     _check_rotary_positions(hf, model_name)
     return family
@@ -209,10 +211,12 @@ def _check_rotary_positions(hf: Any, model_name: str) -> None:
     if kind not in _ROPE_TYPES:
         raise NotSupportedError(
             f"{model_name} has rotary positions of type {kind!r}, but the Megatron backend supports only "
-            f"{', '.join(_ROPE_TYPES)}. Use `backend: hf`."
+            f"{', '.join(_ROPE_TYPES)}. Use `backend: hf`.",
+            key="backend",
         )
     if hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise NotSupportedError(
             f"{model_name} uses partial rotary embeddings (`partial_rotary_factor`), which the Megatron backend does not "
-            "support. Use `backend: hf`."
+            "support. Use `backend: hf`.",
+            key="backend",
         )

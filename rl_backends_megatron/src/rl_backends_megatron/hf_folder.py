@@ -42,12 +42,13 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
     if path.suffix == ".gguf":
         raise UserError(
             f"{name} is a GGUF file, but the Megatron backend reads only safetensors. Load it with Transformers and write it "
-            "with `save_pretrained`, or use `backend: hf`."
+            "with `save_pretrained`, or use `backend: hf`.",
+            key="backend",
         )
     try:
         require_model(name)
     except DataError as error:
-        raise UserError(f"`model_name`: {error}.") from error
+        raise UserError(f"`model_name`: {error}.", key="model_name") from error
     try:
         patterns = ["*.json", *(["*.safetensors"] if weights else [])]
         return Path(snapshot_download(name, allow_patterns=patterns))

@@ -78,13 +78,15 @@ def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> boo
     if wanted == "transformer_engine" and not (installed and device == "cuda"):
         raise NotSupportedError(
             "`policy.megatron_cfg.transformer_impl: transformer_engine` needs a GPU and the package transformer-engine "
-            f"(here: {device}, {'installed' if installed else 'not installed'}). Set it to `auto` or `local`."
+            f"(here: {device}, {'installed' if installed else 'not installed'}). Set it to `auto` or `local`.",
+            key="policy.megatron_cfg.transformer_impl",
         )
     is_used = wanted != "local" and installed and device == "cuda"
     if config.megatron_cfg.moe_grouped_gemm and not is_used:
         raise NotSupportedError(
             "`policy.megatron_cfg.moe_grouped_gemm` needs a GPU and the package transformer-engine "
-            f"(here: {device}, {'installed' if installed else 'not installed'}). Leave it out."
+            f"(here: {device}, {'installed' if installed else 'not installed'}). Leave it out.",
+            key="policy.megatron_cfg.moe_grouped_gemm",
         )
     return is_used
 

@@ -279,5 +279,7 @@ def _proxy(config: OptimizerConfig) -> torch.optim.Optimizer:
     try:
         proxy: torch.optim.Optimizer = kind([torch.zeros((), requires_grad=True)], **kwargs)
     except (TypeError, ValueError) as error:
-        raise UserError(f"`policy.optimizer.kwargs`: {config.name} rejects {kwargs}: {error}") from error
+        raise UserError(
+            f"`policy.optimizer.kwargs`: {config.name} rejects {kwargs}: {error}", key="policy.optimizer.kwargs"
+        ) from error
     return proxy

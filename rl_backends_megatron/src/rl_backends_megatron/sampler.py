@@ -73,12 +73,14 @@ class Sampler:
             settings = ", ".join(f"{dotted(key)}: {'null' if value is None else value}" for key, value in changes.items())
             raise NotSupportedError(
                 "MegatronPolicy.generate supports only the unmodified distribution: set "
-                f"{settings} in `policy.generation`, or choose a generation backend there."
+                f"{settings} in `policy.generation`, or choose a generation backend there.",
+                key="policy.generation",
             )
         if ranks.context.size() > 1:
             raise NotSupportedError(
                 "MegatronPolicy.generate does not support context parallelism: set context_parallel_size to 1, or choose a "
-                "generation backend in `policy.generation`."
+                "generation backend in `policy.generation`.",
+                key="policy.generation",
             )
         self._config, self._ranks = config, ranks
         self._vocab_size, self._multiple = vocab_size, multiple

@@ -117,7 +117,8 @@ class InProcessEngine(Engine):
         if InProcessEngine._instance is not None:
             raise ConfigError(
                 "This process already runs a vLLM engine. Both would share process groups, so stopping one would stop the "
-                "other. Shut the first down, set `vllm_cfg.async_engine: true` for the second, or run both on a cluster."
+                "other. Shut the first down, set `vllm_cfg.async_engine: true` for the second, or run both on a cluster.",
+                key="vllm_cfg.async_engine",
             )
         # vLLM's default number of tokens per step depends on the usage context; that of `vllm.LLM` is the largest.
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)

@@ -73,7 +73,10 @@ class VllmGenerationWorker(GenerationWorker):
     def setup(self) -> Mapping[str, Any]:
         config = self._config
         if config.model_name is None:
-            raise ConfigError("`policy.generation.model_name` is required, because there is no policy to take it from.")
+            raise ConfigError(
+                "`policy.generation.model_name` is required, because there is no policy to take it from.",
+                key="policy.generation.model_name",
+            )
         if self.context.run_in_process:
             set_process_environment(self.context.device)
         quiet_import()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RLCoreError(Exception):
     """An error with an explanation; the command prints it without a traceback.
@@ -16,12 +20,17 @@ class RLCoreError(Exception):
 class UserError(RLCoreError):
     """A mistake in the input; nothing was started or lost.
 
-    Attributes:
-        key: The dotted config key at fault, if known.
+    Args:
+        args: The text.
+        key: The dotted config key at fault, if known: in full (`policy.optimizer.name`), or relative to the section of the
+            component that raises (`timeout_s`). A run adds its file and line to the text.
     """
 
     exit_code = 2
-    key: str | None = None
+
+    def __init__(self, *args: object, key: str | None = None) -> None:
+        super().__init__(*args)
+        self.key = key
 
 
 class ConfigError(UserError):
@@ -91,9 +100,13 @@ class WorkerError(RLCoreError):
 
     Attributes:
         group: Name of the worker group, such as `policy`, `value`, `generation` or `env.math`; empty if unknown.
+        raised: Type and message of the original exception, such as `ValueError: too small`; empty if unknown.
+        frames: File and line of each frame of the original exception, the innermost last.
     """
 
     group: str = ""
+    raised: str = ""
+    frames: tuple[tuple[str, int], ...] = ()
 
 
 class WorkerDiedError(WorkerError):
@@ -126,3 +139,24 @@ class NonFiniteError(RLCoreError):
 
 class CheckpointWriteError(RLCoreError):
     """A checkpoint could not be written; names the folder, the reason, the last complete checkpoint and what to do."""
+
+
+@contextmanager
+def with_key(key: str) -> Iterator[None]:
+    """Adds a config key to user errors of the block that do not have one.
+
+    Args:
+        key: Dotted, such as `policy.model_name`.
+    """
+    try:
+        yield
+    except UserError as error:
+        error.key = error.key or key
+        raise
+
+
+def frames_of(error: BaseException) -> tuple[tuple[str, int], ...]:
+    """File and line of each frame of an exception, the innermost last; those of its cause come first."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    own = tuple((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+    return own if cause is None else (*frames_of(cause), *own)

@@ -14,6 +14,13 @@ from pathlib import Path
 import psutil
 
 
+class UnpicklableError(Exception):
+    """Cannot be created again from its arguments."""
+
+    def __init__(self, text, *, code):
+        super().__init__(text)
+
+
 class Worker:
     """Returns its context and misbehaves on request."""
 
@@ -46,6 +53,12 @@ class Worker:
 
     def on_main_thread(self):
         return threading.current_thread() is threading.main_thread()
+
+    def raise_from_a_cause(self):
+        try:
+            raise ValueError("the cause")
+        except ValueError as error:
+            raise UnpicklableError("wrapped", code=3) from error
 
     def raise_on(self, rank, error):
         if self.context.rank == rank:

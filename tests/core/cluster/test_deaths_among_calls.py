@@ -1,6 +1,8 @@
 """Calls on several workers when one dies: which are awaited, which results are kept, and which failure is reported."""
 
+import inspect
 import os
+import pickle
 import signal
 
 import pytest
@@ -38,6 +40,19 @@ def test_a_settled_call_keeps_the_results_of_live_workers(trio):
 def test_a_worker_that_raises_ends_the_wait_of_a_settled_call(trio):
     with pytest.raises(WorkerError, match=r"rank 2 .*too little"):
         trio.submit_all("raise_on", 2, ValueError("too little")).settle(120.0)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_the_frames_of_an_exception_that_cannot_be_pickled_are_fields_of_the_error(trio, in_process):
+    group = InProcessWorkerGroup(Worker, name="alone") if in_process else trio
+    with pytest.raises(WorkerError) as caught:
+        group.run_one("raise_from_a_cause")
+    source, first = inspect.getsourcelines(Worker.raise_from_a_cause)
+    lines = [first + number for number, line in enumerate(source) if "raise " in line]
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert [line for file, line in error.frames if file.endswith("cluster_workers.py")] == lines
+        assert error.raised.endswith("UnpicklableError: wrapped")
+        assert error.group == ("alone" if in_process else "trio")
 
 
 def test_a_rank_is_named_with_its_host_and_process(trio):

@@ -1,6 +1,7 @@
 """Errors that only a worker or the data can find still name the config key and its line."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -94,15 +95,23 @@ def test_a_model_without_a_tokenizer_is_reported_at_the_key_of_the_model(config,
 
 
 @pytest.mark.parametrize(
-    ("group", "message", "line", "key"),
+    ("group", "message", "of_error", "line", "key"),
     [
-        ("value", "`policy.optimizer.name`: torch.optim has no such class.", 11, "value.optimizer.name"),
-        ("value", "`policy.optimizer.kwargs` is missing lr.", 11, "value.optimizer.kwargs"),
-        ("env.sums", "`timeout_s` is too short.", 13, "env.sums.timeout_s"),
-        ("env.sums", "No key is named here.", 13, "env.sums"),
+        (
+            "value",
+            "`policy.optimizer.name`: torch.optim has no such class.",
+            "policy.optimizer.name",
+            11,
+            "value.optimizer.name",
+        ),
+        ("value", "`policy.optimizer.kwargs` is missing lr.", "policy.optimizer.kwargs", 11, "value.optimizer.kwargs"),
+        ("value", "A key of the optimizer.", "optimizer.kwargs.momentum", 11, "value.optimizer.kwargs.momentum"),
+        ("value", "A key of another section: `policy.optimizer.name`.", "num_workers_of_another", 11, "value"),
+        ("env.sums", "`timeout_s` is too short.", "timeout_s", 13, "env.sums.timeout_s"),
+        ("env.sums", "No key is given: `timeout_s`.", None, 13, "env.sums"),
     ],
 )
-def test_a_worker_of_another_section_is_reported_at_that_section(config, group, message, line, key):
+def test_a_worker_of_another_section_is_reported_at_that_section(config, group, message, of_error, line, key):
     ppo = (
         "value:\n  {backend: hf, model_name: m, optimizer: {name: torch.optim.SGD, kwargs: {momentum: 0.9}}}\n"
         "env:\n  sums: {name: math, timeout_s: 1.0}\n"
@@ -112,12 +121,14 @@ def test_a_worker_of_another_section_is_reported_at_that_section(config, group, 
     path.write_text(text + ppo)
     config_of_run = load_config(path)
     error = WorkerError(f"rank 1 (data=1) of '{group}' failed in setup(): {message}")
-    error.group, error.__cause__ = group, ConfigError(message)
+    error.group, error.__cause__ = group, pickle.loads(pickle.dumps(ConfigError(message, key=of_error)))
     with pytest.raises(InvalidConfigError) as caught, with_location(config_of_run):
         raise error
     [problem] = caught.value.problems
     assert (problem.location.line, ".".join(map(str, problem.path))) == (line + 1, key)
     assert "rank 1" not in str(problem)
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_errors_that_are_not_user_errors_are_not_changed(config):

@@ -42,6 +42,14 @@ CODE = """
         def step(self, message_log_batch, metadata):
             return None
 
+    class LicenceError(Exception):
+        def __init__(self, text, *, code):
+            super().__init__(text)
+
+    class RaisingUnpicklable(Raising):
+        def __init__(self, config):
+            raise LicenceError("expired", code=3)
+
     class WithoutStep(EnvironmentInterface):
         def __init__(self, config):
             pass
@@ -114,6 +122,11 @@ def test_a_loss_that_raises_in_a_step_is_reported_with_its_line(config, name, er
             "no_such_key",
         ),
         (grpo("Raising"), "env.arithmetic.env_cls: their_code.Raising raised OSError at ", "no licence"),
+        (
+            grpo("RaisingUnpicklable"),
+            "env.arithmetic.env_cls: their_code.RaisingUnpicklable raised their_code.LicenceError at ",
+            "expired",
+        ),
     ],
 )
 def test_code_that_raises_in_another_process_is_reported_with_its_line(config, sections, message, text):

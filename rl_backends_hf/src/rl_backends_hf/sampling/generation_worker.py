@@ -38,7 +38,10 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
 
     def setup(self) -> Mapping[str, Any]:
         if self._config.model_name is None:
-            raise ConfigError("`policy.generation.model_name` is required, because there is no policy to take it from.")
+            raise ConfigError(
+                "`policy.generation.model_name` is required, because there is no policy to take it from.",
+                key="policy.generation.model_name",
+            )
         if not self.context.run_in_process:
             torch.set_num_threads(self.context.num_threads)
         options = self._config.hf_cfg
@@ -112,7 +115,8 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         if is_quantized(self._model):
             raise NotSupportedError(
                 "A sampling model loaded with load_in_8bit or load_in_4bit cannot receive the policy's weights. Remove the "
-                "option from `policy.generation.hf_cfg`; `precision: bfloat16` needs half the memory of float32."
+                "option from `policy.generation.hf_cfg`; `precision: bfloat16` needs half the memory of float32.",
+                key="policy.generation.hf_cfg",
             )
         dtypes = super().prepare_refit_info(info)
         self._rows.pause()

@@ -80,7 +80,9 @@ class LoraAdapters:
             try:
                 self._peft_model = peft.get_peft_model(model, settings)
             except ValueError as error:
-                raise UserError(f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}") from error
+                raise UserError(
+                    f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}", key="policy.hf_cfg.lora"
+                ) from error
         self._settings = self._peft_model.peft_config[_NAME]
         self._settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
         self._model = model
@@ -154,7 +156,8 @@ class LoraAdapters:
         if odd := sorted(saved.keys() ^ own.keys()):
             raise CheckpointError(
                 f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Resume "
-                "with the same `policy.hf_cfg.lora` and model that wrote it."
+                "with the same `policy.hf_cfg.lora` and model that wrote it.",
+                key="policy.hf_cfg.lora",
             )
         for name, tensor in own.items():
             if saved[name].shape != tensor.shape:
@@ -172,14 +175,15 @@ class LoraAdapters:
             whole = " It contains the weights of a full model." if (folder / "config.json").is_file() else ""
             raise CheckpointError(
                 f"{folder} has no {ADAPTER_CONFIG}, so no adapter was saved there.{whole} Resume with the same "
-                "`policy.hf_cfg.lora` that wrote it."
+                "`policy.hf_cfg.lora` that wrote it.",
+                key="policy.hf_cfg.lora",
             ) from error
         except (OSError, ValueError) as error:
             raise CheckpointError(f"Cannot read {folder / ADAPTER_CONFIG}: {error}") from error
         for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
             there, here = saved.get(key), getattr(self._settings, key)
             if there != here:
-                raise CheckpointError(f"{folder} has a different adapter: `{key}` is {there} there and {here} here.")
+                raise CheckpointError(f"{folder} has a different adapter: `{key}` is {there} there and {here} here.", key=key)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The adapter tensors under the names of peft's files."""
@@ -225,7 +229,8 @@ def _check_adapted_parameters(targets: set[str], layers: Mapping[str, Any], mode
         raise NotSupportedError(
             f"`policy.hf_cfg.lora.target_modules`: for a {type(model).__name__}, peft also adapts parameters other than the "
             f"given linear layers, such as {odd[0]}, which cannot be merged for a refit. Name only attention layers, such as "
-            "[q_proj, k_proj, v_proj, o_proj]."
+            "[q_proj, k_proj, v_proj, o_proj].",
+            key="policy.hf_cfg.lora.target_modules",
         )
 
 
@@ -233,5 +238,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise UserError(NEEDS_PEFT.format(reason=error)) from error
+        raise UserError(NEEDS_PEFT.format(reason=error), key="policy.hf_cfg.lora") from error
     return peft

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_core.config.schema import OptimizerConfig
-from rl_core.errors import UserError
+from rl_core.errors import UserError, with_key
 from rl_core.plugins.import_path import resolve
 from rl_core.training.named import call
 
@@ -28,7 +28,8 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
     Raises:
         UserError: the import path does not exist, or the optimizer rejects the arguments.
     """
-    factory = resolve(config.name, key="policy.optimizer.name")
+    with with_key("policy.optimizer.name"):
+        factory = resolve(config.name, key="policy.optimizer.name")
     kwargs = dict(config.kwargs)
     matrices_only = kwargs.pop(DECAY_MATRICES_ONLY, False)
     if factory in (torch.optim.Adam, torch.optim.AdamW) and not {"fused", "foreach"} & kwargs.keys():
@@ -42,6 +43,7 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
     optimizer = call(factory, groups, kwargs, key="policy.optimizer", also=(DECAY_MATRICES_ONLY,))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"`policy.optimizer.name`: {config.name} returned a {type(optimizer).__name__}, which is not a torch optimizer."
+            f"`policy.optimizer.name`: {config.name} returned a {type(optimizer).__name__}, which is not a torch optimizer.",
+            key="policy.optimizer.name",
         )
     return optimizer

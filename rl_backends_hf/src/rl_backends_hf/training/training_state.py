@@ -189,7 +189,8 @@ def _check_shape(name: str, value: Any, expected: Any, folder: Path) -> None:
     if tuple(value) != tuple(expected):
         raise CheckpointError(
             f"{folder} is of another model: {name} has shape {tuple(value)}, not {tuple(expected)}. Resume with the "
-            "`policy.model_name` that it was written with."
+            "`policy.model_name` that it was written with.",
+            key="policy.model_name",
         )
 
 

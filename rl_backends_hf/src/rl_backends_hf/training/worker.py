@@ -76,7 +76,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         model = self._load_model()
         use_cpu_sdpa(model)
         if (problem := length_dependent_rope(model, self.config.max_total_sequence_length)) is not None:
-            raise ConfigError(f"`policy.max_total_sequence_length`: {problem}")
+            raise ConfigError(f"`policy.max_total_sequence_length`: {problem}", key="policy.max_total_sequence_length")
         if hf.device_map is not None:
             # Tokens go to the device on which the map has placed the embeddings.
             self._parallel.device = model.get_input_embeddings().weight.device
@@ -197,7 +197,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         if self._parallel.shards:
             raise NotSupportedError(
                 "With `data_parallel: fsdp2` on several ranks, each rank has only shards of the weights and cannot sample. "
-                "Set a generation backend in `policy.generation`, or use `data_parallel: replicate`."
+                "Set a generation backend in `policy.generation`, or use `data_parallel: replicate`.",
+                key="data_parallel",
             )
         self._move(weights=self._parallel.device)
         if self._sampler is None:
@@ -231,7 +232,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         if self._quantized:
             raise NotSupportedError(
                 f"The weights of {self.config.model_name} are quantized: they cannot be trained, so there is nothing to save. "
-                "Remove load_in_8bit or load_in_4bit from `hf_cfg` to save them."
+                "Remove load_in_8bit or load_in_4bit from `hf_cfg` to save them.",
+                key="hf_cfg",
             )
         self._exported.save(folder, rank=self.context.rank)
 
@@ -278,22 +280,27 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         if ranks > 1 and hf.device_map is not None:
             raise UserError(
                 f"`device_map: {hf.device_map}` spreads one model over devices, but with {ranks} ranks each rank has one "
-                "device. Remove device_map; `data_parallel: fsdp2` shards a model that is too large for one device."
+                "device. Remove device_map; `data_parallel: fsdp2` shards a model that is too large for one device.",
+                key="device_map",
             )
         if ranks > 1 and hf.data_parallel == "fsdp2" and (hf.load_in_8bit or hf.load_in_4bit):
             raise UserError(
-                "FSDP2 cannot shard quantized weights: remove load_in_8bit and load_in_4bit, or use `data_parallel: replicate`."
+                "FSDP2 cannot shard quantized weights: remove load_in_8bit and load_in_4bit, or use "
+                "`data_parallel: replicate`.",
+                key="data_parallel",
             )
 
         if hf.attn_implementation == "flash_attention_2" and self._dtype == torch.float32:
             raise UserError(
                 "`attn_implementation: flash_attention_2` requires bfloat16, and `policy.precision` is float32. Set it to "
-                "bfloat16, or remove attn_implementation: `sdpa` supports both."
+                "bfloat16, or remove attn_implementation: `sdpa` supports both.",
+                key="attn_implementation",
             )
         if self.config.head == "scalar" and (hf.load_in_8bit or hf.load_in_4bit):
             raise UserError(
                 "A model with a scalar head must be trained, and quantized weights cannot be trained: remove load_in_8bit and "
-                "load_in_4bit; `precision: bfloat16` halves the memory of float32."
+                "load_in_4bit; `precision: bfloat16` halves the memory of float32.",
+                key="precision",
             )
 
     def _make_scoring(self, model: PreTrainedModel) -> ScoringModel:
@@ -320,7 +327,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             raise NotSupportedError(
                 f"{self.config.model_name} was loaded with quantized weights (load_in_8bit or load_in_4bit), and this policy "
                 "trains all weights, but quantized weights have no gradients. Load it without quantization, with "
-                "`precision: bfloat16` to save memory. Scoring and sampling work with quantized weights."
+                "`precision: bfloat16` to save memory. Scoring and sampling work with quantized weights.",
+                key="precision",
             )
         return self._state
 

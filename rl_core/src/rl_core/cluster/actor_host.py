@@ -20,7 +20,7 @@ from ray import cloudpickle
 from rl_core.cluster import orphan_reaper, stacks
 from rl_core.cluster.ports import free_port
 from rl_core.data.process_seed import seed_process
-from rl_core.errors import RLCoreError
+from rl_core.errors import RLCoreError, frames_of
 from rl_core.interfaces.worker_context import WorkerContext, construct
 
 MARKER = "RLCORE_WORKER"
@@ -57,12 +57,14 @@ class Failure:
         traceback: The text, from the worker's method downwards.
         exit_code: Exit code of the command, if the worker raised an RLCoreError.
         pickled: The exception itself if it can be pickled, else None.
+        frames: `WorkerError.frames`.
     """
 
     summary: str
     traceback: str
     exit_code: int
     pickled: bytes | None
+    frames: tuple[tuple[str, int], ...]
 
 
 class ActorHost:
@@ -144,4 +146,5 @@ def _record(error: BaseException) -> Failure:
         traceback=text,
         exit_code=error.exit_code if isinstance(error, RLCoreError) else 1,
         pickled=pickled,
+        frames=frames_of(error),
     )

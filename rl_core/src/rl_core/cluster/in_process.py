@@ -11,7 +11,7 @@ from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
-from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError
+from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
 from rl_core.interfaces.worker_context import WorkerContext, construct
 
 
@@ -141,5 +141,5 @@ class InProcessWorkerGroup(WorkerGroup):
             f"({frame.filename}:{frame.lineno})"
         )
         failed.exit_code = error.exit_code if isinstance(error, RLCoreError) else 1
-        failed.group = self._name
+        failed.group, failed.frames, failed.raised = self._name, frames_of(error), f"{type(error).__name__}: {error}"
         return failed

@@ -263,10 +263,12 @@ def _worker_error(headline: str, failure: Failure) -> WorkerError:
     if failure.exit_code != UserError.exit_code:  # the text of a user error is sufficient without the traceback
         text += f"\n--- its traceback ---\n{failure.traceback.rstrip()}"
     error = WorkerError(text)
-    error.exit_code = failure.exit_code
+    error.exit_code, error.frames = failure.exit_code, failure.frames
+    error.raised = failure.summary.rpartition("\n")[2]
     if failure.pickled is not None:
         try:
-            error.__cause__ = cloudpickle.loads(failure.pickled)
+            error.__cause__ = cause = cloudpickle.loads(failure.pickled)
+            error.raised = f"{type(cause).__name__}: {cause}"
         except Exception as unpickling:  # its module may exist only in the worker's Python
             error.add_note(f"(the exception itself cannot be rebuilt here: {unpickling!r})")
     return error

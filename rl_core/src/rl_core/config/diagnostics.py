@@ -57,6 +57,9 @@ class InvalidConfigError(ConfigError):
         self.problems = tuple(sorted(located, key=_in_order_of_files))
         self.args = ("\n".join(str(problem) for problem in self.problems),)
 
+    def __reduce__(self) -> tuple[type[InvalidConfigError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
+        return type(self), (self.problems, self.not_checked)
+
 
 @dataclass
 class Problems:

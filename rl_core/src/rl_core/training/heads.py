@@ -34,7 +34,8 @@ def refuse_other_head(config: Any, head: Head, *, name: str) -> None:
     if head == "tokens":
         raise UserError(
             f"{name} is a {classifier}, which scores whole sequences and does not predict tokens. It can be a value or "
-            "reward model (`head: scalar`); a policy must be a causal LM."
+            "reward model (`head: scalar`); a policy must be a causal LM.",
+            key="head",
         )
     if config.num_labels != 1:
         raise UserError(

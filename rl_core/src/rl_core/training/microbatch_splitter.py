@@ -68,7 +68,8 @@ class MicrobatchSplitter:
         if longest > self._limit:
             raise DataError(
                 f"A row has {longest} tokens, but `policy.max_total_sequence_length` is {self._limit}. Raise it, or shorten "
-                "the row."
+                "the row.",
+                key="policy.max_total_sequence_length",
             )
         mask = microbatch["token_mask"] * microbatch["sample_mask"].unsqueeze(1) if training else None
         prompt_ids = microbatch["prompt_id"].to("cpu", torch.int64) if "prompt_id" in microbatch else None

@@ -17,13 +17,13 @@ def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also:
         UserError: it is not callable, an argument is missing or unknown, or it raises on one.
     """
     if not callable(factory):
-        raise UserError(f"`{key}.name`: {factory!r} cannot be called: name a class or a function.")
+        raise UserError(f"`{key}.name`: {factory!r} cannot be called: name a class or a function.", key=f"{key}.name")
     check_arguments(factory, kwargs, key=key, num_positional=1, also=also)
     try:
         return factory(first, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
         name = getattr(factory, "__name__", repr(factory))
-        raise UserError(f"`{key}.kwargs`: {name} rejects {dict(kwargs)}: {error}") from error
+        raise UserError(f"`{key}.kwargs`: {name} rejects {dict(kwargs)}: {error}", key=f"{key}.kwargs") from error
 
 
 def check_arguments(
@@ -48,9 +48,10 @@ def check_arguments(
             if name not in names:
                 raise UserError(
                     f"`{key}.kwargs.{name}`: {getattr(factory, '__name__', factory)} takes no such argument."
-                    f"{did_you_mean(name, [*names, *also])} It takes {', '.join([*names, *also])}."
+                    f"{did_you_mean(name, [*names, *also])} It takes {', '.join([*names, *also])}.",
+                    key=f"{key}.kwargs.{name}",
                 )
     named = (p for p in parameters if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL))
     missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in kwargs]
     if missing:
-        raise UserError(f"`{key}.kwargs` is missing {', '.join(missing)}.")
+        raise UserError(f"`{key}.kwargs` is missing {', '.join(missing)}.", key=f"{key}.kwargs")

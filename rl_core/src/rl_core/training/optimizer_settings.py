@@ -56,13 +56,15 @@ class OptimizerSettings:
         if before["optimizer"] != now["optimizer"]:
             raise CheckpointError(
                 f"{source} was written by the optimizer {before['optimizer']}, but the config has {now['optimizer']}, which "
-                "cannot use its state. Restore `optimizer.name`, or start a new run from the weights."
+                "cannot use its state. Restore `optimizer.name`, or start a new run from the weights.",
+                key="optimizer.name",
             )
         if len(saved["param_groups"]) != len(groups):
             raise CheckpointError(
                 f"{source} was written with {len(saved['param_groups'])} parameter groups, but the config has {len(groups)}. "
                 "`optimizer.kwargs.decay_matrices_only` cannot change when a run is resumed. Restore it, or start a new run "
-                "from the weights."
+                "from the weights.",
+                key="optimizer.kwargs.decay_matrices_only",
             )
         if before == now:
             for group, old in zip(groups, saved["param_groups"], strict=True):

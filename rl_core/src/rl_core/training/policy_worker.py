@@ -227,7 +227,8 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         if self.config.frozen:
             raise NotSupportedError(
                 f"{self.config.model_name} is frozen (`frozen: true` in its section), so it has no optimizer and cannot be "
-                "trained. Remove `frozen` to train it."
+                "trained. Remove `frozen` to train it.",
+                key="frozen",
             )
 
     def require_reference(self, enabled: bool, *, key: str) -> None:
@@ -235,12 +236,14 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         if not enabled:
             raise NotSupportedError(
                 f"This policy has no reference: `{key}` is false. Set it to true, or use a loss without a KL term against "
-                "the reference policy."
+                "the reference policy.",
+                key=key,
             )
 
     def _reject_scalar_head(self, why: str) -> None:
         if self.config.head == "scalar":
             raise NotSupportedError(
                 f"{self.config.model_name} has a scalar head (`head: scalar`), which only computes values, so it {why}. Set "
-                "`head: tokens` in its section for a policy."
+                "`head: tokens` in its section for a policy.",
+                key="head",
             )

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rl_core.config.schedules import SCHEDULES, constant
 from rl_core.config.schema import SchedulerConfig
-from rl_core.errors import UserError
+from rl_core.errors import UserError, with_key
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.import_path import resolve
 from rl_core.training.named import call, check_arguments
@@ -31,10 +31,15 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | 
     if "." not in config.name:
         raise UserError(
             f"`policy.scheduler.name`: no schedule {config.name!r}.{did_you_mean(config.name, sorted(SCHEDULES))} Use one of "
-            f"{', '.join(sorted(SCHEDULES))}, or any dotted path such as torch.optim.lr_scheduler.CosineAnnealingLR."
+            f"{', '.join(sorted(SCHEDULES))}, or any dotted path such as torch.optim.lr_scheduler.CosineAnnealingLR.",
+            key="policy.scheduler.name",
         )
-    factory = resolve(config.name, key="policy.scheduler.name")
+    with with_key("policy.scheduler.name"):
+        factory = resolve(config.name, key="policy.scheduler.name")
     scheduler = call(factory, optimizer, dict(config.kwargs), key="policy.scheduler")
     if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
-        raise UserError(f"`policy.scheduler.name`: {config.name} returned a {type(scheduler).__name__}, not a schedule.")
+        raise UserError(
+            f"`policy.scheduler.name`: {config.name} returned a {type(scheduler).__name__}, not a schedule.",
+            key="policy.scheduler.name",
+        )
     return scheduler

@@ -127,7 +127,8 @@ def _pairs(row: int, pairs: Any, limit: int) -> tuple[tuple[str, str], ...]:
         if size > limit:
             raise DataError(
                 f"Row {row}: an expected output of `stdin_stdout` has {size} bytes, but only the first {limit} of a program's "
-                "output are read, so a correct program would fail. Raise `sandbox.output_kb`, or remove the row."
+                "output are read, so a correct program would fail. Raise `sandbox.output_kb`, or remove the row.",
+                key="sandbox.output_kb",
             )
     return read
 

@@ -100,7 +100,8 @@ class JudgeEnvironment(ScorerEnvironment):
         if reference is None and "{reference}" in (self.config.prompt or ""):
             raise DataError(
                 "The `prompt` of the judge has {reference}, but a row has no `expected_answer`: set `output_key` of the "
-                "dataset, or remove {reference}."
+                "dataset, or remove {reference}.",
+                key="prompt",
             )
         return judge_prompt(
             self.config.prompt,

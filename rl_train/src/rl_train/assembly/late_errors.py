@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rl_core.config.diagnostics import InvalidConfigError, Problem
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import UserError, WorkerError
+from rl_core.errors import with_key as with_key
 from rl_train.assembly.worker_code_errors import problem_in_user_code
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.slots import COMPANIONS
 
 _log = logging.getLogger("rlcore")
-
-_QUOTED_KEY = re.compile(r"`([A-Za-z_]\w*(?:\.[\w-]+)*)(?:: [^`]*)?`")
-"""How messages name keys: `policy.optimizer.name`, `lr`, or with a value, `head: scalar`."""
-
-
-@contextmanager
-def with_key(key: str) -> Iterator[None]:
-    """Adds a config key to user errors of the block that do not have one.
-
-    Args:
-        key: Dotted, such as `policy.model_name`.
-    """
-    try:
-        yield
-    except UserError as error:
-        error.key = error.key or key
-        raise
 
 
 @contextmanager
@@ -56,8 +39,7 @@ def with_location(loaded: LoadedConfig) -> Iterator[None]:
         raise InvalidConfigError([problem]) from error
     except UserError as error:
         if error.key is not None:
-            path = tuple(error.key.split("."))
-            error.args = (str(_located(path, str(error), loaded)),)
+            error.args = (str(_located(error, tuple(error.key.split(".")), loaded)),)
             error.key = None
         raise
 
@@ -72,9 +54,9 @@ def _of_worker(error: WorkerError, loaded: LoadedConfig) -> Problem | None:
 
 
 def problem_in_section(error: UserError, section: KeyPath, loaded: LoadedConfig) -> Problem:
-    """A user error in a section, at the key that the error or its message names, or at the section itself."""
-    path = _in_section(error.key, section) if error.key is not None else _key_in(str(error), section, loaded)
-    return _located(path, str(error), loaded)
+    """A user error in a section, at the error's key, or at the section itself."""
+    path = section if error.key is None else _in_section(error.key, section, loaded)
+    return _located(error, path, loaded)
 
 
 def _section_of(group: str) -> KeyPath | None:
@@ -86,35 +68,37 @@ def _section_of(group: str) -> KeyPath | None:
     return (group,) if group in ("policy", *COMPANIONS) else None
 
 
-def _key_in(message: str, section: KeyPath, loaded: LoadedConfig) -> KeyPath:
-    """The first key in a message that its section has; the section itself if there is none."""
+def _in_section(key: str, section: KeyPath, loaded: LoadedConfig) -> KeyPath:
+    """The full key; the section itself if it has no such key.
+
+    Workers write `policy.` for their own section, even if it is another one, and may leave out leading components.
+    """
+    named = _relative(key, section)
     fields = [field.path for field in loaded.layout.fields() if field.path[: len(section)] == section]
-    for key in _QUOTED_KEY.findall(message):
-        named = _in_section(key, section)[len(section) :]
-        for path in sorted(fields, key=len):
-            within = path[len(section) :]
-            for shared in range(1, min(len(within), len(named)) + 1):
-                # In a free mapping, the schema has the field and the rest is a key chosen by the user.
-                candidate = (*path, *named[shared:])
-                ends_alike = within[-shared:] == named[:shared]
-                if ends_alike and (shared == len(named) or loaded.written.at(candidate) is not None):
-                    return candidate
-    return section
+    for path in sorted(fields, key=len):
+        within = path[len(section) :]
+        for shared in range(1, min(len(within), len(named)) + 1):
+            # In a free mapping, the schema has the field and the rest is a key chosen by the user.
+            candidate = (*path, *named[shared:])
+            ends_alike = within[-shared:] == named[:shared]
+            if ends_alike and (shared == len(named) or loaded.written.at(candidate) is not None):
+                return candidate
+    return (*section, *named) if loaded.written.at((*section, *named)) is not None else section
 
 
-def _in_section(key: str, section: KeyPath) -> KeyPath:
-    """The full key. Workers write `policy.` for their own section, also if it is another one."""
+def _relative(key: str, section: KeyPath) -> KeyPath:
     parts = tuple(key.split("."))
     for prefix in (section, ("policy", "generation"), ("policy",)):
         if parts[: len(prefix)] == prefix and len(parts) > len(prefix):
-            return (*section, *parts[len(prefix) :])
-    return (*section, *parts)
+            return parts[len(prefix) :]
+    return parts
 
 
-def _located(path: KeyPath, message: str, loaded: LoadedConfig) -> Problem:
-    quoted = re.match(r"`[\w.-]+`:? ", message)
-    if quoted is not None and quoted.group().strip(":` ").rpartition(".")[2] == str(path[-1]) and ":" in quoted.group():
-        message = message[quoted.end() :]
-    elif message.startswith(f"{dotted(path)}: "):
-        message = message.removeprefix(f"{dotted(path)}: ")
-    return Problem(location=loaded.location_of(path), path=path, message=message)
+def _located(error: UserError, path: KeyPath, loaded: LoadedConfig) -> Problem:
+    """The problem at a key; its message does not repeat the key."""
+    # In a message, a key starts with `policy.` even if the section is another one.
+    names = [dotted(path[start:]) for start in range(len(path))] + [dotted(("policy", *path[1:]))]
+    prefixes = [f"{dotted(path)}: ", *(f"`{name}`: " for name in names)]
+    message = str(error)
+    repeated = next((prefix for prefix in prefixes if message.startswith(prefix)), "")
+    return Problem(location=loaded.location_of(path), path=path, message=message.removeprefix(repeated))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +10,10 @@ from typing import Any
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.config.diagnostics import Problem
 from rl_core.config.source_tree import KeyPath
-from rl_core.errors import ConfigError, PluginError, RLCoreError, WorkerError
+from rl_core.errors import ConfigError, PluginError, RLCoreError, WorkerError, frames_of
 from rl_core.plugins.component import is_path
 from rl_train.config.loader import LoadedConfig
 
-_TRACEBACK = "\n--- its traceback ---\n"
-"""Separates the headline of a worker's error from its traceback."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
 _OF_RESOURCES = ("OutOfMemoryError", "MemoryError")
 """Errors whose cause is not the line that raised them."""
 
@@ -70,8 +65,12 @@ def _raised_in(error: Exception, found: Any, name: str) -> str | None:
         file = inspect.getsourcefile(found)
     except (TypeError, OSError):
         return None
-    lines = [line for path, line in _frames(error) if path == file]
-    kind, _, text = _raised(error).partition(":")
+    if isinstance(error, WorkerError):
+        frames, raised = error.frames, error.raised
+    else:
+        frames, raised = frames_of(error), f"{type(error).__name__}: {error}"
+    lines = [line for path, line in frames if path == file]
+    kind, _, text = raised.partition(":")
     if not lines or kind.startswith(_OF_RESOURCES) or kind.endswith(_OF_RESOURCES):
         return None
     return f"{name} raised {kind} at {file}:{lines[-1]}:{text}"
@@ -88,19 +87,3 @@ def _key_of(section: KeyPath, loaded: LoadedConfig) -> KeyPath:
     """The key that names the class."""
     keys = ((*section, key) for key in ("env_cls", "name"))
     return next((key for key in keys if loaded.written.at(key) is not None), section)
-
-
-def _frames(error: Exception) -> list[tuple[str, int]]:
-    """File and line of each frame, from the traceback of the exception or, from another process, from its text."""
-    text = str(error).partition(_TRACEBACK)[2] if isinstance(error, WorkerError) else ""
-    if text:
-        return [(found["file"], int(found["line"])) for found in _FRAME.finditer(text)]
-    cause = error.__cause__ if isinstance(error, WorkerError) else error
-    frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-    return [(frame.filename, frame.lineno or 0) for frame in frames]
-
-
-def _raised(error: Exception) -> str:
-    """Type and message of the exception."""
-    cause = error.__cause__ if isinstance(error, WorkerError) else error
-    return f"{type(cause).__name__}: {cause}" if cause is not None else str(error).rstrip().rpartition("\n")[2]
