@@ -10,10 +10,9 @@ from typing import Any
 
 from rl_core.config.schema import DatasetConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, with_key
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.first_rows import check_rows
-from rl_train.assembly.late_errors import with_key
 from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.concat import ConcatDataset

@@ -9,7 +9,7 @@ from rl_core.errors import UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import contract_conflicts
-from rl_train.assembly.late_errors import problem_in_section
+from rl_train.assembly.error_locations import problem_in_section
 from rl_train.assembly.model_checks import (
     length_conflicts,
     length_warnings,

@@ -13,9 +13,8 @@ from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, with_key
 from rl_core.interfaces.generation import GenerationInterface
-from rl_train.assembly.late_errors import with_key
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS

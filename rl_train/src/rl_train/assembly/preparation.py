@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import (
     BadRows,
@@ -20,7 +20,6 @@ from rl_train.assembly.data import (
     read_data,
     read_validation_sets,
 )
-from rl_train.assembly.late_errors import with_key
 from rl_train.assembly.model_checks import tokenizer_key
 from rl_train.assembly.reward_checks import resolve_completion_formats
 from rl_train.config.rules.required_sections import validates

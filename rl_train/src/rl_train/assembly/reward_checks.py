@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from rl_core.errors import ConfigError, RLCoreError
+from rl_core.errors import ConfigError, RLCoreError, with_key
 from rl_core.event_loop import EventLoopThread
 from rl_core.plugins.component import did_you_mean
 from rl_train.assembly.data import Source
-from rl_train.assembly.late_errors import with_key
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import row_location

@@ -12,12 +12,11 @@ from typing import Any
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.data.process_seed import seed_process
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
 from rl_train.assembly.contracts import check_contracts
-from rl_train.assembly.late_errors import with_key
 from rl_train.assembly.losses import make_loss
 from rl_train.assembly.model_checks import check_models, warn_about_engine_limit
 from rl_train.assembly.preparation import DataLoaders, Preparation

@@ -15,7 +15,7 @@ from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationCo
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade, local_device
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -23,7 +23,6 @@ from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import check_class, check_environment_class, first_argument
-from rl_train.assembly.late_errors import with_key
 from rl_train.config.rules.sampling import (
     HELD_DIGESTS,
     IN_PROCESS_TRANSPORTS,

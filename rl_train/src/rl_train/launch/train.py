@@ -16,7 +16,7 @@ from rl_core.cluster import daemons
 from rl_core.errors import ConfigError, NotSupportedError, RayDiedError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.late_errors import with_location
+from rl_train.assembly.error_locations import with_location
 from rl_train.assembly.run_assembly import build_run
 from rl_train.checkpoints.config_changes import config_changes, describe
 from rl_train.checkpoints.disk_space import explain_disk_errors

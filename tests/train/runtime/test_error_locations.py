@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.errors import ConfigError, DataError, ResourceInsufficientError, RLCoreError, UserError, WorkerError
-from rl_train.assembly.late_errors import with_key, with_location
+from rl_core.errors import ConfigError, DataError, ResourceInsufficientError, RLCoreError, UserError, WorkerError, with_key
+from rl_train.assembly.error_locations import with_location
 from rl_train.config.loader import load_config
 from rl_train.launch.train import train
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from rl_core.config.diagnostics import InvalidConfigError, Problem
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import UserError, WorkerError
-from rl_core.errors import with_key as with_key
 from rl_train.assembly.worker_code_errors import problem_in_user_code
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.slots import COMPANIONS
