@@ -45,7 +45,7 @@ def test_the_status_of_a_run_on_a_full_disk_is_failed(small_disk):
 
     with pytest.raises(DiskFullError, match=f"The disk of the run folder {small_disk} is full"):
         run()
-    assert not (small_disk / "status.json.tmp").exists()
+    assert not (small_disk / ".status.json.tmp").exists()
     status = json.loads((small_disk / "status.json").read_text())
     assert status["state"] == "failed"
     assert "is full" in status["error"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rl_core.errors import UserError
+from rl_train.atomic_writes import write_atomically
 from rlcore_cli.report.chart import Line, line_chart, stacked_chart
 from rlcore_cli.report.ending import Ending
 from rlcore_cli.report.panels import STEP_TIME, SelectedPanel, choose_panels, phase_label, phases
@@ -98,14 +97,10 @@ def write_page(path: Path, text: str) -> None:
     Raises:
         UserError: The file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_atomically(path, text.encode())
     except OSError as error:
-        with suppress(OSError):  # the folder may not exist
-            partial.unlink()
         raise UserError(f"{path} cannot be written: {error.strerror}. Choose another file with --output.") from error
 
 

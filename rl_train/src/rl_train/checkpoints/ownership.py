@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from rl_core.errors import CheckpointError, UserError
+from rl_train.atomic_writes import write_atomically
 from rl_train.checkpoints.store import CheckpointStore
 
 RUN = "run.json"
@@ -58,9 +59,7 @@ def read_identity(folder: Path) -> RunIdentity | None:
 
 def write_identity(folder: Path, identity: RunIdentity) -> None:
     """Write run.json into `folder`; the file is complete or absent."""
-    partial = folder / f"{RUN}.tmp"
-    partial.write_text(json.dumps(asdict(identity), indent=1), encoding="utf-8")
-    os.replace(partial, folder / RUN)
+    write_atomically(folder / RUN, json.dumps(asdict(identity), indent=1).encode())
 
 
 def lock_folder(folder: Path, exits: ExitStack, *, setting: str) -> None:

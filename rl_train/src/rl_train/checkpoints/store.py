@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CheckpointError
+from rl_train.atomic_writes import sync
 from rl_train.checkpoints.damage import STEP_FOLDER, damage_error, without_manifest
 from rl_train.checkpoints.disk_space import write_error
 from rl_train.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
@@ -102,11 +103,11 @@ class CheckpointStore:
             if complete.exists():
                 self._discard(complete)
             os.replace(partial, complete)
-            _sync(self.folder)
+            sync(self.folder)
             self._replace(complete, final)
         else:
             os.replace(partial, final)
-            _sync(self.folder)
+            sync(self.folder)
         self._prune(just_written=step)
         return final
 
@@ -173,8 +174,8 @@ class CheckpointStore:
         # The newest first: a kill in between leaves no checkpoint that looks newer than one already moved.
         for step in reversed(later):
             os.replace(self.find(step), target / self.path(step).name)
-        _sync(target)
-        _sync(self.folder)
+        sync(target)
+        sync(self.folder)
         return target
 
     def _replace(self, complete: Path, final: Path) -> None:
@@ -184,7 +185,7 @@ class CheckpointStore:
         if final.exists():
             os.replace(final, old)
         os.replace(complete, final)
-        _sync(self.folder)
+        sync(self.folder)
         _delete(old)
 
     def _discard(self, folder: Path) -> None:
@@ -243,12 +244,4 @@ def _delete(folder: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rl_train.atomic_writes import write_atomically
 from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, Pass, Weights
 from rl_train.rollouts.eval_metrics import Group, Scores
 from rl_train.rollouts.records import rollout_records
@@ -41,9 +41,7 @@ def write_results(path: Path, evaluated: EvaluationResult, plan: EvaluationPlan)
     with prompts_path(path).open("w", encoding="utf-8") as lines:
         for record in prompt_records(evaluated, plan):
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(as_json(evaluated, plan, path), indent=1, ensure_ascii=False), encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, json.dumps(as_json(evaluated, plan, path), indent=1, ensure_ascii=False).encode())
 
 
 def as_json(evaluated: EvaluationResult, plan: EvaluationPlan, path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_train.atomic_writes import write_atomically
 from rl_train.metrics.logger import Logger
 
 METRICS = "metrics.jsonl"
@@ -61,10 +62,7 @@ class JsonlLogger(Logger):
         if not self._metrics.exists():
             return
         kept = [line for line in read_jsonl(self._metrics) if line["step"] <= step]
-        partial = self._metrics.with_suffix(".tmp")
-        partial.unlink(missing_ok=True)
-        _append(partial, kept)
-        os.replace(partial, self._metrics)
+        write_atomically(self._metrics, _encoded(kept))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -84,9 +82,12 @@ def _remove_incomplete_line(path: Path) -> None:
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    # An unpaired surrogate, for example in the text of an error, is written as the escape that JSON has for it.
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    with path.open("ab") as file:
+        file.write(_encoded(rows))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _encoded(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    # An unpaired surrogate, for example in the text of an error, is written as the escape that JSON has for it.
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(errors="backslashreplace")

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import RLCoreError, UserError
+from rl_train.atomic_writes import write_atomically
 from rl_train.errors import RunInterrupted, StopReason
 
 STATUS = "status.json"
@@ -113,14 +114,10 @@ class Status:
         self._replace(json.dumps(content, indent=1).encode())
 
     def _replace(self, content: bytes) -> None:
-        partial = self._folder / f"{STATUS}.tmp"
         try:
-            partial.write_bytes(content)
-            os.replace(partial, self._folder / STATUS)
+            write_atomically(self._folder / STATUS, content)
         except OSError:
             # The disk may be full. The existing file already has its own block.
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
             self._overwrite(content)
         self._written = True
 
