@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.chart import Line, line_chart, stacked_chart
 from rlcore_cli.report.panels import PANELS, better, choose_panels
 from rlcore_cli.report.rollouts import sample_rollouts
-from rlcore_cli.report.run_folder import read_lines, read_run_folder
+from rlcore_cli.report.run_folder import read_run_folder
 from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, padded_range, thin
 from rlcore_cli.report.token_pieces import token_pieces
 
@@ -201,4 +202,4 @@ def test_every_metric_has_one_panel_and_directions_are_stated():
 def test_a_last_line_that_is_cut_within_a_character_is_skipped(tmp_path):
     path = tmp_path / "token_texts.jsonl"
     path.write_bytes('{"text": "\N{EURO SIGN}"}\n{"text": "\N{EURO SIGN}'.encode()[:-1])
-    assert list(read_lines(path)) == [{"text": "\N{EURO SIGN}"}]
+    assert list(iter_jsonl(path)) == [{"text": "\N{EURO SIGN}"}]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlcore_cli.report.run_folder import read_lines
+from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.scales import nice_ticks, thin
 
 WIDTH = 72
@@ -28,7 +28,7 @@ def read_series(path: Path, name: str) -> Series:
     Raises:
         DataError: a line is corrupt.
     """
-    kept = [row for row in read_lines(path) if row.get(name) is not None]
+    kept = [row for row in iter_jsonl(path) if row.get(name) is not None]
     return Series(steps=[row["step"] for row in kept], values=[row[name] for row in kept])
 
 

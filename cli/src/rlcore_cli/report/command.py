@@ -75,7 +75,8 @@ def _write(run_folder: Path, page: Path, *, max_mib: float, live: bool) -> Endin
 
 
 def _stamp(run_folder: Path) -> Stamp:
-    from rlcore_cli.report.run_folder import METRICS, STATUS
+    from rl_train.metrics.jsonl import METRICS
+    from rlcore_cli.report.run_folder import STATUS
 
     watched = (run_folder / METRICS, run_folder / STATUS)
     return tuple(path.stat().st_mtime_ns if path.exists() else 0.0 for path in watched)

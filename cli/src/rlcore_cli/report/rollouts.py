@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore_cli.report.run_folder import RunFolder, read_lines
+from rl_train.metrics.jsonl import iter_jsonl
+from rlcore_cli.report.run_folder import RunFolder
 from rlcore_cli.report.token_pieces import token_pieces
 
 MOST_STEPS = 120
@@ -76,7 +77,7 @@ def _how_many_steps(run: RunFolder, steps: Sequence[int], budget_bytes: int) -> 
     """The number of steps that leaves each about `ROWS_A_STEP` rows, estimated from the first row of the last step."""
     if not steps:
         return 0
-    first = next(read_lines(run.rollouts[steps[-1]]), None)
+    first = next(iter_jsonl(run.rollouts[steps[-1]]), None)
     if first is None:
         return min(len(steps), FEWEST_STEPS)
     size = len(_compact(_row(first, run.token_texts, None)).encode()) + len(_compact(_prompt(first)).encode())
@@ -94,7 +95,7 @@ def _of_step(run: RunFolder, step: int, trained: int | None, budget_bytes: int) 
     total = numbers.get("rollout/rows", numbers.get("validation/rows"))
     part: dict[str, Any] = {"step": step, "total": total, "prompts": {}, "rows": []}
     used = len(_compact(part).encode())
-    for record in read_lines(run.rollouts[step]):
+    for record in iter_jsonl(run.rollouts[step]):
         row = _row(record, run.token_texts, trained)
         group = str(row["group"])
         prompt = {} if group in part["prompts"] else {group: _prompt(record)}

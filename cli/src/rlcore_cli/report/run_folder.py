@@ -12,14 +12,13 @@ from typing import Any
 import yaml
 
 from rl_core.errors import DataError, UserError
+from rl_train.metrics.jsonl import METRICS, TOKEN_TEXTS, iter_jsonl
 
-METRICS = "metrics.jsonl"
 STATUS = "status.json"
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 ENVIRONMENT = "environment.json"
 ROLLOUTS = "rollouts"
-TOKEN_TEXTS = "token_texts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,31 +117,8 @@ def read_run_folder(path: Path) -> RunFolder:
             for file in sorted(path.glob(f"{ROLLOUTS}/step_*.jsonl"))
             if file.stat().st_size > 0
         },
-        token_texts={row["id"]: row["text"] for row in read_lines(path / ROLLOUTS / TOKEN_TEXTS)},
+        token_texts={row["id"]: row["text"] for row in iter_jsonl(path / ROLLOUTS / TOKEN_TEXTS)},
     )
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON-lines file, if it exists. NaN and infinite values are read as None.
-
-    A last line without a newline is incomplete and is skipped.
-
-    Raises:
-        DataError: A line is not a JSON object.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:  # an incomplete line may end within a character
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = json.loads(line, parse_constant=_not_finite)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: invalid JSON: {error}. Remove this line to continue without it.") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: must be a JSON object, found {str(row)[:80]}.")
-            yield row
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -183,7 +159,7 @@ def _read(path: Path, parse: Any) -> dict[str, Any] | None:
 
 def _metrics(path: Path) -> dict[int, dict[str, float | None]]:
     rows: dict[int, dict[str, float | None]] = {}
-    for number, row in enumerate(read_lines(path), start=1):
+    for number, row in enumerate(iter_jsonl(path), start=1):
         step = row.pop("step", None)
         if not isinstance(step, int):
             raise DataError(
@@ -191,10 +167,6 @@ def _metrics(path: Path) -> dict[int, dict[str, float | None]]:
             )
         rows[step] = {name: _finite(value) for name, value in row.items() if value is None or isinstance(value, int | float)}
     return dict(sorted(rows.items()))
-
-
-def _not_finite(name: str) -> None:
-    """None for NaN and Infinity, which Python writes although JSON does not allow them."""
 
 
 def _finite(value: float | None) -> float | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import DataError
 from rl_train.atomic_writes import write_atomically
 from rl_train.metrics.logger import Logger
 
@@ -36,7 +37,7 @@ class JsonlLogger(Logger):
         self._token_texts = self._rollouts / TOKEN_TEXTS
         for path in (self._metrics, self._token_texts):
             _remove_incomplete_line(path)
-        self._known_tokens = {row["id"] for row in read_jsonl(self._token_texts)} if self._token_texts.exists() else set()
+        self._known_tokens = {row["id"] for row in read_jsonl(self._token_texts)}
         if resume_from is not None:
             self._delete_after(resume_from)
 
@@ -66,9 +67,31 @@ class JsonlLogger(Logger):
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; an incomplete last line is skipped."""
-    lines = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """As `iter_jsonl`, all at once."""
+    return list(iter_jsonl(path))
+
+
+def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON-lines file, if it exists. NaN and infinite values are read as None.
+
+    A last line without a newline is incomplete and is skipped.
+
+    Raises:
+        DataError: A line is not a JSON object.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:  # an incomplete line may end within a character
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line, parse_constant=_not_finite)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: invalid JSON: {error}. Remove this line to continue without it.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number}: must be a JSON object, found {str(row)[:80]}.")
+            yield row
 
 
 def _remove_incomplete_line(path: Path) -> None:
@@ -91,3 +114,7 @@ def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _encoded(rows: Sequence[Mapping[str, Any]]) -> bytes:
     # An unpaired surrogate, for example in the text of an error, is written as the escape that JSON has for it.
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(errors="backslashreplace")
+
+
+def _not_finite(name: str) -> None:
+    """None for NaN and Infinity, which Python writes although JSON does not allow them."""

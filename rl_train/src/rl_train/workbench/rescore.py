@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from rl_train.assembly.preparation import Preparation
 from rl_train.config.loader import load_config
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
-from rl_train.metrics.jsonl import read_jsonl
+from rl_train.metrics.jsonl import iter_jsonl
 from rl_train.run_folders.provenance import CONFIG
 from rl_train.workbench.local_rollouts import LocalRollouts
 from rl_train.workbench.trial import TrialRow, constructor
@@ -92,13 +92,13 @@ def rescore(
             exits.callback(environment.shutdown)
         for step in selected_steps:
             yield from _of_step(
-                step, read_jsonl(files[step]), list(data.validation.values()) if step == 0 else [data.train], environments, run
+                step, iter_jsonl(files[step]), list(data.validation.values()) if step == 0 else [data.train], environments, run
             )
 
 
 def _of_step(
     step: int,
-    records: Sequence[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]],
     sources: Sequence[Source | None],
     environments: Mapping[str, EnvironmentInterface],
     run: RunConfig,
