@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_train.config.dotted_keys import leaves
 from rlcore_cli.report.ending import ending_of
 from rlcore_cli.report.page import render
 from rlcore_cli.report.rollouts import sample_rollouts
-from rlcore_cli.report.run_folder import leaves, read_run_folder
+from rlcore_cli.report.run_folder import read_run_folder
 
 pytestmark = pytest.mark.slow
 

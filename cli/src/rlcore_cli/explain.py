@@ -79,12 +79,11 @@ def _explain_in(loaded: LoadedConfig, key: str) -> None:
 
 
 def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
+    from rl_train.config.dotted_keys import leaves
     from rlcore_cli.listing import print_table
 
-    rows = [
-        (f"  {name.removeprefix(f'{key}.')}", _yaml(value), str(loaded.source[name])) for name, value in _leaves(section, key)
-    ]
-    print_table(rows)
+    rows = ((name.removeprefix(f"{key}."), _yaml(value), str(loaded.source[name])) for name, value in leaves(section, key))
+    print_table([(f"  {name}", text, origin) for name, text, origin in rows])
 
 
 def _explain_anywhere(index: SchemaIndex, key: str, component: str | None) -> None:
@@ -250,12 +249,6 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     suggestion = same_end[0] if same_end else nearest(key, known)
     hint = f" Did you mean {suggestion}?" if suggestion else ""
     return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
-
-
-def _leaves(value: object, key: str) -> list[tuple[str, object]]:
-    if isinstance(value, dict) and value:
-        return [leaf for name, item in value.items() for leaf in _leaves(item, f"{key}.{name}")]
-    return [(key, value)]
 
 
 def _yaml(value: object) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rl_train.config.dotted_keys import leaves
 from rlcore_cli.report.panels import Direction, better, in_order
-from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
+from rlcore_cli.report.run_folder import Curve, RunFolder
 
 ABSENT = "—"
 """Shown for a key that a run does not have."""

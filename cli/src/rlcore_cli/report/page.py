@@ -14,11 +14,12 @@ from markupsafe import Markup
 
 from rl_core.errors import UserError
 from rl_train.atomic_writes import write_atomically
+from rl_train.config.dotted_keys import leaves
 from rlcore_cli.report.chart import Line, line_chart, stacked_chart
 from rlcore_cli.report.ending import Ending
 from rlcore_cli.report.panels import STEP_TIME, SelectedPanel, choose_panels, phase_label, phases
 from rlcore_cli.report.rollouts import Sample, sample_rollouts
-from rlcore_cli.report.run_folder import Curve, RunFolder, leaves
+from rlcore_cli.report.run_folder import Curve, RunFolder
 from rlcore_cli.report.scales import format_duration, format_number
 
 MAX_MIB = 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,15 +119,6 @@ def read_run_folder(path: Path) -> RunFolder:
         },
         token_texts={row["id"]: row["text"] for row in iter_jsonl(path / ROLLOUTS / TOKEN_TEXTS)},
     )
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a config by dotted key; an empty section counts as a value."""
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from leaves(item, f"{key}.{name}" if key else str(name))
-    elif key:
-        yield key, value
 
 
 def _reject_other_folders(path: Path) -> None:

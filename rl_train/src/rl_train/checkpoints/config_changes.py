@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CheckpointError
+from rl_train.config.dotted_keys import leaves
 
 FREE_TO_CHANGE = (
     "logger.",
@@ -41,7 +42,7 @@ FIXED = {
 def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str) -> dict[str, tuple[Any, Any]]:
     """Changed keys that need confirmation, with their old and new values; None for a missing key."""
     free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
-    before, after = _flat(old), _flat(new)
+    before, after = ({key: value for key, value in leaves(config) if value != {}} for config in (old, new))
     return {
         key: (before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
@@ -87,16 +88,6 @@ def refuse_changes(
 def describe(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """One line per change."""
     return "\n".join(f"  {key}: {_format(old)} then, {_format(new)} now" for key, (old, new) in changes.items())
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _format(value: Any) -> str:

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_train.config.dotted_keys import leaves
 from rl_train.errors import RunInterrupted
 from rl_train.metrics.logger import Logger
 from rl_train.metrics.logger_config import MlflowConfig
@@ -51,7 +52,7 @@ class MlflowLogger(Logger):
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        values = {name: str(value)[:_LONGEST_PARAM] for name, value in _leaves(params)}
+        values = {name: str(value)[:_LONGEST_PARAM] for name, value in leaves(params)}
         kept = self._client.get_run(self._run_id).data.params
         changed = [name for name, value in values.items() if kept.get(name, value) != value]
         if changed:
@@ -105,11 +106,3 @@ def _status_of(error: BaseException | None) -> str:
 def _valid_name(name: str) -> str:
     """A metric's name without the characters that MLflow rejects, such as in validation/pass@4 or a reward named `right?`."""
     return _INVALID.sub("_", name.replace("@", "_at_"))
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
