@@ -13,7 +13,7 @@ Bases = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="Config that CONFIG is layered over, such as the packaged grpo.yaml or sft.yaml. May be repeated; without CONFIG, "
+        help="Base config that CONFIG extends, such as the packaged grpo.yaml or sft.yaml. May be repeated; without CONFIG, "
         "the last one is the config.",
         show_default=False,
     ),

@@ -50,8 +50,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model or checkpoint on validation data: pass@k, cons@k, rewards, lengths, with standard errors over prompts.
 
-    Starts policy, engine and environments as in a run, and transfers and verifies the weights once. Without --samples and
-    --greedy, samples as the validation of the run does. docs/evaluation.md describes the metrics and the JSON file.
+    Starts policy, engine and environments as in a run, and transfers and verifies the weights once. Without --samples
+    or --greedy, uses the run's validation sampling. docs/evaluation.md describes the metrics and the JSON file.
 
     Example:
         rlcore eval config.yaml

@@ -73,7 +73,7 @@ def sweep(variable: str, *values: str, timeout_s: float = 10.0) -> None:
     """Kill every marked process until two scans in a row find none, or the timeout.
 
     Python's resource trackers exit by themselves once their processes are gone, and unlink those processes' shared memory
-    first: they are given a moment for it.
+    first: they get a short grace period.
     """
     began = time.monotonic()
     clean = 0

@@ -18,7 +18,7 @@ from rl_core.cluster.ports import free_port
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.errors import ResourceInsufficientError, UserError
 
-# Ray frees the resources of something that was just shut down a moment later.
+# Ray frees resources a moment after a shutdown.
 _SETTLE_S = 5.0
 _PLACE_S = 30.0
 

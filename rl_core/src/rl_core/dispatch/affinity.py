@@ -72,7 +72,7 @@ class ReplicaAffinity:
         return rank
 
     def release(self, name: str) -> None:
-        """Count a row as ended."""
+        """Release a row's slot on its replica."""
         rank, prompt = self._rows.pop(name)
         self._prompts[rank][prompt] -= 1
         if self._prompts[rank][prompt] == 0:

@@ -56,7 +56,7 @@ def _rebuild(values: dict[str, Any]) -> WorkerContext:
 
 
 def construct(worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> Any:
-    """An instance of the class.
+    """Construct the worker, with its context if it takes one.
 
     The context is passed if the first parameter of the constructor is named `context` or annotated as `WorkerContext`, or if
     it has a keyword-only parameter `context`.

@@ -1,1 +1,1 @@
-"""Step folders that are whole or absent, and all that a resume needs."""
+"""Atomic checkpoint folders, and the state needed to resume."""

@@ -169,7 +169,7 @@ class BatchSampler(TurnSampler):
 
 
 class RolloutSampler:
-    """The engine as one rollout sees it: its turns have the seeds of this rollout.
+    """One rollout's view of the engine: its turns have the seeds of this rollout.
 
     Args:
         sampler: shared by all rollouts.

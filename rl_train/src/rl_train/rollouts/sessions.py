@@ -1,4 +1,4 @@
-"""The environment as one rollout sees it: its steps, and its session if the environment keeps state between them."""
+"""One rollout's view of the environment: its steps, and its session if the environment keeps state between them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StepQueue:
         worker: ActorKey | None = None,
         times: StepTimes | None = None,
     ) -> StepResult:
-        """The environment's response; raises what the call raised.
+        """The environment's response; re-raises the call's exception.
 
         Args:
             conversation: the messages so far.
@@ -108,7 +108,7 @@ class StepQueue:
         return worker
 
     def release(self, worker: ActorKey) -> None:
-        """Count a session of this worker as ended."""
+        """Release a session's worker."""
         self._sessions[worker] -= 1
 
     def _schedule(self) -> None:

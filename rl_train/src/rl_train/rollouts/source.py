@@ -33,7 +33,7 @@ class Rollouts:
 
 
 _MAX_REPLACED = 10
-"""A step ends with an error after this many times its rows."""
+"""A step fails once it has replaced this many times its rows."""
 
 
 class RolloutSource(ABC):
