@@ -97,7 +97,7 @@ class TurnFormatter:
         return self._closing_after(end_of_own) + rest[len(end_of_own) :]
 
     def _closing_after(self, end_of_answer: str) -> str:
-        """What the template writes after the sampled part of such an answer, possibly including a tool call's closing braces."""
+        """What the template writes after the sampled part of an answer, possibly including a tool call's closing braces."""
         if end_of_answer.endswith(self._closing):
             return self._closing
         starts = [i for i in range(len(end_of_answer)) if self._leading_special(end_of_answer[i:])]
