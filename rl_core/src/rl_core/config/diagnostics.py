@@ -32,10 +32,8 @@ class Problem:
     location: SourceLocation | None = None
 
     def __str__(self) -> str:
-        parts = [str(self.location)] if self.location is not None else []
-        if self.path:
-            parts.append(dotted(self.path))
-        return ": ".join([*parts, self.message])
+        location = "" if self.location is None else str(self.location)
+        return ": ".join(text for text in (location, dotted(self.path), self.message) if text)
 
 
 class InvalidConfigError(ConfigError):

@@ -1,4 +1,4 @@
-"""Loads a config file into the frozen models of a run, and reports all problems together. Does not import backends.
+"""Loads config files or Python values into the frozen models of a run, and reports all problems. Does not import backends.
 
 The steps: files and the files they inherit from, overrides, `${...}`, validation of each section, and the rules of
 `rl_train.config.rules`. Rules are also checked if sections are invalid, as far as they do not read the invalid keys.
@@ -33,6 +33,7 @@ from rl_train.config.rules import RULES
 from rl_train.config.rules.rule import CheckedConfig, Rule, RuleReport, Stage, Use, WrittenConfig, run_rules
 from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
+from rl_train.config.section_models import model_at
 from rl_train.config.section_resolver import resolve_sections
 from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources
 
@@ -49,7 +50,7 @@ class LoadedConfig:
         components: The component of each section that names one, by the section's dotted key (`policy.generation`).
         layout: The models of the sections.
         written: The config as it was written, with the source location of each value.
-        path: The file; the last one if several are layered.
+        path: The file; the last one if several are layered. Empty for Python values.
         redacted: `resolved` with the `${...}` of each secret instead of its value; safe to write, print and send.
         secrets: Values from the environment that must not be shown.
         overrides: As they were given.
@@ -143,17 +144,18 @@ class ConfigDraft:
 
 
 def load_config(
-    path: ConfigFiles,
+    source: ConfigFiles | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
     registry: Registry | None = None,
     use: Use = Use.TRAIN,
     stages: Collection[Stage] = (Stage.STATIC,),
 ) -> LoadedConfig:
-    """The run that config files describe.
+    """The run that config files or Python values describe.
 
     Args:
-        path: The YAML file, or several: the values of each override those of the files before it.
+        source: The YAML file, or several: the values of each override those of the files before it. Or the sections by name, as
+            mappings or as their models; `${...}` in them is plain text.
         overrides: `key=value` and `++key=value`, applied in order.
         registry: Used to look up components; the installed plugins by default.
         use: What it is loaded for, which decides which rules apply to it.
@@ -162,23 +164,23 @@ def load_config(
     Raises:
         InvalidConfigError: A `ConfigError` that lists every mistake with its location.
     """
-    draft = draft_config(path, overrides, registry=registry, use=use, needs_files=bool(stages))
+    draft = draft_config(source, overrides, registry=registry, use=use, needs_files=bool(stages))
     draft.check(RULES, *stages)
     return draft.complete()
 
 
 def draft_config(
-    path: ConfigFiles,
+    source: ConfigFiles | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
     registry: Registry | None = None,
     use: Use = Use.TRAIN,
     needs_files: bool = True,
 ) -> ConfigDraft:
-    """The sections of config files, and the problems of each of them.
+    """The sections of config files or Python values, and the problems of each of them.
 
     Args:
-        path: See `load_config`, as for the next arguments.
+        source: See `load_config`, as for the next arguments.
         overrides: See there.
         registry: See there.
         use: See there.
@@ -190,12 +192,16 @@ def draft_config(
     registry = registry if registry is not None else Registry(discover())
     secrets = Secrets()
     problems = Problems(redact=secrets.redact)
-    written = read_sources(path, problems=problems)
+    written = read_sources(source, problems=problems)
     if problems.is_partial:
         problems.raise_if_any()
-    search_modules_in(folders_of_files(written))
     written, applied = apply_overrides(written, overrides, problems=problems)
-    values, written, interpolations = _plain_values(written, registry=registry, problems=problems, secrets=secrets)
+    values: dict[str, Any] = written.plain()
+    interpolations: dict[KeyPath, str] = {}
+    if not isinstance(source, Mapping):
+        search_modules_in(folders_of_files(written))
+        values, interpolations = _resolved_values(written, registry=registry, problems=problems, secrets=secrets)
+    values, written, interpolations = expand_aliases(values, written=written, interpolations=interpolations)
     layout = resolve_sections(values, written=written, registry=registry, problems=problems)
     locate_paths(values, layout, written=written, problems=problems if needs_files else Problems())
     as_written = WrittenConfig(values=values, written=written, layout=layout, overrides=applied, use=use)
@@ -203,7 +209,7 @@ def draft_config(
     _add(report, problems, written)
     problems.poisoned |= {problem.path for problem in report.problems}
     sections = _validated_sections(values, layout, written=written, problems=problems)
-    run = _partial_run(values, layout, problems) if problems.found else RunConfig(**_of_run(sections, layout))
+    run = _partial_run(values, layout, written, problems) if problems.found else RunConfig(**_of_run(sections, layout))
     return ConfigDraft(
         checked=CheckedConfig(run=run, registry=registry, use=use, layout=layout),
         problems=problems,
@@ -211,7 +217,7 @@ def draft_config(
         written=written,
         interpolations=interpolations,
         secrets=secrets,
-        path=as_paths(path)[-1],
+        path=as_paths(source)[-1],
         overrides=tuple(overrides),
     )
 
@@ -222,15 +228,14 @@ def _add(report: RuleReport, problems: Problems, written: Node) -> None:
     problems.not_checked += [text for text in map(str, report.not_checked) if text not in problems.not_checked]
 
 
-def _plain_values(
+def _resolved_values(
     written: Node, *, registry: Registry, problems: Problems, secrets: Secrets
-) -> tuple[dict[str, Any], Node, dict[KeyPath, str]]:
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     # Interpolations may refer to defaults, which depend on the components. Component names are known before `${...}` is
     # resolved, unless they are interpolated themselves.
     expected = resolve_sections(written.plain(), written=written, registry=registry, problems=Problems())
     known = [field.path for field in expected.fields()]
-    values, interpolations = resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
-    return expand_aliases(values, written=written, interpolations=interpolations)
+    return resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
 
 
 def _validated_sections(
@@ -242,18 +247,24 @@ def _validated_sections(
     for path in sorted(layout.sections, key=len, reverse=True):
         if problems.is_invalid(path):
             continue
-        instance = validator.validate(layout.sections[path].model, _given(values, path, layout=layout, done=done), path=path)
+        instance = model_at(written, path)
+        if instance is None:
+            given = _given(values, path, layout=layout, done=done)
+            instance = validator.validate(layout.sections[path].model, given, path=path)
         if instance is not None:
             done[path] = instance
     return done
 
 
-def _partial_run(values: dict[str, Any], layout: ConfigLayout, problems: Problems) -> RunConfig:
+def _partial_run(values: dict[str, Any], layout: ConfigLayout, written: Node, problems: Problems) -> RunConfig:
     """The run of a config with problems: reading a key whose value is not known raises an error."""
     unknown = problems.unknown_values()
     done: dict[KeyPath, BaseModel] = {}
     for path in sorted(layout.sections, key=len, reverse=True):
         part = layout.sections[path]
+        if (given := model_at(written, path)) is not None:
+            done[path] = given
+            continue
         if path in unknown:
             done[path] = unavailable_section(part.model, path)
             continue

@@ -1,9 +1,12 @@
-"""The config models of components, by kind."""
+"""The config models of components, by kind, and those that are given as they are."""
 
 from __future__ import annotations
 
+from pydantic import BaseModel
+
 from rl_core.config import schema as core_schema
 from rl_core.config.introspection import Model
+from rl_core.config.source_tree import KeyPath, Node
 from rl_core.errors import InvalidComponentError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_train.config import schema
@@ -18,6 +21,12 @@ BASES: dict[Kind, tuple[Model, Model]] = {
     Kind.LOGGER: (schema.LoggerConfig, schema.OpenLoggerConfig),
 }
 """The base class of the config model of each kind, and the model of a component given by its path."""
+
+
+def model_at(written: Node, path: KeyPath) -> BaseModel | None:
+    """The model that is given as a section; None if its values are written one by one, or not at all."""
+    node = written.at(path)
+    return node.value if node is not None and isinstance(node.value, BaseModel) else None
 
 
 def section_of(component: Component, kind: Kind) -> Model:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from rl_core.config.diagnostics import Problems, show
 from rl_core.config.introspection import Model
 from rl_core.config.schema import ClusterConfig
@@ -19,7 +21,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config import schema
 from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm
 from rl_train.config.config_layout import ConfigLayout, SectionSchema
-from rl_train.config.section_models import BASES, section_of
+from rl_train.config.section_models import BASES, model_at, section_of
 from rl_train.config.slots import ANY, SLOTS, Slot
 
 BUILT_IN: dict[str, Model] = {
@@ -94,9 +96,12 @@ class _SectionResolver:
         for path in self._paths_in(slot):
             section = self._values_at(path)
             if section is not None:
+                given = model_at(self._written, path)
                 # With the base model, common keys are checked even if the component is not found.
-                self.sections[path] = SectionSchema(path=path, model=BASES[slot.kind][1], kind=slot.kind)
-                self._resolve_component(slot, path, section)
+                model = BASES[slot.kind][1] if given is None else type(given)
+                self.sections[path] = SectionSchema(path=path, model=model, kind=slot.kind)
+                if given is None:
+                    self._resolve_component(slot, path, section)
 
     def _paths_in(self, slot: Slot) -> Iterator[KeyPath]:
         *parents, last = slot.path
@@ -107,13 +112,13 @@ class _SectionResolver:
             yield slot.path
 
     def _values_at(self, path: KeyPath) -> Mapping[str, Any] | None:
-        """The values of a section: empty if it is missing or null, None if it is not a mapping, which is reported."""
+        """The values of a section: empty if it is missing, null or a model, None if it is no mapping, which is reported."""
         section: Mapping[str, Any] = self._values
         for depth, key in enumerate(path, start=1):
             value = section.get(str(key))
             if self._problems.is_invalid(path[:depth]):
                 return None
-            if value is None:
+            if value is None or isinstance(value, BaseModel):
                 return {}
             if not isinstance(value, Mapping):
                 self._problems.mark_invalid(

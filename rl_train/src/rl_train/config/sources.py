@@ -1,4 +1,4 @@
-"""Reads config files and the files they inherit from into one tree of values. Independent of the schema.
+"""Reads config files and the files they inherit from, or Python values, into one tree of values. Independent of the schema.
 
 `defaults: base.yaml`, or a list of files, each relative to the file that names it. Parents are applied first, in order
 and depth first; the values of the file itself override them. `grpo.yaml` and `sft.yaml` are packaged: they are found by
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 from rl_core.config.diagnostics import Problems, nearest, show
-from rl_core.config.source_tree import Node, SourceLocation
+from rl_core.config.source_tree import Node, SourceLocation, node_from_plain
 from rl_train.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20
@@ -28,21 +29,25 @@ BASE_CONFIGS = pathlib.Path(__file__).parent / "base_configs"
 _PARENTS = "defaults"
 
 
-def as_paths(files: ConfigFiles) -> list[pathlib.Path]:
-    """The config files, in the order in which they are applied."""
+def as_paths(files: ConfigFiles | Mapping[str, Any]) -> list[pathlib.Path]:
+    """The config files, in the order in which they are applied; an empty path for Python values."""
+    if isinstance(files, Mapping):
+        return [pathlib.Path()]
     return [pathlib.Path(files)] if isinstance(files, str | os.PathLike) else [pathlib.Path(file) for file in files]
 
 
-def read_sources(files: ConfigFiles, *, problems: Problems) -> Node:
+def read_sources(files: ConfigFiles | Mapping[str, Any], *, problems: Problems) -> Node:
     """The files with everything that they inherit, layered.
 
     Args:
-        files: The config files, at least one.
+        files: The config files, at least one; or Python values.
         problems: Receives what is wrong with any of the files.
 
     Returns:
         The root mapping; empty if nothing could be read.
     """
+    if isinstance(files, Mapping):
+        return node_from_plain(files, location=SourceLocation(""))
     layers = []
     for path in as_paths(files):
         source = _existing_or_packaged(str(path))

@@ -26,17 +26,17 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import model_contracts
 from rl_train.assembly.data import Source
-from rl_train.assembly.losses import make_loss
 from rl_train.assembly.model_checks import check_models
 from rl_train.assembly.preparation import Preparation, RunData
 from rl_train.assembly.reward_checks import check_weights, is_conversational, try_functions
-from rl_train.assembly.run_assembly import assemble_run
+from rl_train.assembly.run_assembly import assemble_run, loss_of
 from rl_train.assembly.worker_code_errors import reporting_lines
 from rl_train.assembly.workers import Builder, Workers
+from rl_train.config.loader import load_config
 from rl_train.config.rules import RULES
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use, run_rules
 from rl_train.config.rules.sampling import own_weights_refused
-from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, DataConfig, LossConfig, RolloutConfig, RunConfig
+from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.metrics.jsonl import JsonlLogger
@@ -44,7 +44,7 @@ from rl_train.metrics.logger import Logger
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.run_folders.run_folder import lock_again_if_deleted, lock_run_folder, start_in
 from rl_train.tools.task_tools import tools_of_instances
-from rl_train.trainers.trainer_data import read_python_data, section_from
+from rl_train.trainers.trainer_data import read_python_data
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -121,9 +121,10 @@ class Trainer:
             {TASK: environments} if isinstance(environments, EnvironmentInterface) else dict(environments or {})
         )
         self._reward_weights = dict(reward_weights or {})
-        self._loss_fn, loss_section = self._loss(loss_fn)
+        loss_section = _section_of_loss(loss_fn) if isinstance(loss_fn, LossFunction) else loss_fn
+        self.config = self._load_config(config, loss_section, checkpointing, rollout)
+        self._loss_fn = loss_fn if isinstance(loss_fn, LossFunction) else loss_of(self.config, self._registry)
         self._own_loss = type(loss_fn) if isinstance(loss_fn, LossFunction) else None
-        self.config = self._run_config(config, loss_section, checkpointing, rollout)
         if self.config.checkpointing.enabled and folder is None:
             raise ConfigError("checkpointing needs a folder: pass `folder` to the trainer")
         self._check_conflicts()
@@ -210,48 +211,27 @@ class Trainer:
             names = try_functions(functions, train, as_messages=self._functions.as_messages)
             check_weights(self._reward_weights, names | {function.name for function in functions})
 
-    def _loss(self, given: Any) -> tuple[LossFunction, LossConfig]:
-        if isinstance(given, LossFunction):
-            section = getattr(given, "config", None)
-            return given, section if isinstance(section, LossConfig) else LossConfig()
-        algorithm = self._registry.find("algorithm", self.algorithm).load_config()
-        assert algorithm is not None
-        assert issubclass(algorithm, AlgorithmConfig)
-        named = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
-        name = named or algorithm.default_loss
-        if name is None:
-            raise ConfigError(f"{self.algorithm} has no default loss: pass `loss_fn` to {type(self).__name__}.")
-        component = self._registry.find("loss", name)
-        section = (
-            given if isinstance(given, LossConfig) else section_from(component.load_config() or LossConfig, given, "loss_fn")
-        )
-        return make_loss(component, section), section
-
-    def _run_config(self, config: Any, loss_section: LossConfig, checkpointing: Any, rollout: Any) -> RunConfig:
-        model = self._registry.find("algorithm", self.algorithm).load_config()
+    def _load_config(self, algorithm: Any, loss_fn: Any, checkpointing: Any, rollout: Any) -> RunConfig:
+        """The config with the sections of the existing components; it has no data, which is passed to `train`."""
         policy = getattr(self.policy, "config", None)
         if not isinstance(policy, PolicyConfig):
             raise ConfigError(
                 f"{type(self.policy).__name__} has no `config` of type PolicyConfig, which sets its tokenizer and maximum "
                 "sequence length. Add one."
             )
-        # The policy's own `generation` section only sets its scoring; samples come from the `generation` argument.
-        policy = policy.model_copy(update={"generation": getattr(self.generation, "config", None)})
-        return RunConfig(
-            algorithm_name=self.algorithm,
-            algorithm=config if isinstance(config, AlgorithmConfig) else section_from(model, config, self.algorithm),
-            loss_fn=loss_section,
-            policy=policy,
-            value=_companion_section(self.value),
-            teacher=_companion_section(self.teacher),
-            data=DataConfig(),
-            env={
-                task: _PythonEnvironment(reward_weights=self._reward_weights, names=self._reward_names())
-                for task in self._environments
-            },
-            rollout=section_from(RolloutConfig, rollout or {}, "rollout"),
-            checkpointing=section_from(CheckpointingConfig, checkpointing or {"enabled": False}, "checkpointing"),
-        )
+        rewards = () if self._functions is None else tuple(function.name for function in self._functions.functions)
+        environment = _PythonEnvironment(reward_weights=self._reward_weights, names=rewards)
+        sections = {
+            self.algorithm: algorithm,
+            "loss_fn": loss_fn,
+            # The policy's own `generation` section only sets its scoring; samples come from the `generation` argument.
+            "policy": policy.model_copy(update={"generation": getattr(self.generation, "config", None)}),
+            **{name: _companion_section(getattr(self, name)) for name in COMPANIONS},
+            "env": dict.fromkeys(self._environments, environment),
+            "rollout": rollout,
+            "checkpointing": checkpointing or {"enabled": False},
+        }
+        return load_config(sections, registry=self._registry, use=Use.PYTHON, stages=()).run
 
     def _check_conflicts(self) -> None:
         algorithm = self.config.algorithm
@@ -278,9 +258,6 @@ class Trainer:
         checked = CheckedConfig(run=self.config, registry=self._registry, use=Use.PYTHON)
         if problems := run_rules(RULES, checked, Stage.STATIC).problems:
             raise InvalidConfigError(problems)
-
-    def _reward_names(self) -> tuple[str, ...]:
-        return () if self._functions is None else tuple(function.name for function in self._functions.functions)
 
     def _check_turns(self) -> None:
         for task, environment in self._environments.items():
@@ -328,6 +305,11 @@ def _for_dataset(algorithm: AlgorithmConfig, train: Source) -> AlgorithmConfig:
         count, default = getattr(fitting, key), getattr(algorithm, key)
         _log.warning("each step uses all %d records of %s: the default %s is %d", count, train.name, key, default)
     return fitting
+
+
+def _section_of_loss(loss_fn: LossFunction) -> LossConfig:
+    section = getattr(loss_fn, "config", None)
+    return section if isinstance(section, LossConfig) else LossConfig()
 
 
 def _companion_section(model: DistributedPolicy | None) -> PolicyConfig | None:
