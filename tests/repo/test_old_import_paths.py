@@ -10,6 +10,7 @@ MOVED = [
     ("rl_core.interfaces", "ToolEnvironment", "rl_core.tools"),
     ("rl_core.interfaces.tool_runner", "ToolUnavailableError", "rl_core.tools"),
     ("rl_core.interfaces.tool_runner", "current_session", "rl_core.tools"),
+    ("rl_train.validation", "compare_log_probabilities", "rl_train.logprob_agreement"),
     ("rl_train.runtime.trainers", "GRPOTrainer", "rl_train.trainers.trainers"),
     ("rl_train.runtime.python_data", "read_python_data", "rl_train.trainers.trainer_data"),
 ]
