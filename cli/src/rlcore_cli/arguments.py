@@ -28,6 +28,20 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def integers(text: str | None, option: str, example: str) -> list[int] | None:
+    """The numbers of an option such as `1,4,8`; None if it is not given.
+
+    Raises:
+        UserError: It is not a list of integers.
+    """
+    from rl_core.errors import UserError
+
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} {text} is not a list of integers. Separate them with commas: {option} {example}.") from None
+
+
 def config_files(
     config: Path | None, bases: list[Path] | None, overrides: list[str] | None, *, must_exist: bool = True
 ) -> tuple[list[Path], list[str]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from rlcore_cli.lazy import LazyGroup
+from rlcore_cli.lazy import lazy_app
 
 CHECKS = {
     "logprobs": (
@@ -20,19 +18,7 @@ CHECKS = {
 """Check name: import path of its function, and its line in `rlcore check --help`."""
 
 
-class Checks(LazyGroup):
-    """The checks."""
-
-    builtin = CHECKS
-
-
-app = typer.Typer(
-    cls=Checks,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = lazy_app(CHECKS)
 
 
 @app.callback()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from rlcore_cli.lazy import LazyGroup
+from rlcore_cli.lazy import lazy_app
 
 ENV_COMMANDS = {
     "play": ("rlcore_cli.env_play:play_env", "Play one rollout against an environment and print each turn and reward."),
@@ -13,19 +11,7 @@ ENV_COMMANDS = {
 """Command name: import path of its function, and its line in `rlcore env --help`."""
 
 
-class EnvCommands(LazyGroup):
-    """The commands of `rlcore env`."""
-
-    builtin = ENV_COMMANDS
-
-
-app = typer.Typer(
-    cls=EnvCommands,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = lazy_app(ENV_COMMANDS)
 
 
 @app.callback()

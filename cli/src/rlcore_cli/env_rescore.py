@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore_cli.arguments import AsJson, Overrides
+from rlcore_cli.arguments import AsJson, Overrides, integers
 
 if TYPE_CHECKING:
     from rl_train.workbench.rescore import RescoredRollout
@@ -37,7 +37,7 @@ def rescore_run(
     """
     from rl_train.workbench.rescore import rescore
 
-    rows = list(rescore(run, overrides or [], config=config, steps=_steps(steps)))
+    rows = list(rescore(run, overrides or [], config=config, steps=integers(steps, "--steps", "1,5,10")))
     changed = [row for row in rows if row.differs]
     if as_json:
         print(
@@ -56,15 +56,6 @@ def rescore_run(
         print(f"  step {row.step}, prompt {row.index}, sample {row.sample}: {rewards}  {text!r}")
     if len(changed) > show:
         print(f"  and {len(changed) - show} more")
-
-
-def _steps(text: str | None) -> list[int] | None:
-    from rl_core.errors import UserError
-
-    try:
-        return None if text is None else [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--steps {text} is not a list of integers. Separate them with commas: --steps 1,5,10.") from None
 
 
 def _rewards(row: RescoredRollout, side: str) -> str:

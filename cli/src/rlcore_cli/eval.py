@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlcore_cli.arguments import Bases, Config, Overrides, config_files
+from rlcore_cli.arguments import Bases, Config, Overrides, config_files, integers
 
 if TYPE_CHECKING:
     from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, Pass, ProgressCallback
@@ -60,7 +60,7 @@ def evaluate(
         rlcore eval config.yaml grpo.max_val_samples=100 --checkpoint runs/config/checkpoints/step_000010 --json scores.json
     """
     files, changes = config_files(config, bases, overrides)
-    ks = _numbers(k)
+    ks = integers(k, "--k", "1,4,8") or []
     if engine is not None:
         changes = [f"policy.generation.backend={engine}", *changes]
     if json_file is not None:
@@ -89,15 +89,6 @@ def evaluate(
         return
     write_results(path, evaluated, plan)
     print(f"\nresults: {path}\nprompts: {prompts_path(path)}")
-
-
-def _numbers(text: str | None) -> list[int]:
-    from rl_core.errors import UserError
-
-    try:
-        return [int(part) for part in text.split(",")] if text is not None else []
-    except ValueError:
-        raise UserError(f"--k {text} is not a list of integers. Separate them with commas: --k 1,4,8.") from None
 
 
 def _reject_unwritable(path: Path) -> None:

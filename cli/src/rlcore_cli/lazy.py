@@ -79,6 +79,18 @@ class LazyGroup(TyperGroup):
         return option
 
 
+def lazy_app(commands: Mapping[str, tuple[str, str]]) -> typer.Typer:
+    """An application of lazy commands: import path and help line by command name."""
+    return typer_app(type("Commands", (LazyGroup,), {"builtin": commands}))
+
+
+def typer_app(group: type[LazyGroup]) -> typer.Typer:
+    """An application without completion and rich text, which prints its help if no command is given."""
+    return typer.Typer(
+        cls=group, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True
+    )
+
+
 class PluginGroup(LazyGroup):
     """A lazy group that also has the commands of plugins.
 

@@ -92,11 +92,14 @@ def list_plugins(
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Prints rows in aligned columns. Importing a table library would double the time of the command."""
-    if not rows:
-        return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned(rows):
+        print(line)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line for each row, in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _of_registration(registration: Registration) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import rl_train
 from rl_core.errors import PluginHookError, RLCoreError
 from rl_core.thread_waiting import thread_waiting
 from rl_train.errors import RunInterrupted
-from rlcore_cli.lazy import PluginGroup
+from rlcore_cli.lazy import PluginGroup, typer_app
 
 COMMANDS = {
     "train": ("rlcore_cli.train:train", "Train with a config, resuming from its last checkpoint if any."),
@@ -72,13 +72,7 @@ class Commands(PluginGroup):
         return super().get_command(ctx, cmd_name)
 
 
-app = typer.Typer(
-    cls=Commands,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = typer_app(Commands)
 
 
 def _print_versions(wanted: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlcore_cli.lazy import LazyGroup
+from rlcore_cli.lazy import lazy_app
 
 ACTIONS = {
     "list": ("rlcore_cli.prompt:list_prompts", "List the packaged prompt configs and lists of few-shot examples."),
@@ -15,19 +15,7 @@ ACTIONS = {
 """Action name: import path of its function, and its line in `rlcore prompt --help`."""
 
 
-class Actions(LazyGroup):
-    """The actions."""
-
-    builtin = ACTIONS
-
-
-app = typer.Typer(
-    cls=Actions,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = lazy_app(ACTIONS)
 
 
 @app.callback()

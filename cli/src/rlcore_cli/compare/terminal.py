@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, MetricComparison
 from rlcore_cli.curve import Series, draw
+from rlcore_cli.listing import aligned
 from rlcore_cli.report.panels import choose_panels
 from rlcore_cli.report.scales import format_number
 
@@ -74,7 +75,7 @@ def _differing(what: str, comparison: Comparison, rows: tuple[tuple[str, tuple[s
         return
     table = [[what, *comparison.letters]]
     table += [[key, *(_short(value) for value in values)] for key, values in rows]
-    yield from _aligned(table)
+    yield from aligned(table)
     yield ""
 
 
@@ -97,18 +98,12 @@ def _metric_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
                 better_runs(row, letters),
             ]
         )
-    yield from _aligned(table)
+    yield from aligned(table)
     yield "In parentheses: difference from A. With one run each, a difference may be due to the seed."
 
 
 def _cells(points: tuple[tuple[float, int], ...]) -> list[str]:
     return [cell(value, points[0][0] if index else None) for index, (value, _) in enumerate(points)]
-
-
-def _aligned(table: list[list[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        yield "  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _short(value: str) -> str:
