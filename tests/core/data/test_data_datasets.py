@@ -12,7 +12,7 @@ from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import DataError
 from rl_train.data.dataset_config import JsonlDatasetConfig, OnTooLong
 from rl_train.data.datasets import RecordDataset
-from rl_train.data.processors import collate_datums, conversation_datum, prompt_datum
+from rl_train.data.processors import conversation_datum, prompt_datum
 from rl_train.prompts.prompt_files import packaged_prompts
 from rl_train.prompts.templates import PromptTemplate, load_prompt
 
@@ -220,12 +220,3 @@ def test_a_prompt_over_the_limit_is_cut_and_not_trained_or_refused(chat_tokenize
     assert sum(len(message["token_ids"]) for message in datum["message_log"]) == 5
     with pytest.raises(DataError, match=r"record 0 has \d+ tokens, but 5 are allowed"):
         prompt_datum(record, idx=0, tokenizer=chat_tokenizer, max_length=5, on_too_long=OnTooLong.ERROR)
-
-
-def test_datums_collate_to_a_batch_of_one_row_each(chat_tokenizer):
-    datums = [prompt_datum(RECORD, idx=idx, tokenizer=chat_tokenizer) for idx in range(2)]
-    batch = collate_datums(datums)
-    assert batch.size == 2
-    assert batch["length"].tolist() == [datum["length"] for datum in datums]
-    assert batch["loss_multiplier"].tolist() == [1.0, 1.0]
-    assert batch["task_name"] == ["math", "math"]

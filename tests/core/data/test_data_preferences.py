@@ -12,7 +12,7 @@ from rl_core.errors import DataError
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_config import OnTooLong, PreferenceDatasetConfig
 from rl_train.data.preferences import PreferenceDataset, pairs_from_row
-from rl_train.data.processors import collate_preferences, preference_datum
+from rl_train.data.processors import preference_datum
 from rl_train.rollouts.batches import PreferenceBatches
 
 
@@ -171,7 +171,7 @@ def datum(prompt, chosen, rejected, **options):
 
 
 def batches(*datums):
-    loader = BatchedDataLoader(datums, batch_size=len(datums), shuffle=False, collate=collate_preferences)
+    loader = BatchedDataLoader(datums, batch_size=len(datums), shuffle=False, collate=list)
     return PreferenceBatches(loader, pad_token_id=0).next_batch()
 
 

@@ -18,20 +18,18 @@ from rl_train.rollouts.trajectory import to_batch
 
 
 def prompts(tokenizer, *rows):
-    logs = [
-        [{"role": "user", "content": text, "token_ids": torch.tensor(tokenizer(f"<u>{text}\n<a>")["input_ids"])}]
-        for text, _, _ in rows
-    ]
-    return BatchedDataDict(
+    return [
         {
-            "message_log": logs,
-            "extra_env_info": [info for _, _, info in rows],
-            "task_name": [task for _, task, _ in rows],
-            "idx": list(range(len(rows))),
-            "loss_multiplier": torch.ones(len(rows)),
-            "stop_strings": [None] * len(rows),
+            "message_log": [
+                {"role": "user", "content": text, "token_ids": torch.tensor(tokenizer(f"<u>{text}\n<a>")["input_ids"])}
+            ],
+            "extra_env_info": info,
+            "task_name": task,
+            "idx": number,
+            "loss_multiplier": 1.0,
         }
-    )
+        for number, (text, task, info) in enumerate(rows)
+    ]
 
 
 def collector(engine, environments, tokenizer, *, turns=4, longest=200):
@@ -124,9 +122,8 @@ def test_an_observation_of_several_messages_is_read_by_model_and_environment_and
     )
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ m['content'] }}", shows)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    batch = prompts(tokenizer, ("q", "judge", {}), ("p", "judge", {}))
-    batch["tools"] = [tools, None]
-    rows = start_rollouts(batch, 1)
+    offered, without = prompts(tokenizer, ("q", "judge", {}), ("p", "judge", {}))
+    rows = start_rollouts([{**offered, "tools": tools}, without], 1)
     environment = Tools()
     one = collector(engine_for(finished("ok")), {"judge": environment}, tokenizer)
     replace(one, max_turns={"judge": 2}).collect(rows, stream=SampleStream.TRAINING)

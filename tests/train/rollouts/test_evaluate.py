@@ -7,7 +7,6 @@ import torch
 
 from rl_core.interfaces import EnvironmentReturn
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.processors import collate_datums
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
 from rl_train.rollouts.eval_metrics import default_ks, grouped, score
@@ -44,7 +43,7 @@ def evaluation_of(tokenizer, engine_for, environments):
                 max_turns={"judge": 1, "count": 1},
                 max_total_length=200,
             ),
-            prompts=BatchedDataLoader(rows, batch_size=batch_size, shuffle=False, collate=collate_datums),
+            prompts=BatchedDataLoader(rows, batch_size=batch_size, shuffle=False, collate=list),
             max_samples=max_samples,
             samples_per_prompt=samples,
             greedy=False,

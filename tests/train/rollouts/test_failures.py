@@ -15,7 +15,6 @@ from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, Work
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.algorithms.advantages import group_advantages
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.processors import collate_datums
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
@@ -72,7 +71,7 @@ def loader_of(tokenizer, rows=12):
         }
         for n in range(rows)
     ]
-    return BatchedDataLoader(datums, batch_size=2, shuffle=False, collate=collate_datums)
+    return BatchedDataLoader(datums, batch_size=2, shuffle=False, collate=list)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from rl_core.data.tokenizer import load_tokenizer
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.processors import collate_datums, conversation_datum
+from rl_train.data.processors import conversation_datum
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.mixed_source import MixedRolloutSource
 from rl_train.rollouts.source import Rollouts, RolloutSource
@@ -46,7 +46,7 @@ def source(tokenizer):
     def make(fraction, seed=3):
         sums = ArithmeticDataset({"num_samples": 12, "with_response": True})
         rows = [conversation_datum(sums[i], idx=i, tokenizer=tokenizer) for i in range(len(sums))]
-        loader = BatchedDataLoader(rows, batch_size=4, seed=seed, drop_last=True, collate=collate_datums)
+        loader = BatchedDataLoader(rows, batch_size=4, seed=seed, drop_last=True, collate=list)
         given = TrainingBatches(loader, pad_token_id=tokenizer.pad_token_id)
         return MixedRolloutSource(Numbered(), given, group_size=2, sampled_fraction=fraction, seed=seed)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.processors import collate_datums
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
@@ -33,7 +32,7 @@ def prompts(tokenizer):
 
     rows = [datum(index) for index in range(ROWS)]
     return lambda batch_size, shuffle=True: BatchedDataLoader(
-        rows, batch_size=batch_size, shuffle=shuffle, seed=3, drop_last=shuffle, collate=collate_datums
+        rows, batch_size=batch_size, shuffle=shuffle, seed=3, drop_last=shuffle, collate=list
     )
 
 

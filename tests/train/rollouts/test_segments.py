@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
@@ -51,18 +50,18 @@ def rewriting(tokenizer):
 @pytest.fixture
 def played(engine_for):
     def play(tokenizer, answers, turns=(3,), group=1, *, history="template", longest=200):
-        prompts = BatchedDataDict(
+        prompts = [
             {
                 "message_log": [
-                    [{"role": "user", "content": f"q{n}", "token_ids": torch.tensor(tokenizer(f"<u>q{n}\n<a>")["input_ids"])}]
-                    for n in range(len(turns))
+                    {"role": "user", "content": f"q{n}", "token_ids": torch.tensor(tokenizer(f"<u>q{n}\n<a>")["input_ids"])}
                 ],
-                "extra_env_info": [{"turns": each} for each in turns],
-                "task_name": ["talk"] * len(turns),
-                "idx": list(range(len(turns))),
-                "loss_multiplier": torch.ones(len(turns)),
+                "extra_env_info": {"turns": each},
+                "task_name": "talk",
+                "idx": n,
+                "loss_multiplier": 1.0,
             }
-        )
+            for n, each in enumerate(turns)
+        ]
         texts = itertools.cycle(answers)
         engine = engine_for(lambda _: (next(texts), False))
         rows = start_rollouts(prompts, group)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.data.processors import collate_datums
 from rl_train.rollouts.source import OnDemandSource, Rollouts
 
 GROUP = 2
@@ -37,7 +36,7 @@ def loader_of(rows, *, batch_size=2, shuffle=True):
         }
         for index in range(rows)
     ]
-    return BatchedDataLoader(datums, batch_size=batch_size, shuffle=shuffle, seed=3, drop_last=shuffle, collate=collate_datums)
+    return BatchedDataLoader(datums, batch_size=batch_size, shuffle=shuffle, seed=3, drop_last=shuffle, collate=list)
 
 
 def source_of(rows, **loader):

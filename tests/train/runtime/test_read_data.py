@@ -71,7 +71,7 @@ def section(path: Path, **keys) -> JsonlDatasetConfig:
 
 
 def texts(batch, tokenizer) -> list[str]:
-    return [tokenizer.decode(torch.cat([m["token_ids"] for m in log])) for log in batch["message_log"]]
+    return [tokenizer.decode(torch.cat([m["token_ids"] for m in row["message_log"]])) for row in batch]
 
 
 def test_the_members_of_a_mixture_keep_their_tasks_and_their_share_of_every_batch(lines, registry, tokenizer):
@@ -82,10 +82,9 @@ def test_the_members_of_a_mixture_keep_their_tasks_and_their_share_of_every_batc
     assert validation is None
     loader = prompt_loader(train, run_of(data, tasks=("a", "b")), tokenizer, batch_size=8, shuffle=True)
     for batch in loader:
-        assert sorted(batch["task_name"]) == ["a"] * 6 + ["b"] * 2
-        assert all(
-            text.startswith("12"[task == "b"]) for text, task in zip(texts(batch, tokenizer), batch["task_name"], strict=True)
-        )
+        tasks = [row["task_name"] for row in batch]
+        assert sorted(tasks) == ["a"] * 6 + ["b"] * 2
+        assert all(text.startswith("12"[task == "b"]) for text, task in zip(texts(batch, tokenizer), tasks, strict=True))
 
 
 def named_rows(lines, *tasks: str | None) -> DataConfig:
@@ -329,7 +328,7 @@ def test_results_of_a_custom_processor_are_checked(lines, registry, tokenizer, m
         return conversation_loader(read_data(data, registry)[0], run_of(data), tokenizer, batch_size=2, shuffle=False)
 
     batch = next(iter(loader("last_token_only")))
-    assert [float(torch.cat([m["token_loss_mask"] for m in log]).sum()) for log in batch["message_log"]] == [1.0, 1.0]
+    assert [float(torch.cat([m["token_loss_mask"] for m in row["message_log"]]).sum()) for row in batch] == [1.0, 1.0]
     with pytest.raises(DataError, match="returned a message of 'user' without token_loss_mask"):
         loader("maskless")
     with pytest.raises(DataError, match=r"returned \{.*expected a DatumSpec| without "):

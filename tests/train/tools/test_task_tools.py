@@ -132,8 +132,7 @@ def play(tokenizer_with, *texts, environment=None, info=None, longest=10_000):
     tools = tools_of_instances({"sums": environment}, tokenizer)
     record = {"messages": [{"role": "user", "content": "2+3?"}], "task_name": "sums", "extra_env_info": info}
     datum = prompt_datum({**record, "tools": tools.of_record(record)}, idx=0, tokenizer=tokenizer)
-    batch = {key: [datum.get(key)] for key in ("message_log", "idx", "task_name", "tools", "loss_multiplier", "extra_env_info")}
-    rows = start_rollouts(BatchedDataDict(batch), 1)
+    rows = start_rollouts([datum], 1)
     collector = Collector(
         generation=Scripted(tokenizer, *texts), environments={"sums": environment}, tokenizer=tokenizer, seed=0,
         max_turns={"sums": 5}, max_total_length=longest, tool_parsers=tools.parsers,

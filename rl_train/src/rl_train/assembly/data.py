@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from rl_core.config.schema import DatasetConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, with_key
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.first_rows import check_rows
@@ -24,8 +23,6 @@ from rl_train.data.messages import DatumSpec
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
     check_processor_result,
-    collate_datums,
-    collate_preferences,
     conversation_datum,
     preference_datum,
     prompt_datum,
@@ -225,7 +222,6 @@ def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_s
         limits,
         batch_size=batch_size,
         shuffle=shuffle,
-        collate=collate_preferences,
         is_trained=True,
     )
 
@@ -247,7 +243,6 @@ def _loader(
     batch_size: int,
     shuffle: bool,
     tasks: Collection[str] = (),
-    collate: Callable[..., BatchedDataDict[Any]] = collate_datums,
     is_trained: bool = False,
 ) -> BatchedDataLoader:
     def tokenized(one: Source) -> TokenizedRows:
@@ -275,7 +270,7 @@ def _loader(
         shuffle=shuffle,
         seed=run.algorithm.seed,
         drop_last=shuffle,
-        collate=collate,
+        collate=list,
         mixture=mixture,
         fingerprint=_fingerprint(source),
     )

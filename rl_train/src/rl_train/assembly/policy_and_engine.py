@@ -21,6 +21,7 @@ from rl_train.config.loader import load_config
 from rl_train.config.rules.rule import Use
 from rl_train.config.schema import RunConfig
 from rl_train.config.sources import ConfigFiles
+from rl_train.data.messages import DatumSpec
 from rl_train.rollouts.seeds import sample_seed
 
 Message = dict[str, str]
@@ -131,17 +132,17 @@ def _first_prompts(prepared: Preparation, count: int) -> Prompts:
         raise ConfigError("data.train is required: prompts are taken from it. Add `data: {train: {dataset_name: ...}}`.")
     if count < 1:
         raise ConfigError(f"The number of prompts is {count}: use at least 1.")
-    first: BatchedDataDict[Any] = next(iter(prepared.prompts(train, batch_size=count)))
-    usable = [row for row in range(first.size) if float(first["loss_multiplier"][row]) > 0]
+    first: list[DatumSpec] = next(iter(prepared.prompts(train, batch_size=count)))
+    usable = {row: prompt for row, prompt in enumerate(first) if prompt["loss_multiplier"] > 0}
     if not usable:
-        raise DataError(f"All of the first {first.size} prompts are too long and dropped: raise data.max_input_seq_length.")
-    logs = [first["message_log"][row] for row in usable]
+        raise DataError(f"All of the first {len(first)} prompts are too long and dropped: raise data.max_input_seq_length.")
+    logs = [prompt["message_log"] for prompt in usable.values()]
     rows = [torch.cat([message["token_ids"] for message in log]) for log in logs]
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding),
             "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
-            "stop_strings": [first["stop_strings"][row] for row in usable],
+            "stop_strings": [prompt.get("stop_strings") for prompt in usable.values()],
             "sample_seeds": torch.tensor([sample_seed(seed, row) for row in usable], dtype=torch.int64),
         }
     )

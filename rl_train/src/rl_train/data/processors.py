@@ -1,4 +1,4 @@
-"""Turns records into rows: tokenizes, truncates, masks and collates."""
+"""Turns records into rows: tokenizes, truncates and masks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_train.data.messages import (
     DatumSpec,
@@ -155,36 +154,6 @@ def check_processor_result(datum: Any, name: str, *, is_trained: bool) -> None:
             raise DataError(
                 f"{name} returned a message of {message.get('role')!r} without {' and '.join(lacking)}, a tensor [t]"
             )
-
-
-def collate_preferences(datums: Sequence[PreferenceDatumSpec]) -> BatchedDataDict[PreferenceDatumSpec]:
-    """The pairs as a batch: lengths [B] int64, `loss_multiplier` and `margin` [B] float32 as tensors, the rest as lists."""
-    columns: dict[str, Any] = {
-        "message_log_chosen": [datum["message_log_chosen"] for datum in datums],
-        "message_log_rejected": [datum["message_log_rejected"] for datum in datums],
-        "length_chosen": torch.tensor([datum["length_chosen"] for datum in datums], dtype=torch.int64),
-        "length_rejected": torch.tensor([datum["length_rejected"] for datum in datums], dtype=torch.int64),
-        "loss_multiplier": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
-        "margin": torch.tensor([datum.get("margin", 0.0) for datum in datums], dtype=torch.float32),
-        "idx": [datum["idx"] for datum in datums],
-        "task_name": [datum.get("task_name") for datum in datums],
-    }
-    return BatchedDataDict(columns)
-
-
-def collate_datums(datums: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """The datums as a batch: `length` [B] int64 and `loss_multiplier` [B] float32 as tensors, the rest as lists."""
-    columns: dict[str, Any] = {
-        "message_log": [datum["message_log"] for datum in datums],
-        "length": torch.tensor([datum["length"] for datum in datums], dtype=torch.int64),
-        "loss_multiplier": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
-        "extra_env_info": [datum["extra_env_info"] for datum in datums],
-        "idx": [datum["idx"] for datum in datums],
-        "task_name": [datum.get("task_name") for datum in datums],
-        "stop_strings": [datum.get("stop_strings") for datum in datums],
-        "tools": [datum.get("tools") for datum in datums],
-    }
-    return BatchedDataDict(columns)
 
 
 def _answered(messages: Sequence[Mapping[str, Any]], prompt_messages: int, tokenizer: Any, tools: Any) -> MessageLog:

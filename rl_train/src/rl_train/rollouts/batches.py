@@ -55,15 +55,15 @@ class TrainingBatches:
         self._loader.load_state_dict(state)
         self._endless = self._loader.forever()
 
-    def _rows(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        logs = batch["message_log"]
+    def _rows(self, datums: Sequence[Any]) -> BatchedDataDict[Any]:
+        logs = [datum["message_log"] for datum in datums]
         flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
         return BatchedDataDict(
             {
                 "input_ids": flat["token_ids"],
                 "input_lengths": lengths,
                 "token_mask": flat["token_loss_mask"].to(torch.float32),
-                "sample_mask": torch.as_tensor(batch["loss_multiplier"], dtype=torch.float32),
+                "sample_mask": torch.tensor([datum["loss_multiplier"] for datum in datums], dtype=torch.float32),
             }
         )
 
@@ -76,19 +76,14 @@ class PreferenceBatches(TrainingBatches):
         pad_token_id: padding of `input_ids`.
     """
 
-    def _rows(self, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        pairs = zip(batch["message_log_chosen"], batch["message_log_rejected"], strict=True)
-        logs = [log for pair in pairs for log in pair]
-        flat, lengths = batched_message_log_to_flat_message(logs, pad_value_dict={"token_ids": self._pad_token_id})
-        weights = torch.as_tensor(batch["loss_multiplier"], dtype=torch.float32)
-        return BatchedDataDict(
-            {
-                "input_ids": flat["token_ids"],
-                "input_lengths": lengths,
-                "token_mask": flat["token_loss_mask"].to(torch.float32),
-                "prompt_id": torch.arange(len(weights)).repeat_interleave(2),
-                # A pair is dropped if one of its answers is too long.
-                "sample_mask": weights.repeat_interleave(2),
-                "margins": torch.as_tensor(batch["margin"], dtype=torch.float32).repeat_interleave(2),
-            }
-        )
+    def _rows(self, datums: Sequence[Any]) -> BatchedDataDict[Any]:
+        answers = [
+            # A pair is dropped if one of its answers is too long.
+            {"message_log": datum[side], "loss_multiplier": datum["loss_multiplier"], "margin": datum.get("margin", 0.0)}
+            for datum in datums
+            for side in ("message_log_chosen", "message_log_rejected")
+        ]
+        rows = super()._rows(answers)
+        rows["prompt_id"] = torch.arange(len(datums)).repeat_interleave(2)
+        rows["margins"] = torch.tensor([answer["margin"] for answer in answers], dtype=torch.float32)
+        return rows

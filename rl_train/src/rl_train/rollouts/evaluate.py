@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.messages import DatumSpec
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.correctness import correct_rollouts
 from rl_train.rollouts.eval_metrics import default_ks, grouped, score
@@ -54,7 +53,7 @@ class Evaluation:
         trajectories: list[Trajectory] = []
         for prompts in self._first_prompts():
             first = len(trajectories) // self.samples_per_prompt
-            ordinals = range(first, first + prompts.size)
+            ordinals = range(first, first + len(prompts))
             rows = start_rollouts(prompts, self.samples_per_prompt, ordinals=ordinals)
             self.collector.collect(rows, stream=SampleStream.VALIDATION, greedy=self.greedy)
             trajectories.extend(rows)
@@ -91,12 +90,12 @@ class Evaluation:
         selected = {name: estimate for name, estimate in scores.metrics.items() if name.startswith(("pass@", "cons@"))}
         return {f"validation/{name}": estimate.value for name, estimate in selected.items()}
 
-    def _first_prompts(self) -> Iterator[BatchedDataDict[Any]]:
+    def _first_prompts(self) -> Iterator[Sequence[DatumSpec]]:
         # Rewind: a loader that was left early would continue with other prompts.
         self.prompts.load_state_dict({**self.prompts.state_dict(), "cursor": 0})
         remaining = self.num_prompts
         for batch in self.prompts:
-            yield batch.slice(0, min(remaining, batch.size))
-            remaining -= batch.size
+            yield batch[:remaining]
+            remaining -= len(batch)
             if remaining <= 0:
                 return

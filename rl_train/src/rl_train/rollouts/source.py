@@ -11,6 +11,7 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.messages import DatumSpec
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.equal_rewards import EqualRewardWatch
 from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
@@ -166,30 +167,28 @@ class OnDemandSource(RolloutSource):
             self._watch.load_state_dict(state["equal_rewards"])
 
 
-def start_rollouts(
-    prompts: BatchedDataDict[Any], group_size: int, *, ordinals: Sequence[int] | None = None
-) -> list[Trajectory]:
-    """G rollouts of each prompt, where the G rows of a prompt are consecutive; the group is the prompt's row in the batch.
+def start_rollouts(prompts: Sequence[DatumSpec], group_size: int, *, ordinals: Sequence[int] | None = None) -> list[Trajectory]:
+    """G rollouts of each prompt, where the G rows of a prompt are consecutive; the group is the position of the prompt.
 
     Args:
         prompts: P prompts.
         group_size: G.
         ordinals: P ordinals, see `rl_train.rollouts.seeds.rollout_seed`; 0 to P - 1 by default.
     """
-    numbers = range(prompts.size) if ordinals is None else ordinals
+    numbers = range(len(prompts)) if ordinals is None else ordinals
     return [
         Trajectory(
-            message_log=[dict(message) for message in prompts["message_log"][row]],
-            metadata=copy.deepcopy(prompts["extra_env_info"][row]),  # an environment may change it in place
-            task_name=prompts["task_name"][row],
-            group_id=row,
-            index=int(prompts["idx"][row]),
-            ordinal=numbers[row],
+            message_log=[{**message} for message in prompt["message_log"]],
+            metadata=copy.deepcopy(prompt["extra_env_info"]),  # an environment may change it in place
+            task_name=prompt.get("task_name", "default"),
+            group_id=group,
+            index=int(prompt["idx"]),
+            ordinal=ordinal,
             sample=sample,
-            loss_multiplier=float(prompts["loss_multiplier"][row]),
-            stop_strings=prompts["stop_strings"][row] if "stop_strings" in prompts else None,
-            tools=prompts["tools"][row] if "tools" in prompts else None,
+            loss_multiplier=float(prompt["loss_multiplier"]),
+            stop_strings=prompt.get("stop_strings"),
+            tools=prompt.get("tools"),
         )
-        for row in range(prompts.size)
+        for group, (prompt, ordinal) in enumerate(zip(prompts, numbers, strict=True))
         for sample in range(group_size)
     ]
