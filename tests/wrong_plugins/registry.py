@@ -1,7 +1,8 @@
-"""The wrong engines of this folder: what each does to a run, and what the error says. Policies: see `policies/`.
+"""The wrong plugins of this folder: what each does to a run, and what the error says.
 
-A `train` kind stops a plain `rlcore train` within three steps in float32. A `kit` kind cannot show in training: its samples and
-log-probabilities are those of some right engine, so only calls that a run does not make can find it.
+A `train` kind stops a plain `rlcore train` within three steps in float32, a `ranks` kind one with two ranks. A `check` kind
+cannot show in training, but `rlcore check env` finds it. A `kit` kind needs calls that neither makes: what such an engine
+samples could come from a right one.
 """
 
 from dataclasses import dataclass, field
@@ -9,50 +10,96 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrongEngine:
-    """One engine.
+class Wrong:
+    """One plugin.
 
     Attributes:
-        marker: whether training or only a conformance kit can find it.
-        words: what the error must contain, in addition to the name of the class.
+        marker: what finds it.
+        words: what the error must contain, in addition to the name of the module.
         changes: changes of the run's config.
         frozen: written after the checks, to see whether they find what they were not written for.
     """
 
     words: tuple[str, ...] = ()
-    marker: Literal["train", "kit"] = "train"
+    marker: Literal["train", "ranks", "check", "kit"] = "train"
     changes: dict[str, Any] = field(default_factory=dict)
     frozen: bool = False
 
 
 ENGINES = {
-    "swaps_two_rows": WrongEngine(words=("without its own prompt", "it begins with the prompt of row")),
-    "returns_no_truncated": WrongEngine(words=("returned no column `truncated`",)),
-    "drops_a_row": WrongEngine(words=("rows of `weight_version` for a call with",)),
-    "returns_probabilities": WrongEngine(words=("It must be finite and at most 0",)),
-    "returns_float64": WrongEngine(words=("`logprobs` as a tensor", "float64")),
-    "returns_completions_only": WrongEngine(words=("without its own prompt", "must contain prompt and completion")),
-    "returns_nan": WrongEngine(words=("log-probability of nan", "row 0")),
-    "takes_a_model": WrongEngine(words=("cannot be used", "takes (config, model)")),
-    "from_scratch_without_a_refit": WrongEngine(words=("does not define invalidate_kv_cache, prepare_refit_info",)),
-    "keeps_its_first_weights": WrongEngine(words=("Step 2", "disagree at weight version 1")),
-    "shifts_log_probabilities": WrongEngine(words=("outside of the completion", "It must be 0.0 there"), frozen=True),
-    "returns_bits": WrongEngine(words=("nats on average",), frozen=True),
-    "swaps_log_probabilities_of_two_rows": WrongEngine(words=("nats on average",), frozen=True),
-    "rounds_log_probabilities": WrongEngine(words=("nats on average",), frozen=True),
-    "pads_on_the_left": WrongEngine(words=("without its own prompt",), frozen=True),
-    "counts_lengths_without_the_prompt": WrongEngine(words=("`unpadded_sequence_lengths`", "row 0"), frozen=True),
-    "returns_int32_tokens": WrongEngine(words=("`output_ids` as a tensor", "int32"), frozen=True),
-    "returns_a_log_probability_per_row": WrongEngine(words=("`logprobs` as a tensor", "It must be [B, T]"), frozen=True),
-    "returns_lists": WrongEngine(words=("returned a list as `weight_version`",), frozen=True),
-    "reports_old_versions": WrongEngine(
+    "swaps_two_rows": Wrong(words=("without its own prompt", "it begins with the prompt of row")),
+    "returns_no_truncated": Wrong(words=("returned no column `truncated`",)),
+    "drops_a_row": Wrong(words=("rows of `weight_version` for a call with",)),
+    "returns_probabilities": Wrong(words=("It must be finite and at most 0",)),
+    "returns_float64": Wrong(words=("`logprobs` as a tensor", "float64")),
+    "returns_completions_only": Wrong(words=("without its own prompt", "must contain prompt and completion")),
+    "returns_nan": Wrong(words=("log-probability of nan", "row 0")),
+    "takes_a_model": Wrong(words=("cannot be used", "takes (config, model)")),
+    "from_scratch_without_a_refit": Wrong(words=("does not define invalidate_kv_cache, prepare_refit_info",)),
+    "keeps_its_first_weights": Wrong(words=("Step 2", "disagree at weight version 1")),
+    "shifts_log_probabilities": Wrong(words=("outside of the completion", "It must be 0.0 there"), frozen=True),
+    "returns_bits": Wrong(words=("nats on average",), frozen=True),
+    "swaps_log_probabilities_of_two_rows": Wrong(words=("nats on average",), frozen=True),
+    "rounds_log_probabilities": Wrong(words=("nats on average",), frozen=True),
+    "pads_on_the_left": Wrong(words=("without its own prompt",), frozen=True),
+    "counts_lengths_without_the_prompt": Wrong(words=("`unpadded_sequence_lengths`", "row 0"), frozen=True),
+    "returns_int32_tokens": Wrong(words=("`output_ids` as a tensor", "int32"), frozen=True),
+    "returns_a_log_probability_per_row": Wrong(words=("`logprobs` as a tensor", "It must be [B, T]"), frozen=True),
+    "returns_lists": Wrong(words=("returned a list as `weight_version`",), frozen=True),
+    "reports_old_versions": Wrong(
         words=("returned rows with `weight_version` -1, but the engine has the weights of",), frozen=True
     ),
-    "leaves_out_the_log_probability_of_the_end": WrongEngine(words=("nats",), frozen=True),
-    "samples_too_many_tokens": WrongEngine(words=("more than its limit (`max_new_tokens`)",), frozen=True),
-    "samples_at_temperature_one": WrongEngine(
+    "leaves_out_the_log_probability_of_the_end": Wrong(words=("nats",), frozen=True),
+    "samples_too_many_tokens": Wrong(words=("more than its limit (`max_new_tokens`)",), frozen=True),
+    "samples_at_temperature_one": Wrong(
         words=("nats on average",), changes={"policy": {"generation": {"temperature": 0.5}}}, frozen=True
     ),
-    "ignores_seeds": WrongEngine(marker="kit"),
-    "decodes_greedily": WrongEngine(marker="kit"),
+    "ignores_seeds": Wrong(marker="kit"),
+    "decodes_greedily": Wrong(marker="kit"),
+}
+
+POLICIES = {
+    "sends_its_first_weights": Wrong(
+        words=("weights of version 1", "sent the weights of version 1, but they are the same as before")
+    ),
+    "counts_of_a_microbatch": Wrong(
+        words=("Step 1: ", "passed global_valid_seqs 4 to the loss, but the optimizer step has 32")
+    ),
+    "drops_the_last_microbatch": Wrong(words=("Step 1: ", "computed the loss of 28 rows")),
+    "repeats_the_first_microbatch": Wrong(words=("Step 1: ", "The loss of every row must be computed once")),
+    "reports_a_step_that_it_does_not_take": Wrong(words=("Step 1: ", "must take the optimizer steps that it reports")),
+    "returns_no_metrics": Wrong(words=("Step 1: ", "returned no metrics of the loss")),
+    "takes_one_step_for_all_rows": Wrong(
+        words=("Step 1: ", "must take one step for each"), changes={"policy": {"train_global_batch_size": 16}}
+    ),
+    "shifts_log_probabilities_in_training": Wrong(words=("Step 1: ", "so the training pass of")),
+    "steps_with_a_nan_loss": Wrong(words=("Step 1: ", "it must refuse such a step")),
+    "swaps_rows_in_training": Wrong(words=("Step 1: ", "at position t of a row, the log-probability of token t of that row")),
+    "trains_at_another_temperature": Wrong(words=("Step 1: ", "The step was not taken, so the weights are unchanged")),
+    "scores_microbatches_in_reversed_order": Wrong(
+        words=("Step 1: ", "it must return the scores in the order of the rows"),
+        changes={"policy": {"train_global_batch_size": 16, "generation": {"refit_canary": False}}},
+    ),
+    "does_not_exchange_gradients": Wrong(
+        marker="ranks", words=("After step 1, the weights of the policy backend Policy", "differ between rank 0 and rank 1")
+    ),
+    "changes_one_rank_alone": Wrong(
+        marker="ranks", words=("After step 1, the weights of `policy` differ between rank 0 and rank 1",)
+    ),
+}
+
+ENVIRONMENTS = {
+    "returns_too_few_rewards": Wrong(words=("rewards",)),
+    "returns_a_nan_reward": Wrong(words=("nan",)),
+    "ends_rows_by_half": Wrong(words=("0.5", "terminateds")),
+    "drops_the_metadata_of_a_row": Wrong(words=("metadata",)),
+    "observes_without_a_role": Wrong(words=("observation",)),
+    "takes_two_arguments": Wrong(words=("tokenizer",)),
+    "returns_the_rewards_of_the_neighbours": Wrong(marker="check", words=("in a batch", "alone")),
+    "returns_observations_of_another_row": Wrong(marker="check", words=("in a batch", "alone")),
+    "returns_metadata_of_another_row": Wrong(marker="check", words=("in a batch", "alone")),
+    "ends_another_row": Wrong(marker="check", words=("in a batch", "alone")),
+    "remembers_its_calls": Wrong(marker="check", words=("two equal calls had different results",)),
+    "answers_rows_again_that_have_ended": Wrong(marker="check", words=("a new instance returned different results",)),
+    "changes_its_arguments": Wrong(marker="check", words=("changed the metadata or the messages",)),
 }

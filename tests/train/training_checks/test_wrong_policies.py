@@ -1,42 +1,21 @@
 """A run stops if its policy does not do what it reports; the error names the policy and what it must do."""
 
 import pytest
-from short_runs import RUN
-
-WRONG = {
-    "sends_its_first_weights": ("weights of version 1", "sent the weights of version 1, but they are the same as before", {}),
-    "counts_of_a_microbatch": ("Step 1: ", "passed global_valid_seqs 4 to the loss, but the optimizer step has 32", {}),
-    "drops_the_last_microbatch": ("Step 1: ", "computed the loss of 28 rows", {}),
-    "repeats_the_first_microbatch": ("Step 1: ", "The loss of every row must be computed once", {}),
-    "reports_a_step_that_it_does_not_take": ("Step 1: ", "must take the optimizer steps that it reports", {}),
-    "returns_no_metrics": ("Step 1: ", "returned no metrics of the loss", {}),
-    "takes_one_step_for_all_rows": ("Step 1: ", "must take one step for each", {"policy": {"train_global_batch_size": 16}}),
-    "shifts_log_probabilities_in_training": ("Step 1: ", "so the training pass of", {}),
-    "steps_with_a_nan_loss": ("Step 1: ", "it must refuse such a step", {}),
-    "swaps_rows_in_training": ("Step 1: ", "at position t of a row, the log-probability of token t of that row", {}),
-    "trains_at_another_temperature": ("Step 1: ", "The step was not taken, so the weights are unchanged", {}),
-    "scores_microbatches_in_reversed_order": (
-        "Step 1: ",
-        "it must return the scores in the order of the rows",
-        {"policy": {"train_global_batch_size": 16, "generation": {"refit_canary": False}}},
-    ),
-}
+from short_runs import RUN, merged
+from wrong_plugins.registry import POLICIES
 
 
 def backend(name):
     return {"policy": {"backend": f"wrong_plugins.policies.{name}.Policy"}}
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.marker == "train"])
 def test_a_run_stops_with_the_name_of_the_policy_and_its_broken_promise(train, name):
-    step, promise, changes = WRONG[name]
-    changes = {"policy": {**changes.get("policy", {}), **backend(name)["policy"]}}
-    code, output, metrics = train(changes)
+    code, output, metrics = train(merged(POLICIES[name].changes, backend(name)))
     assert code == 1, output
     assert "Traceback" not in output
-    assert step in output
     assert f"Policy (wrong_plugins.policies.{name})" in output
-    assert promise in output
+    assert [words for words in POLICIES[name].words if words not in output] == [], output
     assert len(metrics) < 3
 
 

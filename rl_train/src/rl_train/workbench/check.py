@@ -105,12 +105,23 @@ class _EnvironmentCheck:
     def _independence(self) -> str:
         for row, (answer, result) in enumerate(zip(self._answers, self._all(self._environment), strict=True)):
             [alone] = self._call(self._environment, [answer], [row])
-            if not _equal(_rewards(alone), _rewards(result)):
-                raise CheckFailedError(
-                    f"row {row} has the rewards {_rewards(result)} in a batch and {_rewards(alone)} alone: how rows are "
-                    "divided over workers would change rewards."
-                )
-        return "each row has the same rewards alone and in a batch"
+            together = self._shown(row, result)
+            for name, value in self._shown(row, alone).items():
+                if not _equal(value, together[name]):
+                    raise CheckFailedError(
+                        f"row {row} has the {name} {together[name]} in a batch and {value} alone: how rows are divided over "
+                        "workers would change rollouts."
+                    )
+        return "each row has the same results alone and in a batch"
+
+    def _shown(self, row: int, result: StepResult) -> dict[str, Any]:
+        """What a step returned for a row, by name. Of the metadata, only what it was passed and kept."""
+        return {
+            "rewards": _rewards(result),
+            "end": result.terminated,
+            "observation": None if result.terminated else result.observation,
+            "metadata": _kept(self._trial.rows[row].metadata, result.metadata),
+        }
 
     def _pickling(self) -> str:
         results = self._all(self._environment)
@@ -166,6 +177,13 @@ def _comparable(result: StepResult) -> Any:
 def _rewards(result: StepResult) -> dict[str, float]:
     """The rewards by name; those that are 0.0, as an omitted name is, are left out."""
     return {name: value for name, value in result.rewards.items() if value}
+
+
+def _kept(passed: Any, returned: Any) -> dict[str, Any] | None:
+    """The entries of the metadata that a step did not change; None for metadata of another form, or that stays as it is."""
+    if not isinstance(passed, Mapping) or not isinstance(returned, Mapping):
+        return None
+    return {key: value for key, value in passed.items() if key in returned and _equal(returned[key], value)}
 
 
 def _equal(one: Any, other: Any) -> bool:
