@@ -15,8 +15,9 @@ import torch
 sys.path.insert(0, os.path.dirname(__file__))
 sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from broadcasts import broadcast
-from conftest import make_config, make_context
+from conftest import NLL, counts_of, make_config, make_context, make_rows
 from rank_processes import fork_ranks
+from recorded_collectives import calls_of_methods
 
 from rl_backends_hf.training.worker import HFPolicyWorker
 
@@ -27,6 +28,9 @@ def work(rank: int, *, world: int, budget: int, ports: tuple[int, int], model: s
     worker.setup()
     found = broadcast(worker, budget_bytes=budget, port=ports[1])
     found["fingerprint"] = worker.weight_fingerprint()
+    rows = make_rows()
+    shard = rows.shard_by_batch_size(world)[rank]
+    found["methods"] = calls_of_methods(worker, shard, NLL(), counts_of(rows), out / Path(model).name)
     torch.save(found, out / f"{Path(model).name}-{rank}.pt")
     worker.shutdown()
 

@@ -1,4 +1,4 @@
-"""All ranks of a sharded policy gather its weights in the same order when they are broadcast to an engine."""
+"""All ranks of a sharded policy start the same collectives in one order: when weights are broadcast, and in other methods."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from broadcasts import assert_all_arrived, assert_lockstep
+from broadcasts import assert_all_arrived, assert_gathered_once
 from rank_processes import RankProgram
+from recorded_collectives import assert_lockstep, with_two_swapped
 
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
@@ -39,11 +40,8 @@ SMOLLM2 = transformers.LlamaConfig(
 """SmolLM2-135M with two of its 30 layers."""
 
 
-def run(folder: Path, out: Path, *, budget_bytes: int, world: int = 2):
-    """What the ranks found, after one refit with buckets of this size."""
-    ports = f"{free_port('127.0.0.1')}:{free_port('127.0.0.1')}"
-    RankProgram(Path(__file__).with_name("broadcast_ranks.py"), out, f"{world}:{budget_bytes}:{ports}:{folder}").wait()
-    return [torch.load(out / f"{folder.name}-{rank}.pt") for rank in range(world)]
+BUDGET_BYTES = 3072
+"""Less than the embeddings, `q_proj`, and the tensor that Transformers stores a layer's experts in; more than an expert."""
 
 
 def make_model(config, folder: Path) -> Path:
@@ -53,22 +51,52 @@ def make_model(config, folder: Path) -> Path:
     return folder
 
 
-CASES = [
-    # Larger than a bucket: embeddings, and `q_proj`, but not `k_proj`.
-    pytest.param(None, 3072, id="llama"),
-    # Larger than a bucket: the tensor that Transformers stores all experts of a layer in, but not an expert.
-    pytest.param(MIXTURE, 3072, id="experts"),
-    pytest.param(SMOLLM2, 2**20, id="smollm2", marks=pytest.mark.full("the same with a tiny model: `llama`")),
-]
+def run(out: Path, budget_bytes: int, *folders: Path, world: int = 2) -> None:
+    """Refit policies of several ranks with buckets of this size; one program for all, because imports take long."""
+    launches = [f"{world}:{budget_bytes}:{free_port('127.0.0.1')}:{free_port('127.0.0.1')}:{folder}" for folder in folders]
+    RankProgram(Path(__file__).with_name("broadcast_ranks.py"), out, *launches).wait()
 
 
-@pytest.mark.parametrize(("config", "budget_bytes"), CASES)
-def test_sharded_ranks_broadcast_tensors_larger_than_a_bucket_in_one_order(parts, model_folder, tmp_path, config, budget_bytes):
-    folder = Path(model_folder("llama")) if config is None else make_model(config, tmp_path / "model")
-    found = run(folder, tmp_path, budget_bytes=budget_bytes)
+def read(out: Path, folder: Path, world: int = 2):
+    return [torch.load(out / f"{folder.name}-{rank}.pt") for rank in range(world)]
+
+
+def check(found, folder: Path, parts) -> None:
     assert any(len(bucket) == 1 for bucket in found[0]["buckets"])
     assert_all_arrived(found[0])
-    assert_lockstep(found)
+    assert_gathered_once(found)
     alone = HFPolicyWorker(parts.make_context(), parts.make_config(str(folder)))
     alone.setup()
     assert found[0]["fingerprint"] == alone.weight_fingerprint()
+
+
+@pytest.fixture(scope="module")
+def tiny(model_folder, tmp_path_factory):
+    """Results, and the folder of each model."""
+    out = tmp_path_factory.mktemp("broadcasts")
+    folders = {"llama": Path(model_folder("llama")), "experts": make_model(MIXTURE, out / "experts")}
+    run(out, BUDGET_BYTES, *folders.values())
+    return out, folders
+
+
+@pytest.mark.parametrize("kind", ["llama", "experts"])
+def test_sharded_ranks_broadcast_tensors_larger_than_a_bucket_in_one_order(parts, tiny, kind):
+    out, folders = tiny
+    check(read(out, folders[kind]), folders[kind], parts)
+
+
+@pytest.mark.parametrize("kind", ["llama", "experts"])
+def test_sharded_ranks_start_the_same_collectives_in_one_order(tiny, kind):
+    out, folders = tiny
+    found = [rank["methods"] for rank in read(out, folders[kind])]
+    for method in found[0]:
+        assert_lockstep([calls[method] for calls in found])
+        with pytest.raises(AssertionError):
+            assert_lockstep([with_two_swapped(found[0][method]), found[1][method]])
+
+
+@pytest.mark.full("test_sharded_ranks_broadcast_tensors_larger_than_a_bucket_in_one_order has a tiny model")
+def test_sharded_ranks_broadcast_smollm2_in_buckets_of_one_mebibyte(parts, tmp_path):
+    folder = make_model(SMOLLM2, tmp_path / "smollm2")
+    run(tmp_path, 2**20, folder)
+    check(read(tmp_path, folder), folder, parts)

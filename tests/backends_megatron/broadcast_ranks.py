@@ -15,11 +15,13 @@ import torch
 sys.path.insert(0, os.path.dirname(__file__))
 sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from broadcasts import broadcast
-from megatron_cases import make_context
+from megatron_cases import NLL, counts_of, make_context, make_rows
 from rank_processes import fork_ranks
+from recorded_collectives import calls_of_methods
 from transformers import AutoConfig
 
 from rl_backends_megatron.config import MegatronConfig, MegatronPolicyConfig
+from rl_backends_megatron.policy import grid
 from rl_backends_megatron.worker import MegatronPolicyWorker
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -44,6 +46,10 @@ def work(rank: int, *, layout: str, budget: int, ports: tuple[int, int], model: 
     worker.setup()
     found = broadcast(worker, budget_bytes=budget, port=ports[1])
     found["fingerprint"] = worker.weight_fingerprint()
+    rows = make_rows()
+    named = grid(config.megatron_cfg, world)
+    shard = rows.shard_by_batch_size(named.get_axis_size("data"))[named.get_worker_coords(rank)["data"]]
+    found["methods"] = calls_of_methods(worker, shard, NLL(), counts_of(rows), out / f"{layout}-{Path(model).name}")
     torch.save(found, out / f"{layout}-{Path(model).name}-{rank}.pt")
     worker.shutdown()
 

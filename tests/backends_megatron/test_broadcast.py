@@ -1,4 +1,4 @@
-"""All ranks of a policy gather its weights in the same order when they are broadcast to an engine."""
+"""All ranks of a policy start the same collectives in one order: when weights are broadcast, and in other methods."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import broadcast_ranks as ranks
 import pytest
 import torch
 import transformers
-from broadcasts import assert_all_arrived, assert_lockstep
+from broadcasts import assert_all_arrived, assert_gathered_once
 from megatron_cases import make_context
 from rank_processes import RankProgram
+from recorded_collectives import assert_lockstep, with_two_swapped
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
@@ -60,8 +61,19 @@ def test_ranks_broadcast_tensors_larger_than_a_bucket_in_one_order(models, tiny,
     found = read(tiny, layout, models / kind)
     assert any(len(bucket) == 1 for bucket in found[0]["buckets"])
     assert_all_arrived(found[0])
-    assert_lockstep(found)
+    assert_gathered_once(found)
     assert found[0]["fingerprint"] == fingerprint_of(models / kind)
+
+
+@pytest.mark.parametrize("method", ["get_logprobs", "train", "weight_fingerprint", "save_checkpoint", "load_checkpoint"])
+@pytest.mark.parametrize(("layout", "kind"), TINY)
+def test_ranks_start_the_same_collectives_in_one_order(models, tiny, layout, kind, method):
+    found = [rank["methods"][method] for rank in read(tiny, layout, models / kind)]
+    assert_lockstep(found)
+    swapped = with_two_swapped(found[0])
+    if swapped is not None:
+        with pytest.raises(AssertionError):
+            assert_lockstep([swapped, *found[1:]])
 
 
 @pytest.mark.full("the same with tiny models: test_ranks_broadcast_tensors_larger_than_a_bucket_in_one_order")
@@ -82,5 +94,5 @@ def test_ranks_broadcast_smollm2_in_buckets_of_one_mebibyte(tmp_path, layout):
     run(tmp_path, launch(layout, tmp_path / "smollm2", 2**20))
     found = read(tmp_path, layout, tmp_path / "smollm2")
     assert_all_arrived(found[0])
-    assert_lockstep(found)
+    assert_gathered_once(found)
     assert found[0]["fingerprint"] == fingerprint_of(tmp_path / "smollm2")
