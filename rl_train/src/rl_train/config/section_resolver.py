@@ -112,7 +112,7 @@ class _SectionResolver:
             yield slot.path
 
     def _values_at(self, path: KeyPath) -> Mapping[str, Any] | None:
-        """The values of a section: empty if it is missing, null or a model, None if it is no mapping, which is reported."""
+        """The values of a section: empty if it is missing, null or a model, None if it is not a mapping, which is reported."""
         section: Mapping[str, Any] = self._values
         for depth, key in enumerate(path, start=1):
             value = section.get(str(key))

@@ -115,7 +115,7 @@ class _EnvironmentCheck:
         return "each row has the same results alone and in a batch"
 
     def _shown(self, row: int, result: StepResult) -> dict[str, Any]:
-        """What a step returned for a row, by name. Of the metadata, only what it was passed and kept."""
+        """What a step returned for a row, by name. The metadata includes only what it was passed and kept."""
         return {
             "rewards": _rewards(result),
             "end": result.terminated,
