@@ -13,7 +13,7 @@ import typer
 from rlcore_cli.arguments import Bases, Config, Overrides, config_files, integers
 
 if TYPE_CHECKING:
-    from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, Pass, ProgressCallback
+    from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, ModeResult, ProgressCallback
     from rl_train.rollouts.eval_metrics import Scores
 
 TABLE_WIDTH = 200
@@ -154,7 +154,7 @@ def _print_duration(evaluated: EvaluationResult, plan: EvaluationPlan) -> None:
     print(f"{evaluated.passes[0].scores.num_prompts} prompts of {plan.dataset_name}: {seconds}\n")
 
 
-def _print_scores(passes: Sequence[Pass]) -> None:
+def _print_scores(passes: Sequence[ModeResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -175,7 +175,7 @@ def _print_scores(passes: Sequence[Pass]) -> None:
     _print_omissions(passes)
 
 
-def _print_omissions(passes: Sequence[Pass]) -> None:
+def _print_omissions(passes: Sequence[ModeResult]) -> None:
     reasons = dict.fromkeys(f"{name} is not reported: {why}" for one in passes for name, why in one.scores.not_reported.items())
     if reasons:
         print()
@@ -202,6 +202,6 @@ def _format(scores: Scores, name: str) -> str:
     return f"{estimate.value:.{digits}f}{error}"
 
 
-def _title(found: Pass) -> str:
+def _title(found: ModeResult) -> str:
     count = found.mode.samples_per_prompt
     return found.mode.name if count == 1 else f"{found.mode.name} x {count}"

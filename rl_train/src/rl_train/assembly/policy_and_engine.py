@@ -16,7 +16,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.preparation import Preparation
-from rl_train.assembly.workers import Builder, make_cluster
+from rl_train.assembly.workers import Builder
 from rl_train.config.loader import load_config
 from rl_train.config.rules.rule import Use
 from rl_train.config.schema import RunConfig
@@ -87,15 +87,7 @@ class PolicyAndEnginePlan:
             WeightSyncError: the engine's weights could not be verified.
         """
         with ExitStack() as exits:
-            generation_section = self.config.policy.generation
-            assert generation_section is not None
-            builder = Builder(
-                run=self.config,
-                registry=self.registry,
-                exits=exits,
-                cluster=make_cluster(self.config.cluster, exits),
-                scoring_temperature=generation_section.temperature,
-            )
+            builder = Builder.without_training(self.config, self.registry, exits)
             policy, generation = builder.policy_and_engine()
             # No tokenizer, so that there is no canary: a disagreement should be measured here, not raised.
             weights = builder.weights(policy, generation)

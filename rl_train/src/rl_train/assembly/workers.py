@@ -75,8 +75,7 @@ class Builder:
         registry: used to look up components.
         exits: closes every component.
         cluster: where workers run; None in one process.
-        scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default. To compare
-            a policy with its engine without training, pass the engine's.
+        scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default.
     """
 
     run: RunConfig
@@ -84,6 +83,18 @@ class Builder:
     exits: ExitStack
     cluster: RayVirtualCluster | None
     scoring_temperature: float | None = None
+
+    @classmethod
+    def without_training(cls, run: RunConfig, registry: Registry, exits: ExitStack) -> Builder:
+        """A builder with its own cluster, whose models score tokens at the temperature at which the engine samples them."""
+        assert run.policy.generation is not None
+        return cls(
+            run=run,
+            registry=registry,
+            exits=exits,
+            cluster=make_cluster(run.cluster, exits),
+            scoring_temperature=run.policy.generation.temperature,
+        )
 
     def start(self, *, samples: bool) -> Workers:
         """Start policy, companion models and, if the run samples, engine and environments, in parallel."""

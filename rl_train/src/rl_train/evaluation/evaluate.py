@@ -17,7 +17,7 @@ from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
 from rl_train.assembly.preparation import Preparation
-from rl_train.assembly.workers import Builder, make_cluster
+from rl_train.assembly.workers import Builder
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.rules.rule import Use
 from rl_train.config.rules.sampling import declares_own_weights
@@ -54,7 +54,7 @@ class EvalMode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class ModeResult:
     """The results of one evaluation mode."""
 
     mode: EvalMode
@@ -69,7 +69,7 @@ class Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class EvaluatedWeights:
     """The evaluated weights, as verified in the engine; those of an engine with its own weights are not known."""
 
     checkpoint: CheckpointPaths | None
@@ -86,8 +86,8 @@ class Weights:
 class EvaluationResult:
     """The result of an evaluation."""
 
-    weights: Weights
-    passes: list[Pass]
+    weights: EvaluatedWeights
+    passes: list[ModeResult]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,28 +129,21 @@ class EvaluationPlan:
             CheckpointError: the checkpoint cannot be read, or belongs to another model.
             WeightSyncError: the engine's weights could not be verified.
         """
-        config = self.loaded.run
         with ExitStack() as exits:
             progress("starting", 0, 1)
-            cluster = make_cluster(config.cluster, exits)
-            assert config.policy.generation is not None
-            builder = Builder(
-                run=config,
-                registry=Registry(self.manager),
-                exits=exits,
-                cluster=cluster,
-                scoring_temperature=config.policy.generation.temperature,
-            )
-            generation, environments, weights = self._start(builder)
+            builder = Builder.without_training(self.loaded.run, self.prepared.registry, exits)
+            generation, environments, weights = self._start_engine(builder)
             progress("starting", 1, 1)
             collector = make_collector(builder, self.prepared, generation, environments)
             return EvaluationResult(weights=weights, passes=[self._run_mode(collector, mode, progress) for mode in self.modes])
 
-    def _start(self, builder: Builder) -> tuple[GenerationInterface, Mapping[str, EnvironmentInterface], Weights]:
+    def _start_engine(
+        self, builder: Builder
+    ) -> tuple[GenerationInterface, Mapping[str, EnvironmentInterface], EvaluatedWeights]:
         section = builder.run.policy.generation
         assert section is not None
         if declares_own_weights(section, builder.registry):
-            engine_weights = Weights(checkpoint=None, version=None, fingerprint=None, transport=None)
+            engine_weights = EvaluatedWeights(checkpoint=None, version=None, fingerprint=None, transport=None)
             return builder.generation(), builder.environments(), engine_weights
         workers = builder.start(samples=True)
         assert workers.generation is not None
@@ -158,7 +151,7 @@ class EvaluationPlan:
             workers.policy.load_checkpoint(self.checkpoint.weights)
         weights = builder.weights(workers.policy, workers.generation, self.prepared.tokenizer)
         weights.sync()
-        synced = Weights(
+        synced = EvaluatedWeights(
             checkpoint=self.checkpoint,
             version=None
             if self.checkpoint is not None and self.checkpoint.is_checkpoint
@@ -168,7 +161,7 @@ class EvaluationPlan:
         )
         return workers.generation, workers.environments, synced
 
-    def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> Pass:
+    def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> ModeResult:
         started = time.perf_counter()
         evaluation = Evaluation(
             collector=collector,
@@ -185,11 +178,11 @@ class EvaluationPlan:
         environment = environment_metrics(rows, collector.environments)
         scores = score(groups, correctness, ks=mode.ks)
         tasks = dict.fromkeys(group.task_name for group in groups)
-        of_task = {task: [group for group in groups if group.task_name == task] for task in tasks}
-        return Pass(
+        groups_by_task = {task: [group for group in groups if group.task_name == task] for task in tasks}
+        return ModeResult(
             mode=mode,
             scores=scores,
-            by_task={task: score(of, correctness, ks=mode.ks) for task, of in of_task.items()},
+            by_task={task: score(of_task, correctness, ks=mode.ks) for task, of_task in groups_by_task.items()},
             by_dataset={self.dataset_name: scores},
             environment={name: value for name, value in environment.items() if name.startswith("env/")},
             groups=groups,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_train.atomic_writes import write_atomically
-from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, Pass, Weights
+from rl_train.evaluation.evaluate import EvaluatedWeights, EvaluationPlan, EvaluationResult, ModeResult
 from rl_train.rollouts.eval_metrics import Group, Scores
 from rl_train.rollouts.records import rollout_records
 from rl_train.run_folders.provenance import environment
@@ -68,7 +68,7 @@ def prompt_records(evaluated: EvaluationResult, plan: EvaluationPlan) -> Iterato
             yield {"mode": one.mode.name, "dataset": plan.dataset_name, **_group(group)}
 
 
-def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
+def _weights(weights: EvaluatedWeights, plan: EvaluationPlan) -> dict[str, Any]:
     checkpoint = weights.checkpoint
     if weights.transport is None:
         engine = plan.loaded.run.policy.generation
@@ -85,7 +85,7 @@ def _weights(weights: Weights, plan: EvaluationPlan) -> dict[str, Any]:
     }
 
 
-def _pass(evaluated: Pass, plan: EvaluationPlan) -> dict[str, Any]:
+def _pass(evaluated: ModeResult, plan: EvaluationPlan) -> dict[str, Any]:
     section = plan.loaded.run.policy.generation
     assert section is not None
     return {

@@ -92,9 +92,9 @@ def train(
         start = choose_start(config, name=config.logger.run_name or loaded.path.stem, resume=resume)
         start = lock_run_folder(start, config.checkpointing, exits)
         exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
-        _print(console, f"run folder {start.folder}")
+        _print_if(console, f"run folder {start.folder}")
         if not config.checkpointing.enabled:
-            _print(console, "checkpointing.enabled is false: this is a new run, which cannot be resumed")
+            _print_if(console, "checkpointing.enabled is false: this is a new run, which cannot be resumed")
         status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)
         stop = StopSignals(config.checkpointing.stop_grace_s)
         exits.enter_context(_supervision(status, stop, loaded, start.folder))
@@ -107,7 +107,7 @@ def train(
                     start.checkpoint, loaded.redacted, config.algorithm_name, allow_config_change=allow_config_change
                 )
                 status.building()
-            _print(console, f"starting {_workers(config)}")
+            _print_if(console, f"starting {_worker_names(config)}")
 
         run = build_run(
             config,
@@ -124,7 +124,7 @@ def train(
                 # Only now: a rejected config must not replace that of the run.
                 write_origins(run.folder, loaded, manager)
                 _move_later_checkpoints(run, console)
-        _print(console, f"ready after {time.perf_counter() - started:.0f} s")
+        _print_if(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits, show_samples=show_samples)
         _report_start(run, manager, status, since=started)
         loop_started = time.perf_counter()
@@ -151,7 +151,7 @@ def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: 
     assert run.checkpoints is not None
     # Its files were verified against their digests before the models were loaded.
     run.first_step = run.checkpoints.restore(checkpoint, allow_config_change=allow_config_change, verify=False)
-    _print(console, f"resumed from {checkpoint}: {run.first_step} steps done")
+    _print_if(console, f"resumed from {checkpoint}: {run.first_step} steps done")
     state = read_state(checkpoint)
     if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
         _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, describe(changes))
@@ -173,10 +173,12 @@ def _move_later_checkpoints(run: Run, console: bool) -> None:
     if metrics.is_file():
         shutil.copyfile(metrics, archive / METRICS)
     names = ", ".join(sorted(path.name for path in archive.glob("step_*")))
-    _print(console, f"moved to {archive}: {names}, which are later than the step resumed from; delete them to free disk space")
+    _print_if(
+        console, f"moved to {archive}: {names}, which are later than the step resumed from; delete them to free disk space"
+    )
 
 
-def _workers(config: RunConfig) -> str:
+def _worker_names(config: RunConfig) -> str:
     """The workers to be started, for the screen."""
     models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)} | {"generation": config.policy.generation}
     named = [f"{name} {section.backend}" for name, section in models.items() if section is not None]
@@ -236,9 +238,9 @@ def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
 def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
     """Write rlcore's warnings to the screen, and all of its messages to logs/driver.log, without the config's secrets."""
     (folder / "logs").mkdir(exist_ok=True)
-    file = _LogFile(folder / "logs" / "driver.log", encoding="utf-8")
-    file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
-    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _Screen(redact)) for name in _OWN_LOGGERS)]
+    file = _DriverLog(folder / "logs" / "driver.log", encoding="utf-8")
+    file.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", redact))
+    handlers = [(logging.getLogger(), file), *((logging.getLogger(name), _ScreenWarnings(redact)) for name in _OWN_LOGGERS)]
     for logger, handler in handlers:
         logger.addHandler(handler)
     levels = {name: logging.getLogger(name).level for name in _OWN_LOGGERS}
@@ -255,14 +257,14 @@ def _logging_to(folder: Path, redact: Callable[[str], str]) -> Iterator[None]:
                 handler.close()
 
 
-class _LogFile(logging.FileHandler):
+class _DriverLog(logging.FileHandler):
     """A log file that drops lines on a full disk, without a traceback on the screen for each."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Does nothing: the run reports a full disk once."""
 
 
-class _Redacting(logging.Formatter):
+class _RedactingFormatter(logging.Formatter):
     """Removes secrets from each record, including its traceback."""
 
     def __init__(self, text: str, redact: Callable[[str], str]) -> None:
@@ -273,12 +275,12 @@ class _Redacting(logging.Formatter):
         return self._redact(super().format(record))
 
 
-class _Screen(logging.Handler):
+class _ScreenWarnings(logging.Handler):
     """Warnings on the current standard error, which a live display may replace."""
 
     def __init__(self, redact: Callable[[str], str]) -> None:
         super().__init__(logging.WARNING)
-        self.setFormatter(_Redacting("warning: %(message)s", redact))
+        self.setFormatter(_RedactingFormatter("warning: %(message)s", redact))
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError, ValueError):  # the screen may be gone; the file has the warning too
@@ -288,19 +290,19 @@ class _Screen(logging.Handler):
 @contextmanager
 def _supervision(status: Status, stop: StopSignals, loaded: LoadedConfig, folder: Path) -> Iterator[None]:
     """Signals, status.json and error reporting; entered before all components are created, left after they are closed."""
-    reporting = daemons.watch_daemons(logs=folder / "logs", give_up=lambda error: _give_up(status, error))
+    reporting = daemons.watch_daemons(logs=folder / "logs", give_up=lambda error: _report_dead_cluster(status, error))
     with status, explain_disk_errors(folder), with_location(loaded), stop.listen(), reporting:
         yield
 
 
-def _give_up(status: Status, error: RayDiedError) -> None:
+def _report_dead_cluster(status: Status, error: RayDiedError) -> None:
     """Report the error before the process exits, because the main thread is blocked by a Ray cluster that died."""
     status.__exit__(type(error), error, None)
     with suppress(OSError):
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
-def _print(console: bool, text: str) -> None:
+def _print_if(console: bool, text: str) -> None:
     if console:
         with suppress(OSError):  # the screen may be gone
             print(text, flush=True)

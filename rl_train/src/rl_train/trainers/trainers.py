@@ -34,6 +34,7 @@ from rl_train.assembly.worker_code_errors import reporting_lines
 from rl_train.assembly.workers import Builder, Workers
 from rl_train.config.loader import load_config
 from rl_train.config.rules import RULES
+from rl_train.config.rules.required_sections import validates
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use, run_rules
 from rl_train.config.rules.sampling import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
@@ -135,22 +136,15 @@ class Trainer:
             )
         self._tokenizer = tokenizer or load_policy_tokenizer(self.config.policy)
         check_models(self.config, self._tokenizer)
-        parts: tuple[Any, ...] = (policy, generation, value, teacher)
-        for part in parts:
-            if cluster is not None and isinstance(part, WorkerFacade) and part.is_in_process:
-                if isinstance(part, DistributedPolicy) and part.weight_version > 0:
-                    raise ConfigError(
-                        f"{part.config.model_name} was trained in this process, and moving it to the cluster would lose its "
-                        "training. Create it with `cluster=...`, or save a checkpoint and create it from that."
-                    )
-                part.move_to_cluster(cluster)
+        if cluster is not None:
+            self._move_to(cluster)
 
     def train(self, dataset: Any, validation: Any = None) -> list[dict[str, float]]:
         """Train to the config's last step.
 
         Args:
             dataset: a path (JSON lines, parquet, a folder), the name of a dataset on the hub, a list of dicts, a
-                `datasets.Dataset`, records, or a section; see `python_data.read_python_data`.
+                `datasets.Dataset`, records, or a section; see `rl_train.trainers.trainer_data.read_python_data`.
             validation: the validation data in the same forms, if the config enables validation.
 
         Returns:
@@ -160,19 +154,18 @@ class Trainer:
             DataError: the data does not exist, or a row does not have the form that the algorithm needs.
             ConfigError: validation is enabled, but there is no data for it.
         """
-        algorithm = self.config.algorithm
-        validates = algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end
+        algorithm, is_validated = self.config.algorithm, validates(self.config)
         data, train, held_out = read_python_data(
-            dataset, validation if validates else None, self._registry, wants_pairs=algorithm.needs_preferences
+            dataset, validation if is_validated else None, self._registry, wants_pairs=algorithm.needs_preferences
         )
-        if validates and held_out is None:
+        if is_validated and held_out is None:
             raise ConfigError(
                 "The config enables validation (val_period, val_at_start or val_at_end): pass data as `validation=`."
             )
         self._try_reward_functions(train)
         config = self.config.model_copy(update={"data": data, "algorithm": _for_dataset(algorithm, train)})
         tools = tools_of_instances(self._environments, self._tokenizer)
-        sets = {"": held_out} if validates and held_out is not None else {}
+        sets = {"": held_out} if is_validated and held_out is not None else {}
         run_data = RunData(train=train, validation=sets)
         prepared = Preparation.of_objects(config, self._registry, tokenizer=self._tokenizer, tools=tools, data=run_data)
         history: list[dict[str, float]] = []
@@ -210,6 +203,19 @@ class Trainer:
             functions = self._functions.functions
             names = try_functions(functions, train, as_messages=self._functions.as_messages)
             check_weights(self._reward_weights, names | {function.name for function in functions})
+
+    def _move_to(self, cluster: RayVirtualCluster) -> None:
+        """Move the models and the engine that are in this process to a cluster."""
+        components: tuple[Any, ...] = (self.policy, self.generation, self.value, self.teacher)
+        for component in components:
+            if not (isinstance(component, WorkerFacade) and component.is_in_process):
+                continue
+            if isinstance(component, DistributedPolicy) and component.weight_version > 0:
+                raise ConfigError(
+                    f"{component.config.model_name} was trained in this process, and moving it to the cluster would lose its "
+                    "training. Create it with `cluster=...`, or save a checkpoint and create it from that."
+                )
+            component.move_to_cluster(cluster)
 
     def _load_config(self, algorithm: Any, loss_fn: Any, checkpointing: Any, rollout: Any) -> RunConfig:
         """The config with the sections of the existing components; it has no data, which is passed to `train`."""
