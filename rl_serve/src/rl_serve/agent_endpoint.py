@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -19,17 +19,18 @@ from rl_core.interfaces.messages import Message
 from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
 from rl_serve.bodies import BodyRoute
 from rl_serve.chat_format import ChatFormat, read_messages
-from rl_serve.deltas import ChatDeltas, new_delta
+from rl_serve.completion_responses import CompletionResponses
+from rl_serve.deltas import ChatDeltas
 from rl_serve.disconnects import cancel_on_disconnect
-from rl_serve.engine import SamplingRow
+from rl_serve.engine import SampledRow, SamplingRow
 from rl_serve.errors import ApiError, add_error_handlers
-from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
+from rl_serve.event_streams import EventStream, errors_as_events
 from rl_serve.limits_middleware import LimitsMiddleware, bearer_key
 from rl_serve.listening import server_config
 from rl_serve.model_routes import add_model_routes
 from rl_serve.offered_tools import read_offered_tools
 from rl_serve.requests import ChatRequest
-from rl_serve.responses import ChoiceFormat, ResponseHead, usage
+from rl_serve.responses import ChoiceFormat
 from rl_serve.sampling import Limits, SamplingPlan
 from rl_serve.structured_outputs import read_response_format
 from rl_serve.tokenizer_threads import TokenizerThreads
@@ -96,6 +97,7 @@ class AgentRoutes:
         self._settings = settings
         self._chat = ChatFormat(settings.tokenizer)
         self._threads = TokenizerThreads()
+        self._completions = CompletionResponses(settings.model, self._threads)
         self.turns: dict[bytes, TurnSource] = {}
 
     @asynccontextmanager
@@ -136,13 +138,9 @@ class AgentRoutes:
             return ChatDeltas(choices, self._chat, messages, tools)
 
         if body.stream:
-            counts = body.stream_options is not None and body.stream_options.include_usage
-            return await self._stream(stream_turn(turns, requested), answers, request, counts=counts)
+            return await self._stream(stream_turn(turns, requested), answers, request, has_usage=body.has_usage)
         turn = await cancel_on_disconnect(request, sample_turn(turns, requested))
-        row, answer = row_of(turn), answers(turn)
-        head = ResponseHead.new("chatcmpl", "chat.completion", self._settings.model)
-        found = await self._threads.run(lambda: answer.choices.message(0, row, answer.message(0, row)))
-        return JSONResponse(head.body([found], usage=usage(answer.choices.plan, {0: row})))
+        return JSONResponse(await self._completions.whole(answers(turn), {0: row_of(turn)}))
 
     async def _stream(
         self,
@@ -150,32 +148,19 @@ class AgentRoutes:
         answers: Callable[[AgentTurn], ChatDeltas],
         request: Request,
         *,
-        counts: bool,
+        has_usage: bool,
     ) -> EventStream:
         """A turn as events while it is sampled. An error before its first tokens has its own status."""
-        head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._settings.model)
 
-        async def first() -> tuple[AgentTurn, bool]:
-            return await anext(arrivals)
+        async def rows() -> AsyncGenerator[tuple[int, SampledRow], None]:
+            yield 0, row_of(begun, is_finished=is_finished)
+            async for turn, is_last in arrivals:
+                yield 0, row_of(turn, is_finished=is_last)
 
-        async def events(turn: AgentTurn, is_finished: bool) -> AsyncGenerator[str, None]:
-            deltas = answers(turn)
-            async with aclosing(arrivals):
-                while True:
-                    row = row_of(turn, is_finished=is_finished)
-                    if (choice := await new_delta(deltas, 0, row, self._threads)) is not None:
-                        yield server_sent_event(head.body([choice]))
-                    if is_finished:
-                        break
-                    turn, is_finished = await anext(arrivals)
-            if counts:
-                yield server_sent_event(head.body([], usage=usage(deltas.choices.plan, {0: row})))
-            yield DONE
-
-        found = await cancel_on_disconnect(request, first())
+        begun, is_finished = await cancel_on_disconnect(request, anext(arrivals))
         exits = AsyncExitStack()
         exits.push_async_callback(arrivals.aclose)
-        return EventStream(errors_as_events(events(*found)), exits)
+        return EventStream(errors_as_events(self._completions.events(answers(begun), rows(), has_usage=has_usage)), exits)
 
     def _turns_of(self, scope: Scope) -> TurnSource:
         turns = self.turns.get(_digest(bearer_key(scope)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -16,28 +15,10 @@ from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.errors import ApiError
 from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
 from rl_serve.requests import ChatRequest, ForwardedChatRequest
-from rl_serve.responses import ResponseHead
+from rl_serve.responses import ResponseHead, token_counts
 from rl_serve.sampling import Limits
 
 _PER_MESSAGE = ("tools", "logprobs", "top_logprobs", "return_token_ids", "response_format")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Options of a chat completion, apart from how it is sampled."""
-
-    n: int
-    stream: bool
-    include_usage: bool
-    record: Mapping[str, Any]
-    """Fields for grading."""
-    model: str
-
-    @classmethod
-    def of(cls, body: ChatRequest | ForwardedChatRequest, *, record: Mapping[str, Any], model: str) -> ChatOptions:
-        """Read the options of a request; `record` has its fields for grading, and `model` is the name to report."""
-        counts = body.stream_options is not None and body.stream_options.include_usage
-        return cls(n=body.n or 1, stream=bool(body.stream), include_usage=counts, record=record, model=model)
 
 
 def refuse_with_code(body: Mapping[str, Any]) -> None:
@@ -62,10 +43,11 @@ class ChatResponses:
     Args:
         service: fills prompts, runs code and grades.
         limits: the server's limits.
+        model: name of the model in the API.
     """
 
-    def __init__(self, service: ChatService, limits: Limits) -> None:
-        self._service, self._limits = service, limits
+    def __init__(self, service: ChatService, limits: Limits, model: str) -> None:
+        self._service, self._limits, self._model = service, limits, model
 
     async def generate(
         self, messages: Sequence[Mapping[str, Any]], complete: CompleteChat, record: Mapping[str, Any], request: Request
@@ -89,20 +71,23 @@ class ChatResponses:
         self,
         messages: Sequence[Mapping[str, Any]],
         completer: Callable[[int], CompleteChat],
-        options: ChatOptions,
+        body: ChatRequest | ForwardedChatRequest,
         request: Request,
     ) -> Response:
         """A chat completion or its stream, which has an event for each message and each output."""
-        if options.n > self._limits.max_rows:
-            raise ApiError(400, f"n={options.n} exceeds the {self._limits.max_rows} completions of a request.", param="n")
-        if options.stream:
-            return await self._stream(messages, completer, options, request)
-        found = await cancel_on_disconnect(request, self._choices(messages, completer, options))
-        head = ResponseHead.new("chatcmpl", "chat.completion", options.model)
+        if (body.n or 1) > self._limits.max_rows:
+            raise ApiError(400, f"n={body.n} exceeds the {self._limits.max_rows} completions of a request.", param="n")
+        if body.stream:
+            return await self._stream(messages, completer, body, request)
+        found = await cancel_on_disconnect(request, self._choices(messages, completer, body))
+        head = ResponseHead.of_chat(self._model, is_stream=False)
         return JSONResponse(head.body([choice for choice, _ in found], usage=_usage([answer for _, answer in found])))
 
     async def _choices(
-        self, messages: Sequence[Mapping[str, Any]], completer: Callable[[int], CompleteChat], options: ChatOptions
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        completer: Callable[[int], CompleteChat],
+        body: ChatRequest | ForwardedChatRequest,
     ) -> list[tuple[dict[str, Any], Transcript]]:
         async def one(index: int) -> tuple[dict[str, Any], Transcript]:
             answer = await self._service.answer(messages, completer(index))
@@ -112,50 +97,46 @@ class ChatResponses:
                 "finish_reason": answer.finish_reason,
                 "logprobs": None,
                 "code_rounds": answer.code_rounds,
-                **await self._service.grade(messages, answer.last, options.record),
+                **await self._service.grade(messages, answer.last, body.record()),
             }
             return choice, answer
 
-        return await _gathered([one(index) for index in range(options.n)])
+        return await _gathered([one(index) for index in range(body.n or 1)])
 
     async def _stream(
         self,
         messages: Sequence[Mapping[str, Any]],
         completer: Callable[[int], CompleteChat],
-        options: ChatOptions,
+        body: ChatRequest | ForwardedChatRequest,
         request: Request,
     ) -> EventStream:
         """The events; an error before the first message of the model has its own status."""
-        head = ResponseHead.new("chatcmpl", "chat.completion.chunk", options.model)
+        head = ResponseHead.of_chat(self._model, is_stream=True)
         completions: list[Completion] = []
 
         async def events() -> AsyncGenerator[str, None]:
-            for index in range(options.n):
+            for index in range(body.n or 1):
                 async with aclosing(self._deltas(messages, completer(index), completions)) as deltas:
                     async for delta, reason in deltas:
                         choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
                         yield server_sent_event(head.body([choice]))
-            if options.include_usage:
-                first = completions[0].prompt_tokens
+            if body.has_usage:
                 sampled = sum(completion.completion_tokens for completion in completions)
-                yield server_sent_event(head.body([], usage=_counts(first, sampled)))
+                yield server_sent_event(head.body([], usage=token_counts(completions[0].prompt_tokens, sampled)))
             yield DONE
 
         made = events()
         exits = AsyncExitStack()
         exits.push_async_callback(made.aclose)
 
-        async def first() -> str:
-            return await anext(made)
-
         try:
-            begin = await cancel_on_disconnect(request, first())
+            first = await cancel_on_disconnect(request, anext(made))
         except BaseException:
             await exits.aclose()
             raise
 
         async def all_events() -> AsyncGenerator[str, None]:
-            yield begin
+            yield first
             async for event in made:
                 yield event
 
@@ -186,8 +167,4 @@ async def _gathered(works: Sequence[Any]) -> list[Any]:
 
 
 def _usage(answers: Sequence[Transcript]) -> dict[str, int]:
-    return _counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))
-
-
-def _counts(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return token_counts(answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers))

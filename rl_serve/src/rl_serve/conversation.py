@@ -12,6 +12,7 @@ from rl_serve.chat_format import ChatFormat
 from rl_serve.deltas import RowDeltas
 from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
+from rl_serve.requests import SamplingParameters
 from rl_serve.responses import ChoiceFormat
 from rl_serve.sampling import Limits, SamplingPlan, plan_sampling
 from rl_serve.served_model import ServedModel
@@ -64,13 +65,8 @@ class Conversation:
             self._model,
             Limits(),
             [self._chat.prompt(messages)],
-            n=1,
+            SamplingParameters(temperature=self._temperature),
             max_tokens=self._max_tokens,
-            temperature=self._temperature,
-            top_p=None,
-            top_k=None,
-            seed=None,
-            stop_strings=(),
         )
         try:
             answer = asyncio.run(self._sample(plan, on_text))
@@ -81,7 +77,7 @@ class Conversation:
 
     async def _sample(self, plan: SamplingPlan, on_text: Callable[[str], None] | None) -> str:
         deltas = RowDeltas(self._model.tokenizer)
-        choices = ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan, logprobs=False, token_ids=False)
+        choices = ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan)
         rows = self._engine.sample(plan.rows, greedy=plan.greedy, stream=on_text is not None)
         async with aclosing(rows):
             async for _, row in rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +13,7 @@ from rl_serve.engine import SampledRow
 from rl_serve.errors import ApiError
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop
 from rl_serve.offered_tools import OfferedTools
-from rl_serve.responses import ChoiceFormat
-from rl_serve.tokenizer_threads import TokenizerThreads
+from rl_serve.responses import ChoiceFormat, ResponseHead
 
 
 class RowDeltas:
@@ -77,17 +78,24 @@ class RowDeltas:
         return ""
 
 
-class CompletionDeltas:
-    """The deltas of `/v1/completions`.
+class Deltas(ABC):
+    """The choices of one response, whole or as deltas.
 
     Args:
         choices: form of the choices.
     """
 
     def __init__(self, choices: ChoiceFormat) -> None:
-        self._choices = choices
+        self.choices = choices
         self._rows: dict[int, RowDeltas] = {}
-        self._offsets: dict[int, int] = {}
+
+    @abstractmethod
+    def head(self, model: str, *, is_stream: bool) -> ResponseHead:
+        """The fields that all chunks of a response share."""
+
+    @abstractmethod
+    def whole(self, index: int, row: SampledRow) -> dict[str, Any]:
+        """The choice of a finished completion."""
 
     def choice(self, index: int, row: SampledRow) -> Mapping[str, Any] | None:
         """The delta of a completion that has new tokens or has ended; None if there is nothing to send yet.
@@ -95,20 +103,50 @@ class CompletionDeltas:
         Raises:
             ApiError: the completion has changed, see `RowDeltas`.
         """
-        choices = self._choices
-        state = self._rows.setdefault(index, _row_deltas(choices, index))
+        if index not in self._rows:
+            self._rows[index] = RowDeltas(self.choices.tokenizer, self.choices.plan.rows[index].stop_strings)
+        state = self._rows[index]
         new = state.new_tokens(row)
-        text = choices.text(index, row) if row.is_finished else state.stable_text(row.token_ids)
-        delta = state.new_text(text, is_finished=row.is_finished)
-        if not (delta or row.is_finished or choices.shows_tokens):
+        message = self._message(index, row) if row.is_finished else AssistantMessage(content=self._stable_text(state, row))
+        text = state.new_text(message.content, is_finished=row.is_finished)
+        if not (text or row.is_finished or self.choices.shows_tokens):
             return None
-        found = choices.completion(index, new, text=delta, offset=self._offsets.get(index, 0))
-        if choices.logprobs:
-            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, found["logprobs"]["tokens"]))
+        return self._delta(index, new, replace(message, content=text))
+
+    def _message(self, index: int, row: SampledRow) -> AssistantMessage:
+        """The message of a finished completion."""
+        return AssistantMessage(content=self.choices.text(index, row))
+
+    def _stable_text(self, state: RowDeltas, row: SampledRow) -> str:
+        """The text of an unfinished completion that can be sent."""
+        return state.stable_text(row.token_ids)
+
+    @abstractmethod
+    def _delta(self, index: int, new: SampledRow, message: AssistantMessage) -> dict[str, Any]:
+        """The choice with the new tokens and the new part of the message."""
+
+
+class CompletionDeltas(Deltas):
+    """The deltas of `/v1/completions`; arguments as `Deltas`."""
+
+    def __init__(self, choices: ChoiceFormat) -> None:
+        super().__init__(choices)
+        self._offsets: dict[int, int] = defaultdict(int)
+
+    def head(self, model: str, *, is_stream: bool) -> ResponseHead:
+        return ResponseHead.of_completions(model)
+
+    def whole(self, index: int, row: SampledRow) -> dict[str, Any]:
+        return self.choices.completion(index, row)
+
+    def _delta(self, index: int, new: SampledRow, message: AssistantMessage) -> dict[str, Any]:
+        found = self.choices.completion(index, new, text=message.content, offset=self._offsets[index])
+        if self.choices.logprobs:
+            self._offsets[index] += sum(map(len, found["logprobs"]["tokens"]))
         return found
 
 
-class ChatDeltas:
+class ChatDeltas(Deltas):
     """The deltas of `/v1/chat/completions`: text up to the first tool call, and the calls when the message is complete.
 
     Args:
@@ -121,12 +159,17 @@ class ChatDeltas:
     def __init__(
         self, choices: ChoiceFormat, chat: ChatFormat, messages: Sequence[Mapping[str, Any]], tools: OfferedTools
     ) -> None:
-        self.choices, self._chat, self._messages, self._tools = choices, chat, messages, tools
-        self._rows: dict[int, RowDeltas] = {}
+        super().__init__(choices)
+        self._chat, self._messages, self._tools = chat, messages, tools
         self._started: set[int] = set()
 
-    def message(self, index: int, row: SampledRow) -> AssistantMessage:
-        """The message of a finished completion."""
+    def head(self, model: str, *, is_stream: bool) -> ResponseHead:
+        return ResponseHead.of_chat(model, is_stream=is_stream)
+
+    def whole(self, index: int, row: SampledRow) -> dict[str, Any]:
+        return self.choices.message(index, row, self._message(index, row))
+
+    def _message(self, index: int, row: SampledRow) -> AssistantMessage:
         return self._chat.answer(
             row.token_ids,
             self.choices.text(index, row),
@@ -136,37 +179,15 @@ class ChatDeltas:
             complete=not row.truncated,
         )
 
-    def choice(self, index: int, row: SampledRow) -> Mapping[str, Any] | None:
-        """As `CompletionDeltas.choice`."""
-        choices = self.choices
-        state = self._rows.setdefault(index, _row_deltas(choices, index))
-        new = state.new_tokens(row)
-        message = self.message(index, row) if row.is_finished else AssistantMessage(content=self._stable_text(state, row))
-        delta = state.new_text(message.content, is_finished=row.is_finished)
-        if not (delta or row.is_finished or choices.shows_tokens):
-            return None
-        found = choices.message(index, new, replace(message, content=delta), key="delta")
-        if index in self._started:
-            del found["delta"]["role"]
-        self._started.add(index)
-        return found
-
     def _stable_text(self, state: RowDeltas, row: SampledRow) -> str:
         if not self._tools:
             return state.stable_text(row.token_ids)
         tokens = self._chat.tokens_before_calls(row.token_ids)
         return self._chat.text_before_calls(state.stable_text(tokens), self._tools)
 
-
-async def new_delta(
-    deltas: CompletionDeltas | ChatDeltas, index: int, row: SampledRow, threads: TokenizerThreads
-) -> Mapping[str, Any] | None:
-    """The delta of a completion; raises as `CompletionDeltas.choice`.
-
-    Only the end of a completion is decoded from its first token, so only that is done in a thread.
-    """
-    return await threads.run(deltas.choice, index, row) if row.is_finished else deltas.choice(index, row)
-
-
-def _row_deltas(choices: ChoiceFormat, index: int) -> RowDeltas:
-    return RowDeltas(choices.tokenizer, choices.plan.rows[index].stop_strings)
+    def _delta(self, index: int, new: SampledRow, message: AssistantMessage) -> dict[str, Any]:
+        found = self.choices.message(index, new, message, key="delta")
+        if index in self._started:
+            del found["delta"]["role"]
+        self._started.add(index)
+        return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -13,7 +13,7 @@ from rl_serve.errors import ApiError
 ResultT = TypeVar("ResultT")
 
 
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def cancel_on_disconnect(request: Request, work: Awaitable[ResultT]) -> ResultT:
     """The result of `work`, which is cancelled if the client closes its connection.
 
     Raises:

@@ -16,17 +16,25 @@ from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
 from rl_serve.chat_format import ChatFormat, read_messages
-from rl_serve.chat_responses import ChatOptions, ChatResponses, refuse_with_code
+from rl_serve.chat_responses import ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
-from rl_serve.deltas import ChatDeltas, CompletionDeltas, new_delta
+from rl_serve.completion_responses import CompletionResponses
+from rl_serve.deltas import ChatDeltas, CompletionDeltas, Deltas
 from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
+from rl_serve.event_streams import EventStream, errors_as_events
 from rl_serve.health import SharedCheck, read_engine_state
 from rl_serve.offered_tools import NO_TOOLS, OfferedTools, read_offered_tools, requires_calls
-from rl_serve.requests import ChatRequest, CompletionRequest, GenerateRequest, GenerateTokensRequest, SamplingRequest
-from rl_serve.responses import ChoiceFormat, ResponseHead, usage
+from rl_serve.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerateTokensRequest,
+    SamplingParameters,
+    SamplingRequest,
+)
+from rl_serve.responses import ChoiceFormat, usage
 from rl_serve.sampling import (
     Limits,
     ParameterNames,
@@ -69,7 +77,8 @@ class LocalRoutes:
         self._updates = updates
         self._chat = ChatFormat(model.tokenizer)
         self._threads = TokenizerThreads()
-        self._responses = ChatResponses(service, limits)
+        self._completions = CompletionResponses(model.name, self._threads)
+        self._responses = ChatResponses(service, limits, model.name)
         # Not in the threads of asyncio, which may all wait for code in the sandbox.
         self._state = SharedCheck(
             lambda: in_thread(partial(read_engine_state, model.generation, engine.death), name="rl-serve-health")
@@ -97,14 +106,11 @@ class LocalRoutes:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete texts or token ids."""
         prompts = await self._threads.run(self._prompts_of, body)
-        plan = self._plan(body, prompts, max_tokens=body.max_tokens, top_logprobs=body.logprobs or 0)
-        choices = self._format(plan, body, logprobs=body.logprobs is not None, top_logprobs=bool(body.logprobs))
-        head = ResponseHead.new("cmpl", "text_completion", self._model.name)
+        plan = self._plan(body, prompts, n=body.n, max_tokens=body.max_tokens, top_logprobs=body.logprobs or 0)
+        choices = self._format(plan, body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs)
         if body.stream:
-            return self._stream(plan, body, head, CompletionDeltas(choices))
-        rows = await self._sample_all(plan, request)
-        found = await self._threads.run(lambda: [choices.completion(index, row) for index, row in sorted(rows.items())])
-        return JSONResponse(head.body(found, usage=usage(plan, rows)))
+            return self._stream(body, CompletionDeltas(choices))
+        return JSONResponse(await self._completions.whole(CompletionDeltas(choices), await self._sample_all(plan, request)))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Complete a conversation, rendered by the model's chat template."""
@@ -116,9 +122,8 @@ class LocalRoutes:
         schema = read_response_format(body.response_format)
         if self._service.code is not None:
             refuse_with_code(body.model_dump())
-            options = ChatOptions.of(body, record=record, model=self._model.name)
             names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
-            return await self._responses.chat(messages, self._completer(body, most, names), options, request)
+            return await self._responses.chat(messages, self._completer(body, most, names), body, request)
         if schema is not None:
             refuse_without(self._model, "structured_outputs", "response_format")
         tools = self._tools_of(body, schema)
@@ -131,51 +136,36 @@ class LocalRoutes:
         plan = self._plan(
             body,
             [await self._threads.run(self._prompt, messages, tools)],
+            n=body.n,
             max_tokens=most,
             names=names,
             top_logprobs=body.top_logprobs or 0,
             json_schema=schema if tools.schema is None else tools.schema,
         )
-        choices = self._format(plan, body, logprobs=body.logprobs, top_logprobs=bool(body.top_logprobs))
+        choices = self._format(plan, body, logprobs=body.logprobs, top_logprobs=body.top_logprobs)
         deltas = ChatDeltas(choices, self._chat, messages, tools)
         if body.stream:
-            head = ResponseHead.new("chatcmpl", "chat.completion.chunk", self._model.name)
-            return self._stream(plan, body, head, deltas)
-        head = ResponseHead.new("chatcmpl", "chat.completion", self._model.name)
-        rows = await self._sample_all(plan, request)
-        found = await self._threads.run(
-            lambda: [choices.message(index, row, deltas.message(index, row)) for index, row in sorted(rows.items())]
-        )
-        for each in found:
-            each |= await self._service.grade(messages, each["message"]["content"] or "", record)
-        return JSONResponse(head.body(found, usage=usage(plan, rows)))
+            return self._stream(body, deltas)
+        found = await self._completions.whole(deltas, await self._sample_all(plan, request))
+        for choice in found["choices"]:
+            choice |= await self._service.grade(messages, choice["message"]["content"] or "", record)
+        return JSONResponse(found)
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
         """Answer a record, whose fields fill the prompt config."""
         record = body.record()
-        sampling = body.as_sampling()
-        self._check(sampling)
+        body.refuse_other_model(self._model.name)
         messages = self._service.prompts.record(record)
-        complete = self._completer(sampling, body.new_tokens(), ParameterNames(prompt="question", max_tokens=body.limit_name))(
-            0
-        )
+        names = ParameterNames(prompt="question", max_tokens=body.limit_name)
+        complete = self._completer(body, body.new_tokens(), names)(0)
         return await self._responses.generate(messages, complete, record, request)
 
     async def generate_tokens(self, body: GenerateTokensRequest, request: Request) -> Response:
         """Sample from token ids; returns token ids and log-probabilities, without text."""
+        body.refuse_other_model(self._model.name)
         requested = body.sampling_params
-        as_text = SamplingRequest(
-            model=body.model,
-            n=requested.n,
-            temperature=requested.temperature,
-            top_p=requested.top_p,
-            top_k=requested.top_k,
-            seed=requested.seed,
-            stop=requested.stop,
-        )
-        self._check(as_text)
         names = ParameterNames(prompt="token_ids", max_tokens="sampling_params.max_tokens")
-        plan = self._plan(as_text, [body.token_ids], max_tokens=requested.max_tokens, names=names)
+        plan = self._plan(requested, [body.token_ids], n=requested.n, max_tokens=requested.max_tokens, names=names)
         rows = await self._sample_all(plan, request)
         choices = [
             {
@@ -195,18 +185,20 @@ class LocalRoutes:
         identity = {"request_id": body.request_id or uuid.uuid4().hex, "model": self._model.name}
         return JSONResponse({**identity, "choices": choices, "usage": usage(plan, rows)})
 
-    def _completer(self, body: SamplingRequest, max_tokens: int | None, names: ParameterNames) -> Callable[[int], CompleteChat]:
+    def _completer(
+        self, body: SamplingParameters, max_tokens: int | None, names: ParameterNames
+    ) -> Callable[[int], CompleteChat]:
         """Makes the function that continues a conversation, for each choice."""
         base = new_seed() if body.seed is None else body.seed
 
         def of_choice(choice: int) -> CompleteChat:
             async def complete(messages: Sequence[Mapping[str, Any]], number: int) -> Completion:
-                seeded = body.model_copy(update={"n": 1, "seed": sample_seed(base, number, choice)})
+                seeded = body.model_copy(update={"seed": sample_seed(base, number, choice)})
                 prompt = await self._threads.run(self._prompt, messages)
                 plan = self._plan(seeded, [prompt], max_tokens=max_tokens, names=names)
                 row = (await self._collect(plan))[0]
                 return Completion(
-                    content=await self._threads.run(self._format(plan, seeded, logprobs=False).text, 0, row),
+                    content=await self._threads.run(ChoiceFormat(tokenizer=self._model.tokenizer, plan=plan).text, 0, row),
                     finish_reason="length" if row.truncated else "stop",
                     prompt_tokens=len(plan.prompts[0]),
                     completion_tokens=len(row.token_ids),
@@ -244,36 +236,15 @@ class LocalRoutes:
         body.refuse_unsupported()
         body.refuse_other_model(self._model.name)
 
-    def _plan(
-        self,
-        body: SamplingRequest,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int | None,
-        names: ParameterNames | None = None,
-        **options: Any,
-    ) -> SamplingPlan:
-        return plan_sampling(
-            self._model,
-            self._limits,
-            prompts,
-            n=body.n,
-            max_tokens=max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-            stop_strings=body.stop_strings(),
-            names=names,
-            **options,
-        )
+    def _plan(self, body: SamplingParameters, prompts: Sequence[Sequence[int]], **options: Any) -> SamplingPlan:
+        return plan_sampling(self._model, self._limits, prompts, body, **options)
 
-    def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool, top_logprobs: bool = False) -> ChoiceFormat:
+    def _format(self, plan: SamplingPlan, body: SamplingRequest, *, logprobs: bool, top_logprobs: int | None) -> ChoiceFormat:
         return ChoiceFormat(
             tokenizer=self._model.tokenizer,
             plan=plan,
             logprobs=logprobs,
-            top_logprobs=top_logprobs,
+            top_logprobs=bool(top_logprobs),
             token_ids=body.return_token_ids,
         )
 
@@ -322,20 +293,6 @@ class LocalRoutes:
             _log.exception("the engine failed")
             raise ApiError(503, f"The engine failed: {type(error).__name__}. The server's log has the details.") from error
 
-    def _stream(
-        self, plan: SamplingPlan, body: SamplingRequest, head: ResponseHead, deltas: CompletionDeltas | ChatDeltas
-    ) -> EventStream:
-        counts = body.stream_options is not None and body.stream_options.include_usage
-
-        async def events() -> AsyncGenerator[str, None]:
-            rows: dict[int, SampledRow] = {}
-            async with contextlib.aclosing(self._rows(plan, stream=True)) as found:
-                async for index, row in found:
-                    rows[index] = row
-                    if (choice := await new_delta(deltas, index, row, self._threads)) is not None:
-                        yield server_sent_event(head.body([choice]))
-            if counts:
-                yield server_sent_event(head.body([], usage=usage(plan, rows)))
-            yield DONE
-
-        return EventStream(errors_as_events(events()))
+    def _stream(self, body: SamplingRequest, deltas: Deltas) -> EventStream:
+        rows = self._rows(deltas.choices.plan, stream=True)
+        return EventStream(errors_as_events(self._completions.events(deltas, rows, has_usage=body.has_usage)))

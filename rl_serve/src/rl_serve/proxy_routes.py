@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from rl_serve.backend import Backend
 from rl_serve.chat_format import read_messages
-from rl_serve.chat_responses import ChatOptions, ChatResponses, refuse_with_code
+from rl_serve.chat_responses import ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
 from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.errors import ApiError
@@ -35,7 +35,7 @@ class ProxyRoutes:
 
     def __init__(self, backend: Backend, name: str, limits: Limits, service: ChatService) -> None:
         self._backend, self._name, self._service = backend, name, service
-        self._responses = ChatResponses(service, limits)
+        self._responses = ChatResponses(service, limits, name)
         self._check = SharedCheck(backend.check)
 
     async def health(self) -> Response:
@@ -74,9 +74,8 @@ class ProxyRoutes:
         given = {name: value for name, value in plain.items() if name not in _NOT_FORWARDED}
         if self._service.code is not None:
             refuse_with_code(plain)
-            options = ChatOptions.of(body, record=record, model=self._name)
             given["model"] = await self._backend.model_for(body.model, self._name)
-            return await self._responses.chat(messages, self._completer(given), options, request)
+            return await self._responses.chat(messages, self._completer(given), body, request)
         forwarded = {**plain, "messages": _as_sent(messages)}
         forwarded.pop("expected_answer", None)
         if not record:

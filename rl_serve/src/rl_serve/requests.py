@@ -72,11 +72,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Values with which an unsupported field changes nothing, besides null."""
-
-
 MAX_ALTERNATIVES = 20
 """Number of most likely tokens that a request may ask for, as in OpenAI's API."""
-_SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
 
 
 class StreamOptions(BaseModel):
@@ -88,8 +85,23 @@ class StreamOptions(BaseModel):
     """Whether a last chunk has the token counts."""
 
 
+class StreamedRequest(BaseModel):
+    """A request whose response may be a stream."""
+
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
 class RequestBody(BaseModel):
     """A JSON object."""
+
+    model: str | None = None
+    """Name of the served model."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,6 +109,15 @@ class RequestBody(BaseModel):
         if not isinstance(body, dict):
             raise ValueError("the body must be a JSON object, with the header `Content-Type: application/json`")
         return body
+
+    def refuse_other_model(self, name: str) -> None:
+        """Refuse a request that names a model other than the served one.
+
+        Raises:
+            ApiError: names both.
+        """
+        if self.model is not None and self.model != name:
+            raise model_not_found(self.model, [name])
 
     def fields(self) -> dict[str, Any]:
         """The fields that the request has, as they were sent; lists are not copied."""
@@ -107,18 +128,11 @@ class RequestBody(BaseModel):
         }
 
 
-class SamplingRequest(RequestBody):
-    """Fields that all sampling endpoints of OpenAI's API share."""
+class SamplingParameters(BaseModel):
+    """How each completion is sampled."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(strict=True)
 
-    accepts_as_no_op: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-    """Fields about the caller, which change no completion."""
-
-    model: str | None = None
-    """Name of the served model."""
-    n: int = Field(default=1, ge=1)
-    """Number of completions per prompt."""
     temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
     """0 for greedy decoding; by default the engine's."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -129,18 +143,6 @@ class SamplingRequest(RequestBody):
     """Equal seeds give equal completions under the same weights; random by default."""
     stop: StopStrings = None
     """Strings that end a completion; they are not part of its text."""
-    stream: bool = False
-    """Whether completions are sent as server-sent events while they are sampled."""
-    stream_options: StreamOptions | None = None
-    """Only with `stream`."""
-    return_token_ids: bool = False
-    """Whether choices have `token_ids` (with the tokens that ended the completion) and `prompt_token_ids`."""
-
-    @field_validator("n", "stream", "logprobs", "return_token_ids", mode="wrap", check_fields=False)
-    @classmethod
-    def _null_is_default(cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-        # OpenAI's API allows null for them.
-        return cls.model_fields[info.field_name or ""].default if value is None else read(value)
 
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings.
@@ -154,6 +156,32 @@ class SamplingRequest(RequestBody):
         if max(map(len, stops), default=0) > _MAX_STOP_CHARS:
             raise ApiError(400, f"stop must have strings of at most {_MAX_STOP_CHARS} characters.", param="stop")
         return stops
+
+    def sampling(self) -> dict[str, Any]:
+        """The parameters that are set."""
+        return {name: value for name in SamplingParameters.model_fields if (value := getattr(self, name)) is not None}
+
+
+class SamplingRequest(RequestBody, SamplingParameters, StreamedRequest):
+    """Fields that all sampling endpoints of OpenAI's API share."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    accepts_as_no_op: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+    """Fields about the caller, which change no completion."""
+
+    n: int = Field(default=1, ge=1)
+    """Number of completions per prompt."""
+    stream: bool = False
+    """Whether completions are sent as server-sent events while they are sampled."""
+    return_token_ids: bool = False
+    """Whether choices have `token_ids` (with the tokens that ended the completion) and `prompt_token_ids`."""
+
+    @field_validator("n", "stream", "logprobs", "return_token_ids", mode="wrap", check_fields=False)
+    @classmethod
+    def _null_is_default(cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        # OpenAI's API allows null for them.
+        return cls.model_fields[info.field_name or ""].default if value is None else read(value)
 
     def refuse_unsupported(self) -> None:
         """Refuse fields that would change the completions and that the server does not support.
@@ -176,15 +204,6 @@ class SamplingRequest(RequestBody):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires `stream: true`.", param="stream_options")
-
-    def refuse_other_model(self, name: str) -> None:
-        """Refuse a request that names a model other than the served one.
-
-        Raises:
-            ApiError: names both.
-        """
-        if self.model is not None and self.model != name:
-            raise model_not_found(self.model, [name])
 
 
 class CompletionRequest(SamplingRequest):
@@ -254,7 +273,7 @@ class ChatRequest(SamplingRequest):
         return _record(self.expected_answer, is_streamed=self.stream)
 
 
-class GenerateRequest(RequestBody):
+class GenerateRequest(RequestBody, SamplingParameters):
     """Body of `/generate`: the fields of a record, which fill the prompt config, and how to sample."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -263,13 +282,6 @@ class GenerateRequest(RequestBody):
     """The question; also fills `{problem}`."""
     expected_answer: str | int | float | None = None
     """Right answer; the response then has `predicted_answer` and `is_correct`."""
-    model: str | None = None
-    """Name of the served model."""
-    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: StopStrings = None
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of each message of the model."""
     tokens_to_generate: int | None = Field(default=None, ge=1)
@@ -277,7 +289,9 @@ class GenerateRequest(RequestBody):
 
     def record(self) -> dict[str, Any]:
         """The fields of the record: all except the sampling parameters."""
-        return self.model_dump(exclude={"model", *_SAMPLING, "max_tokens", "tokens_to_generate"}, exclude_none=True)
+        return self.model_dump(
+            exclude={"model", *SamplingParameters.model_fields, "max_tokens", "tokens_to_generate"}, exclude_none=True
+        )
 
     @property
     def limit_name(self) -> str:
@@ -296,27 +310,14 @@ class GenerateRequest(RequestBody):
             )
         return self.tokens_to_generate if self.max_tokens is None else self.max_tokens
 
-    def as_sampling(self) -> SamplingRequest:
-        """The sampling parameters of the request."""
-        return SamplingRequest(model=self.model, **self.sampling())
 
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that are set, without the length."""
-        return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-
-
-class TokenSamplingParameters(BaseModel):
+class TokenSamplingParameters(SamplingParameters):
     """`sampling_params` of `/inference/v1/generate`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     n: int = Field(default=1, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: StopStrings = None
     logprobs: Literal[0] | None = None
 
 
@@ -328,7 +329,6 @@ class GenerateTokensRequest(RequestBody):
     token_ids: TokenIds = Field(min_length=1)
     """The prompt."""
     sampling_params: TokenSamplingParameters = Field(default_factory=TokenSamplingParameters)
-    model: str | None = None
     request_id: str | None = Field(default=None, max_length=200)
 
 
@@ -337,7 +337,6 @@ class ForwardedCompletionRequest(RequestBody):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = None
     stream: bool | None = False
 
 
@@ -346,20 +345,17 @@ class ForwardedTokensRequest(RequestBody):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = None
     token_ids: TokenIds = Field(min_length=1)
 
 
-class ForwardedChatRequest(RequestBody):
+class ForwardedChatRequest(RequestBody, StreamedRequest):
     """Body of a proxy's `/v1/chat/completions`; the backend checks all fields but these."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    model: str | None = None
     messages: Messages
     n: int | None = Field(default=1, ge=1)
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     expected_answer: str | int | float | None = None
     """Right answer; choices then have `predicted_answer` and `is_correct`. Not sent to the backend."""
 

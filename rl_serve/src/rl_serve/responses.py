@@ -25,8 +25,17 @@ class ResponseHead:
     created: int
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str) -> ResponseHead:
-        """A head with a fresh id."""
+    def of_chat(cls, model: str, *, is_stream: bool) -> ResponseHead:
+        """A head of `/v1/chat/completions` with a fresh id."""
+        return cls._new("chatcmpl", "chat.completion.chunk" if is_stream else "chat.completion", model)
+
+    @classmethod
+    def of_completions(cls, model: str) -> ResponseHead:
+        """A head of `/v1/completions`, which is the same for streams, with a fresh id."""
+        return cls._new("cmpl", "text_completion", model)
+
+    @classmethod
+    def _new(cls, prefix: str, kind: str, model: str) -> ResponseHead:
         return cls(id=f"{prefix}-{uuid.uuid4().hex}", kind=kind, model=model, created=int(time.time()))
 
     def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
@@ -44,7 +53,11 @@ class ResponseHead:
 def usage(plan: SamplingPlan, rows: Mapping[int, SampledRow]) -> dict[str, int]:
     """Token counts; a prompt counts once."""
     prompt = sum(len(prompt) for prompt in plan.prompts)
-    completion = sum(len(row.token_ids) for row in rows.values())
+    return token_counts(prompt, sum(len(row.token_ids) for row in rows.values()))
+
+
+def token_counts(prompt: int, completion: int) -> dict[str, int]:
+    """`usage` of a response."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -62,9 +75,9 @@ class ChoiceFormat:
 
     tokenizer: Any
     plan: SamplingPlan
-    logprobs: bool
+    logprobs: bool = False
     top_logprobs: bool = False
-    token_ids: bool
+    token_ids: bool = False
 
     @property
     def shows_tokens(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError
+from rl_serve.requests import SamplingParameters
 from rl_serve.served_model import ServedModel
 from rl_train.rollouts.seeds import sample_seed
 
@@ -62,17 +63,13 @@ def plan_sampling(
     model: ServedModel,
     limits: Limits,
     prompts: Sequence[Sequence[int]],
+    parameters: SamplingParameters,
     *,
-    n: int,
+    n: int = 1,
     max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-    stop_strings: tuple[str, ...],
+    names: ParameterNames | None = None,
     top_logprobs: int = 0,
     json_schema: Mapping[str, Any] | None = None,
-    names: ParameterNames | None = None,
 ) -> SamplingPlan:
     """The rows of a request.
 
@@ -80,23 +77,20 @@ def plan_sampling(
         model: the served model.
         limits: the server's limits.
         prompts: token ids of each prompt.
+        parameters: how to sample; unset ones are the server's, and the seed is random.
         n: completions per prompt.
         max_tokens: new tokens per completion; None for the engine's default, or as many as fit.
-        temperature: 0 for greedy decoding; None for the server's.
-        top_p: None for the server's.
-        top_k: None for the server's.
-        seed: seed of the request; None for a random one.
-        stop_strings: strings that end a completion.
+        names: names of the parameters; by default those of `/v1/completions`.
         top_logprobs: number of most likely tokens to return at each position.
         json_schema: what completions must fit; None for any text.
-        names: names of the parameters; by default those of `/v1/completions`.
 
     Raises:
         ApiError: the server cannot sample this way, or a prompt is empty, too long, or has an unknown token.
     """
     names = names or ParameterNames()
-    greedy = temperature == 0
-    if temperature is not None and 0 < temperature < _MIN_TEMPERATURE:
+    stop_strings = parameters.stop_strings()
+    greedy = parameters.temperature == 0
+    if parameters.temperature is not None and 0 < parameters.temperature < _MIN_TEMPERATURE:
         raise ApiError(
             400,
             f"temperature must be 0 (greedy) or at least {_MIN_TEMPERATURE:g}: smaller ones exceed the range of numbers.",
@@ -104,14 +98,14 @@ def plan_sampling(
         )
     options: dict[str, Any] = {}
     if not greedy:
-        options |= _own_sampling(model, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
+        options |= _own_sampling(model, parameters)
     if top_logprobs:
         refuse_without(model, "top_logprobs", names.top_logprobs)
         options["top_logprobs"] = top_logprobs
     if json_schema is not None:
         options["json_schema"] = json_schema
     refuse_many_rows(limits, len(prompts), n)
-    base = new_seed() if seed is None else seed
+    base = new_seed() if parameters.seed is None else parameters.seed
     rows = []
     for number, prompt in enumerate(prompts):
         new_tokens = _new_tokens(model, prompt, max_tokens, names)
@@ -171,14 +165,14 @@ def refuse_many_rows(limits: Limits, prompts: int, n: int) -> None:
         raise ApiError(400, f"{prompts} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n")
 
 
-def _own_sampling(model: ServedModel, requested: Mapping[str, float | None]) -> dict[str, float]:
+def _own_sampling(model: ServedModel, parameters: SamplingParameters) -> dict[str, float]:
     """The parameters that differ from the engine's.
 
     Raises:
         ApiError: the engine samples all rows with its own.
     """
     engine = {"temperature": model.temperature, "top_p": model.top_p, "top_k": model.top_k}
-    own = {name: value for name, value in requested.items() if value is not None and value != engine[name]}
+    own = {name: value for name, value in parameters.sampling().items() if name in engine and value != engine[name]}
     if own and not model.reads_sampling:
         name, value = next(iter(own.items()))
         allowed = "unset" if engine[name] is None else f"{engine[name]:g}"
