@@ -164,6 +164,12 @@ def test_json_mode_writes_objects(official):
     assert all(isinstance(json.loads(text), dict) for text in ended)
 
 
+def test_the_empty_schema_is_any_json(official):
+    request = {"model": "random", "messages": QUESTION, "response_format": json_schema({}), "n": 8, "seed": 1}
+    choices = official.chat.completions.create(**request, max_completion_tokens=1).choices
+    assert all(choice.message.content.strip()[:1] in {"", *'{["-0123456789tfn'} for choice in choices)
+
+
 def test_alternatives_in_json_mode_are_those_that_the_schema_allows(official):
     request = {"model": "random", "messages": QUESTION, "response_format": json_schema(DIGIT), "seed": 5, "logprobs": True}
     first, *_ = official.chat.completions.create(**request, top_logprobs=5).choices[0].logprobs.content

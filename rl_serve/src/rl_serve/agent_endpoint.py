@@ -112,10 +112,9 @@ class AgentRoutes:
         """Refuse a request whose rollout does not exist, before its body is read."""
         self._turns_of(scope)
 
-    async def models(self) -> dict[str, Any]:
-        """List the policy, the only model."""
-        entry = {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "rlcore"}
-        return {"object": "list", "data": [entry]}
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """The policy, the only model."""
+        return {self._settings.model: {}}
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The next turn of a rollout."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,11 +98,10 @@ class LocalRoutes:
         status = 200 if state.is_serving else 503
         return JSONResponse({"status": state.status, "model": self._model.name, **reason}, status_code=status)
 
-    async def models(self) -> dict[str, Any]:
-        """The served model."""
-        entry = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "rlcore"}
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """The served model and its facts."""
         facts = {"max_model_len": self._model.max_model_len, "streams_tokens": self._engine.streams_tokens}
-        return {"object": "list", "data": [{**entry, **facts}]}
+        return {self._model.name: facts}
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete texts or token ids."""
@@ -114,39 +114,16 @@ class LocalRoutes:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Complete a conversation, rendered by the model's chat template."""
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
-        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        record = body.record()
+        most, record = body.new_tokens(), body.record()
         messages = await self._threads.run(self._messages_of, body)
-        schema = read_response_format(body.response_format)
+        names = ParameterNames(prompt="messages", max_tokens=body.limit_name, top_logprobs="top_logprobs")
         if self._service.code is not None:
             refuse_with_code(body.model_dump())
-            names = ParameterNames(prompt="messages", max_tokens=body.limit_name)
             return await self._responses.chat(messages, self._completer(body, most, names), body, request)
-        if schema is not None:
-            refuse_without(self._model, "structured_outputs", "response_format")
-        tools = self._tools_of(body, schema)
-        names = ParameterNames(
-            prompt="messages",
-            max_tokens=body.limit_name,
-            top_logprobs="top_logprobs",
-            json_schema="response_format" if tools.schema is None else "tools",
-        )
-        plan = self._plan(
-            body,
-            [await self._threads.run(self._prompt, messages, tools)],
-            n=body.n,
-            max_tokens=most,
-            names=names,
-            top_logprobs=body.top_logprobs or 0,
-            json_schema=schema if tools.schema is None else tools.schema,
-        )
-        choices = self._format(plan, body, logprobs=body.logprobs, top_logprobs=body.top_logprobs)
-        deltas = ChatDeltas(choices, self._chat, messages, tools)
+        deltas = await self._chat_deltas(body, messages, max_tokens=most, names=names)
         if body.stream:
             return self._stream(body, deltas)
-        found = await self._completions.whole(deltas, await self._sample_all(plan, request))
+        found = await self._completions.whole(deltas, await self._sample_all(deltas.choices.plan, request))
         for choice in found["choices"]:
             choice |= await self._service.grade(messages, choice["message"]["content"] or "", record)
         return JSONResponse(found)
@@ -212,12 +189,17 @@ class LocalRoutes:
         self._check(body)
         return self._service.prompts.conversation(read_messages([message.model_dump() for message in body.messages]))
 
-    def _tools_of(self, body: ChatRequest, schema: Mapping[str, Any] | None) -> OfferedTools:
-        """The tools of a request.
+    async def _chat_deltas(
+        self, body: ChatRequest, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None, names: ParameterNames
+    ) -> ChatDeltas:
+        """The choices of a chat completion, with the plan of their rows.
 
         Raises:
-            ApiError: they are invalid, or require a capability that the engine does not have.
+            ApiError: the request is invalid, or requires a capability that the engine does not have.
         """
+        schema = read_response_format(body.response_format)
+        if schema is not None:
+            refuse_without(self._model, "structured_outputs", "response_format")
         if requires_calls(body.tool_choice):
             refuse_without(self._model, "structured_outputs", "tool_choice")
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, can_require=True)
@@ -225,7 +207,17 @@ class LocalRoutes:
             raise ApiError(
                 400, 'response_format cannot be combined with tools. Set tool_choice to "none".', param="response_format"
             )
-        return tools
+        plan = self._plan(
+            body,
+            [await self._threads.run(self._prompt, messages, tools)],
+            n=body.n,
+            max_tokens=max_tokens,
+            names=names if tools.schema is None else replace(names, json_schema="tools"),
+            top_logprobs=body.top_logprobs or 0,
+            json_schema=tools.schema if schema is None else schema,
+        )
+        choices = self._format(plan, body, logprobs=body.logprobs, top_logprobs=body.top_logprobs)
+        return ChatDeltas(choices, self._chat, messages, tools)
 
     def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: OfferedTools = NO_TOOLS) -> list[int]:
         refuse_long_text(self._model, (message["content"] for message in messages), param="messages")

@@ -1,8 +1,8 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`, from one list."""
+"""`GET /v1/models` and `GET /v1/models/{model}`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,23 +11,33 @@ from rl_serve.errors import model_not_found
 
 
 def add_model_routes(
-    app: FastAPI, list_models: Callable[[], Awaitable[dict[str, Any]]], *, responses: dict[int | str, dict[str, Any]]
+    app: FastAPI,
+    models: Callable[[], Awaitable[Mapping[str, Mapping[str, Any]]]],
+    *,
+    responses: dict[int | str, dict[str, Any]],
 ) -> None:
     """Serve a list of models, and each of them by its id, which may contain slashes.
 
     Args:
         app: The application.
-        list_models: The body of `GET /v1/models`.
-        responses: The errors of `list_models`, for the OpenAPI document; a missing model adds status 404.
+        models: Name to further fields of each model.
+        responses: The errors of `models`, for the OpenAPI document; a missing model adds status 404.
     """
+
+    async def entries() -> dict[str, dict[str, Any]]:
+        entry = {"object": "model", "created": 0, "owned_by": "rlcore"}
+        return {name: {"id": name, **entry, **fields} for name, fields in (await models()).items()}
+
+    async def list_models() -> dict[str, Any]:
+        """The served models."""
+        return {"object": "list", "data": list((await entries()).values())}
 
     async def retrieve(model: str) -> dict[str, Any]:
         """The model with this id."""
-        models = (await list_models())["data"]
-        for entry in models:
-            if entry["id"] == model:
-                return dict(entry)
-        raise model_not_found(model, [entry["id"] for entry in models])
+        found = await entries()
+        if model not in found:
+            raise model_not_found(model, found)
+        return found[model]
 
     app.get("/v1/models", responses=responses)(list_models)
     app.get("/v1/models/{model:path}", responses={404: {"description": "There is no such model."}, **responses})(retrieve)

@@ -47,12 +47,10 @@ class ProxyRoutes:
             return JSONResponse(found, status_code=503)
         return JSONResponse({"status": "ok", "model": self._name})
 
-    async def models(self) -> dict[str, Any]:
+    async def models(self) -> dict[str, Mapping[str, Any]]:
         """The proxy's name, and the models of the backend."""
         names = dict.fromkeys([self._name, *await self._backend.names()])
-        facts = {name: self._backend.facts(self._backend.section.model if name == self._name else name) for name in names}
-        entry = {"object": "model", "created": 0, "owned_by": "rlcore"}
-        return {"object": "list", "data": [{"id": name, **entry, **facts[name]} for name in names]}
+        return {name: self._backend.facts(self._backend.section.model if name == self._name else name) for name in names}
 
     async def completions(self, body: ForwardedCompletionRequest, request: Request) -> Response:
         """Forward the request unchanged."""

@@ -264,6 +264,16 @@ class ChatRequest(SamplingRequest):
         """Name of the field with the maximum number of tokens, for errors."""
         return "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
 
+    def new_tokens(self) -> int | None:
+        """Maximum number of tokens of a message.
+
+        Raises:
+            ApiError: it is given under both names.
+        """
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def record(self) -> dict[str, Any]:
         """The fields for grading.
 
