@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.environments import Score, ScorerEnvironment
 from rl_core.errors import ConfigError, DataError
 from rl_core.event_loop import EventLoopThread
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_core.interfaces.environment import Conversation
 from rl_core.plugins.import_path import resolve
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.functions import RewardFunction, Rewards, Row, combine, reward_function
 
 
-class FunctionEnvironment(EnvironmentInterface):
+class FunctionEnvironment(ScorerEnvironment):
     """Ends every rollout after its first turn, with the named rewards of its functions.
 
     A row to which no function applies is not scored.
@@ -40,11 +39,11 @@ class FunctionEnvironment(EnvironmentInterface):
         self._correct_above = None if config is None else config.correct_above
         self._loop = EventLoopThread("reward functions") if any(function.is_async for function in self.functions) else None
 
-    def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
+    def score_batch(self, message_log_batch: list[Conversation], metadata: list[Any]) -> list[Score]:
         """Score B completions, the messages of the assistant after each prompt.
 
         Returns:
-            Named rewards [B] float32, 0.0 for a row without that reward; `scored` is False for rows without any.
+            Named rewards; a row without any is not scored.
 
         Raises:
             DataError: the metadata of a row is not a mapping.
@@ -52,17 +51,7 @@ class FunctionEnvironment(EnvironmentInterface):
             RLCoreError: a function returned something that is not a reward.
         """
         rows = [row_of(log, info) for log, info in zip(message_log_batch, metadata, strict=True)]
-        scores = self._score(rows)
-        names = list(dict.fromkeys(name for row in scores for name in row or ()))
-        columns = {name: torch.tensor([(row or {}).get(name, 0.0) for row in scores]) for name in names}
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": ""} for _ in rows],
-            metadata=metadata,
-            next_stop_strings=[None] * len(rows),
-            rewards=columns,
-            terminateds=torch.ones(len(rows)),
-            scored=torch.tensor([row is not None for row in scores]),
-        )
+        return [Score(rewards or {}, scored=rewards is not None) for rewards in self._score(rows)]
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
