@@ -217,7 +217,7 @@ def draft_config(
         written=written,
         interpolations=interpolations,
         secrets=secrets,
-        path=as_paths(source)[-1],
+        path=Path() if isinstance(source, Mapping) else as_paths(source)[-1],
         overrides=tuple(overrides),
     )
 
@@ -247,10 +247,9 @@ def _validated_sections(
     for path in sorted(layout.sections, key=len, reverse=True):
         if problems.is_invalid(path):
             continue
-        instance = model_at(written, path)
-        if instance is None:
-            given = _given(values, path, layout=layout, done=done)
-            instance = validator.validate(layout.sections[path].model, given, path=path)
+        instance = model_at(written, path) or validator.validate(
+            layout.sections[path].model, _given(values, path, layout=layout, done=done), path=path
+        )
         if instance is not None:
             done[path] = instance
     return done
@@ -262,13 +261,10 @@ def _partial_run(values: dict[str, Any], layout: ConfigLayout, written: Node, pr
     done: dict[KeyPath, BaseModel] = {}
     for path in sorted(layout.sections, key=len, reverse=True):
         part = layout.sections[path]
-        if (given := model_at(written, path)) is not None:
-            done[path] = given
-            continue
         if path in unknown:
             done[path] = unavailable_section(part.model, path)
             continue
-        done[path] = partial_section(
+        done[path] = model_at(written, path) or partial_section(
             part.model,
             _given(values, path, layout=layout, done=done),
             path=path,

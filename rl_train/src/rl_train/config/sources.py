@@ -29,10 +29,8 @@ BASE_CONFIGS = pathlib.Path(__file__).parent / "base_configs"
 _PARENTS = "defaults"
 
 
-def as_paths(files: ConfigFiles | Mapping[str, Any]) -> list[pathlib.Path]:
-    """The config files, in the order in which they are applied; an empty path for Python values."""
-    if isinstance(files, Mapping):
-        return [pathlib.Path()]
+def as_paths(files: ConfigFiles) -> list[pathlib.Path]:
+    """The config files, in the order in which they are applied."""
     return [pathlib.Path(files)] if isinstance(files, str | os.PathLike) else [pathlib.Path(file) for file in files]
 
 
