@@ -1,8 +1,11 @@
 """Death of vLLM's engine core, which is a separate process with `async_engine`: noticed by every call, and replaced."""
 
 import asyncio
+import queue
 import signal
 import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,6 +16,7 @@ from tiny_models import take_step
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmGeneration
+from rl_backends_vllm.async_engine import AsyncEngine
 from rl_core.errors import EngineDiedError, WorkerDiedError
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
@@ -130,3 +134,17 @@ def test_a_refit_continues_with_a_new_engine_core_if_the_old_one_exits(engine, r
     finally:
         sync.close()
         policy.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("has_exited", "words"), [(True, "core process of the vLLM engine exited"), (False, "core of its engine failed")]
+)
+def test_a_core_that_failed_is_not_reported_as_exited(has_exited, words):
+    dead = object.__new__(AsyncEngine)
+    dead._death = Future()
+    if has_exited:
+        dead._death.set_result(None)
+    dead._engine = SimpleNamespace(errored=True)
+    dead._finished = queue.SimpleQueue()
+    with pytest.raises(EngineDiedError, match=words):
+        dead.finished(wait_s=0.0)

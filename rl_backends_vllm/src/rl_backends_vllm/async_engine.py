@@ -15,6 +15,7 @@ from rl_core.errors import EngineDiedError
 _SHUTDOWN_TIMEOUT_S = 20.0
 """Timeout for the core process to exit. It needs about two seconds on an idle machine."""
 _EXITED = "The core process of the vLLM engine exited."
+_FAILED = "vLLM reports that the core of its engine failed. The log of the run has its error."
 
 
 class AsyncEngine(Engine):
@@ -52,7 +53,7 @@ class AsyncEngine(Engine):
         except queue.Empty:
             pass
         if self.is_dead():
-            raise EngineDiedError(_EXITED)
+            raise EngineDiedError(self._reason())
         return done
 
     def started(self) -> set[str]:
@@ -65,6 +66,9 @@ class AsyncEngine(Engine):
 
     def is_dead(self) -> bool:
         return bool(self._death.done() or self._engine.errored)
+
+    def _reason(self) -> str:
+        return _EXITED if self._death.done() else _FAILED
 
     def pause(self) -> None:
         self._wait(self._engine.pause_generation(mode="keep"))
@@ -152,7 +156,7 @@ class AsyncEngine(Engine):
             await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
-            raise EngineDiedError(_EXITED)
+            raise EngineDiedError(self._reason())
         with self.detect_engine_death():
             return task.result()
 

@@ -1,7 +1,11 @@
 """`defaults:` merges files depth first, and rejects cycles and unreadable files."""
 
 from rl_core.config.diagnostics import Problems
+from rl_core.plugins.import_path import MODULE_FOLDERS
+from rl_core.plugins.manager import discover
+from rl_train.config.loader import load_config
 from rl_train.config.sources import LARGEST_FILE, read_sources
+from rl_train.run_folders.provenance import write_origins
 
 
 def merged(files, text):
@@ -124,3 +128,23 @@ def test_a_root_that_is_not_a_mapping_is_an_error(files):
 
 def test_a_byte_order_mark_is_ignored(files, good):
     assert files.load(b"\xef\xbb\xbf" + good.encode()).run.algorithm_name == "grpo"
+
+
+def test_the_config_of_a_run_folder_finds_the_modules_that_its_run_found(tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "project" / "run.yaml"
+    path.write_text(
+        "grpo: {}\npolicy: {backend: hf, model_name: a, generation: {backend: hf}}\ndata: {train: {dataset_name: arithmetic}}\nenv: {arithmetic: {}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config(path)
+    write_origins(tmp_path / "run", loaded, discover())
+    path.unlink()
+    monkeypatch.chdir("/")
+    load_config(tmp_path / "run" / "config.yaml")
+    assert str(tmp_path / "project") in MODULE_FOLDERS
+    assert str(tmp_path) in MODULE_FOLDERS
+    (tmp_path / "run" / "provenance.json").write_text('{"folders": 3}')
+    load_config(tmp_path / "run" / "config.yaml")
+    assert str(tmp_path / "project") not in MODULE_FOLDERS

@@ -24,6 +24,7 @@ from rl_core.plugins.requirements import unmet_needs
 from rl_train.assembly.workers import Builder
 from rl_train.config.loader import load_config
 from rl_train.errors import RunInterrupted, StopReason
+from rl_train.metrics import wandb as wandb_module
 from rl_train.metrics.logger_config import MlflowConfig, TensorBoardConfig, WandbConfig
 from rl_train.metrics.mlflow import MlflowLogger
 from rl_train.metrics.tensorboard import TensorBoardLogger
@@ -110,6 +111,24 @@ def test_wandb_is_offline_despite_environment_variables_and_resumes_under_the_sa
     [(run_id, rows)] = written_wandb_rows(tmp_path, 3).items()
     assert run_id == (tmp_path / "wandb_run_id").read_text()
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.25), (2, 0.5), (2, 0.75)]
+
+
+def test_an_upload_to_wandb_that_does_not_end_is_reported_with_the_way_to_repeat_it(tmp_path, monkeypatch, own_messages):
+    settings = wandb_module._settings(WandbConfig(mode="online"))
+    assert (settings.finish_timeout, settings.finish_timeout_raises) == (300.0, True)
+    logger = WandbLogger(config=WandbConfig(), folder=tmp_path)
+    finish = logger._run.finish
+
+    def expires(**options):
+        finish(**options)
+        raise TimeoutError
+
+    monkeypatch.setattr(logger._run, "finish", expires)
+    logger.finish()
+    logger.finish()
+    [message] = own_messages()
+    assert "upload it with `wandb sync" in message
+    assert str(tmp_path) in message
 
 
 @contextmanager

@@ -7,6 +7,7 @@ name, also as `configs/grpo.yaml`, if there is no such file.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ ConfigFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 BASE_CONFIGS = pathlib.Path(__file__).parent / "base_configs"
 """Folder of the packaged base configs."""
 
+PROVENANCE = "provenance.json"
+"""File in a run folder with the origin of the values of its config."""
 _PARENTS = "defaults"
 
 
@@ -70,10 +73,24 @@ def refuse_missing(files: ConfigFiles) -> None:
 
 
 def folders_of_files(written: Node) -> list[str]:
-    """The folders of the files that values come from, without that of the packaged base configs."""
+    """The folders of the files that values come from, and those of the files of a run if one of them is its copy.
+
+    The folder of the packaged base configs is not among them.
+    """
     files = dict.fromkeys(node.location.file for _, node in written.leaves() if node.location.file is not None)
     folders = dict.fromkeys(os.path.dirname(os.path.abspath(file)) for file in files)
-    return [folder for folder in folders if folder != str(BASE_CONFIGS)]
+    recorded = [each for folder in folders for each in _recorded_folders(pathlib.Path(folder) / PROVENANCE)]
+    return [folder for folder in dict.fromkeys([*folders, *recorded]) if folder != str(BASE_CONFIGS)]
+
+
+def _recorded_folders(provenance: pathlib.Path) -> list[str]:
+    """The folders of the files of a run, whose own folder has a copy of the config; empty for other folders."""
+    try:
+        content = json.loads(provenance.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    folders = content.get("folders") if isinstance(content, dict) else None
+    return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
 
 
 def _existing_or_packaged(source: str, name: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -12,7 +13,10 @@ from typing import Any
 from rl_train.metrics.logger import Logger
 from rl_train.metrics.logger_config import WandbConfig
 
+FINISH_TIMEOUT_S = 300.0
+"""Time limit of the upload at the end of an online run."""
 _RUN_ID = "wandb_run_id"
+_log = logging.getLogger("rlcore")
 
 
 class WandbLogger(Logger):
@@ -58,8 +62,16 @@ class WandbLogger(Logger):
     def finish(self) -> None:
         if self._run is not None:
             error = sys.exception()
-            self._run.finish(exit_code=0 if error is None else getattr(error, "exit_code", 1))
-            self._run = None
+            run, self._run = self._run, None
+            try:
+                run.finish(exit_code=0 if error is None else getattr(error, "exit_code", 1))
+            except TimeoutError:
+                _log.warning(
+                    "wandb: the upload did not end within %g seconds, so the run may be shown as crashed. Its data is complete "
+                    "on this machine: upload it with `wandb sync %s`.",
+                    FINISH_TIMEOUT_S,
+                    Path(run.dir).parent,
+                )
 
 
 def _settings(config: WandbConfig) -> Any:
@@ -67,6 +79,8 @@ def _settings(config: WandbConfig) -> Any:
 
     # The console logger owns the screen. Machine statistics would access the network (cloud metadata).
     quiet: dict[str, Any] = {"console": "off", "silent": True}
+    if config.mode == "online":
+        quiet |= {"finish_timeout": FINISH_TIMEOUT_S, "finish_timeout_raises": True}
     if config.mode == "offline":
         quiet |= {"x_disable_machine_info": True, "x_disable_stats": True}
     return wandb.Settings(**quiet)

@@ -12,13 +12,14 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_core.plugins.manager import PluginManager
 from rl_core.plugins.record import Status
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.provenance import Origin
+from rl_train.config.sources import PROVENANCE as PROVENANCE
 
 CONFIG = "config.yaml"
-PROVENANCE = "provenance.json"
 ENVIRONMENT = "environment.json"
 
 
@@ -33,6 +34,7 @@ def write_origins(folder: Path, loaded: LoadedConfig, manager: PluginManager) ->
     (folder / CONFIG).write_text(loaded.to_yaml(), encoding="utf-8")
     provenance = {
         "file": str(loaded.path),
+        "folders": [*dict.fromkeys([os.getcwd(), *MODULE_FOLDERS])],
         "overrides": list(loaded.overrides),
         "values": {key: _origin(origin) for key, origin in loaded.source.items()},
     }
