@@ -135,7 +135,8 @@ def test_the_config_of_a_run_folder_finds_the_modules_that_its_run_found(tmp_pat
     (tmp_path / "run").mkdir()
     path = tmp_path / "project" / "run.yaml"
     path.write_text(
-        "grpo: {}\npolicy: {backend: hf, model_name: a, generation: {backend: hf}}\ndata: {train: {dataset_name: arithmetic}}\nenv: {arithmetic: {}}\n"
+        "grpo: {}\npolicy: {backend: hf, model_name: a, generation: {backend: hf}}\n"
+        "data: {train: {dataset_name: arithmetic}}\nenv: {arithmetic: {}}\n"
     )
     monkeypatch.chdir(tmp_path)
     loaded = load_config(path)
