@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from later_rules import report_of
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.plugins.manager import discover
-from rl_core.plugins.registry import Registry
-from rl_train.assembly.deep_checks import deep_conflicts
 from rl_train.config.loader import load_config
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
@@ -70,7 +68,7 @@ def _check(folder, env, train):
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     try:
         loaded = load_config(path)
-        loaded.refuse(deep_conflicts(loaded, Registry(discover())))
+        loaded.refuse(report_of(loaded).problems)
     except InvalidConfigError as error:
         return str(error)
     assert loaded.run.env["mine"].name == "function"
@@ -136,5 +134,5 @@ def test_the_example_is_valid(monkeypatch):
     monkeypatch.chdir(root)
     monkeypatch.syspath_prepend(str(root))
     loaded = load_config("examples/reward_functions/train.yaml")
-    loaded.refuse(deep_conflicts(loaded, Registry(discover())))
+    loaded.refuse(report_of(loaded).problems)
     assert set(loaded.run.env["sums"].functions) == {"exact", "digits"}

@@ -12,7 +12,7 @@ from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError, Problem
-    from rl_train.config.loader import LoadedConfig
+    from rl_train.config.loader import ConfigDraft, LoadedConfig
 
 
 def validate(
@@ -51,8 +51,8 @@ def validate(
     try:
         draft = draft_config(files, changes)
         warnings = draft.check(RULES, Stage.STATIC, Stage.MACHINE)
+        warnings += _check_deep(draft) if deep else []
         loaded = draft.complete()
-        warnings += _check_deep(loaded) if deep else []
     except InvalidConfigError as error:
         _print_errors(error, " + ".join(str(file) for file in files), as_json=as_json)
         raise typer.Exit(error.exit_code) from None
@@ -65,14 +65,13 @@ def validate(
         print("\n".join([*_summary(loaded), *(f"warning: {text}" for text in texts)]))
 
 
-def _check_deep(loaded: LoadedConfig) -> list[Problem]:
-    """Refuse what the deep checks find, and return their warnings."""
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
-    from rl_train.assembly.deep_checks import deep_conflicts, deep_warnings
+def _check_deep(draft: ConfigDraft) -> list[Problem]:
+    """Add the problems with classes, models and data to those of the sections, and return the warnings."""
+    from rl_train.assembly.rules import RULES
+    from rl_train.assembly.rules.run_facts import RunFacts
+    from rl_train.config.rules.rule import Stage, run_rules
 
-    loaded.refuse(deep_conflicts(loaded, Registry(discover())))
-    return list(deep_warnings(loaded))
+    return draft.add(run_rules(RULES, RunFacts.of(draft.checked, located=draft), Stage.IMPORTED, Stage.DATA))
 
 
 def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> None:

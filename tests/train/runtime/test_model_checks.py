@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from later_rules import report_of
 from transformers import GPT2Config
 
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.deep_checks import deep_conflicts, deep_warnings
 from rl_train.assembly.model_checks import check_models
 from rl_train.config.loader import load_config
 from rl_train.launch.train import train
@@ -56,7 +56,7 @@ def found(findings) -> dict[str, str]:
 
 def test_more_tokens_than_learned_positions_are_refused_by_validate_and_at_the_start(load, tmp_path):
     loaded = load({}, learned=True, max_total_sequence_length=129)
-    message = found(deep_conflicts(loaded, Registry(discover())))["policy.max_total_sequence_length"]
+    message = found(report_of(loaded).problems)["policy.max_total_sequence_length"]
     assert message.startswith("129 tokens are more than the 128 positions (`max_position_embeddings`) of ")
     assert "Lower it to 128 or less" in message
     with pytest.raises(ConfigError, match="129 tokens are more than the 128 positions") as caught:
@@ -68,14 +68,14 @@ def test_more_tokens_than_learned_positions_are_refused_by_validate_and_at_the_s
 
 def test_as_many_tokens_as_positions_are_accepted(load):
     loaded = load({}, learned=True, max_total_sequence_length=128)
-    assert not found(deep_conflicts(loaded, Registry(discover())))
-    assert not found(deep_warnings(loaded))
+    assert not found(report_of(loaded).problems)
+    assert not found(report_of(loaded).warnings)
 
 
 def test_more_tokens_than_rotary_positions_are_a_warning_of_validate_and_of_the_run(load, caplog):
     loaded = load({}, max_total_sequence_length=129)
-    assert not found(deep_conflicts(loaded, Registry(discover())))
-    warning = found(deep_warnings(loaded))["policy.max_total_sequence_length"]
+    assert not found(report_of(loaded).problems)
+    warning = found(report_of(loaded).warnings)["policy.max_total_sequence_length"]
     assert warning.startswith("129 tokens are more than the 128 positions (`max_position_embeddings`) ")
     check_models(loaded.run, load_tokenizer(MODEL))
     assert "policy.max_total_sequence_length: 129 tokens are more than the 128 positions" in caplog.text
@@ -92,21 +92,22 @@ def test_more_tokens_than_rotary_positions_are_a_warning_of_validate_and_of_the_
 def test_scaled_rotary_embeddings_extend_the_positions(load, rope, limit):
     extra = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope["rope_type"] == "llama3" else {}
     loaded = load({"rope_parameters": {"rope_theta": 10000.0, **rope, **extra}}, max_total_sequence_length=limit)
-    assert not found(deep_warnings(loaded))
+    assert not found(report_of(loaded).warnings)
     longer = loaded.run.policy.model_copy(update={"max_total_sequence_length": limit + 1})
     loaded = type(loaded)(**{**vars(loaded), "run": loaded.run.model_copy(update={"policy": longer})})
-    assert f"more than the {limit} positions" in found(deep_warnings(loaded))["policy.max_total_sequence_length"]
+    assert f"more than the {limit} positions" in found(report_of(loaded).warnings)["policy.max_total_sequence_length"]
 
 
 def test_config_overrides_of_the_model_are_applied(load):
     overrides = {"config_overrides": {"max_position_embeddings": 256}}
-    assert not found(deep_warnings(load({}, max_total_sequence_length=256, hf_cfg=overrides)))
+    assert not found(report_of(load({}, max_total_sequence_length=256, hf_cfg=overrides)).warnings)
 
 
 def test_the_length_limit_of_the_engine_is_checked_too(load):
     loaded = load({}, {"hf_cfg": {"max_model_len": 300}}, max_total_sequence_length=128)
     assert (
-        "300 tokens are more than the 128 positions" in found(deep_warnings(loaded))["policy.generation.hf_cfg.max_model_len"]
+        "300 tokens are more than the 128 positions"
+        in found(report_of(loaded).warnings)["policy.generation.hf_cfg.max_model_len"]
     )
 
 

@@ -5,12 +5,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from later_rules import report_of
 
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import read_data
-from rl_train.assembly.deep_checks import deep_conflicts
 from rl_train.config.loader import load_config
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -156,5 +156,5 @@ def test_a_bug_in_a_record_function_names_the_row_and_the_line_of_the_function(n
 )
 def test_validate_deep_constructs_a_custom_loss(loss, message, modules):
     loaded = load(modules, {"dataset_name": "their_data.Good"}, loss_fn=loss)
-    found = {problem.path: problem.message for problem in deep_conflicts(loaded, Registry(discover()))}
+    found = {problem.path: problem.message for problem in report_of(loaded).problems}
     assert message in found["loss_fn",]

@@ -7,12 +7,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from later_rules import report_of
 
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.errors import ConfigError
-from rl_core.plugins.manager import discover
-from rl_core.plugins.registry import Registry
-from rl_train.assembly.deep_checks import deep_conflicts
 from rl_train.config.loader import load_config
 from rl_train.launch.train import train
 
@@ -155,5 +153,5 @@ def test_an_environment_without_step_is_refused_by_validate_and_at_the_start(con
     with pytest.raises(ConfigError, match=rf"run.yaml:\d+:\d+: env.arithmetic.env_cls: {message}"):
         train(path, console=False)
     loaded = load_config(path)
-    found = {problem.path: problem.message for problem in deep_conflicts(loaded, Registry(discover()))}
+    found = {problem.path: problem.message for problem in report_of(loaded).problems}
     assert "has no method step" in found["env", "arithmetic", "env_cls"]

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
-from rl_core.config.diagnostics import Problem
-from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
@@ -21,11 +19,8 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterfac
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.value import ValueInterface
 from rl_core.plugins.component import Kind
-from rl_core.plugins.registry import Registry
 from rl_train.algorithms.kl_penalty import kl_in_reward
 from rl_train.columns import class_label
-from rl_train.config.rules.models import models_of
-from rl_train.config.rules.sampling import declares_own_weights
 from rl_train.config.schema import RunConfig
 from rl_train.metrics.logger import Logger
 
@@ -121,50 +116,6 @@ def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights
         "policy.generation": Contract(bases=(GenerationInterface,), methods=() if own_weights else _REFIT),
     }
     return {name: replace(contract, caller=run.algorithm_name) for name, contract in contracts.items()}
-
-
-def contract_conflicts(run: RunConfig, registry: Registry, loss_fn: LossFunction | None) -> Iterator[Problem]:
-    """Classes of a run that do not keep the contract of their kind. Imports them.
-
-    Args:
-        run: the config.
-        registry: used to look up components.
-        loss_fn: its loss; None if it could not be created.
-    """
-    engine = run.policy.generation
-    own_weights = engine is not None and declares_own_weights(engine, registry)
-    contracts = model_contracts(run, loss_fn, own_weights=own_weights)
-    sections: dict[str, Any] = {**models_of(run)}
-    if engine is not None and run.algorithm.runtime_needs.samples:
-        sections["policy.generation"] = engine
-    for name, section in sections.items():
-        kind = "generation" if section is engine else "policy"
-        named = () if name in ("policy", "policy.generation") else ("name",)
-        contract = replace(contracts[name], arguments=(*MODEL_ARGUMENTS, *named))
-        if (problem := contract.problem(registry.find(kind, section.backend).load())) is not None:
-            yield Problem((*name.split("."), "backend"), problem)
-    for task, environment in run.env.items():
-        env_name = environment.env_cls or environment.name or task
-        try:
-            check_environment_class(registry.find("environment", env_name).load(), env_name)
-        except ConfigError as error:
-            yield Problem(("env", task, "env_cls" if environment.env_cls is not None else "name"), str(error))
-    for name, logger in run.logger.loggers.items():
-        contract = replace(CONTRACTS[Kind.LOGGER], arguments=("config", "folder"))
-        if logger.enabled and (problem := contract.problem(registry.find("logger", name).load())) is not None:
-            yield Problem(("logger", "loggers", name), problem)
-
-
-def check_contracts(run: RunConfig, registry: Registry, loss_fn: LossFunction) -> None:
-    """Refuse a run whose classes do not keep their contracts, before its workers start.
-
-    Raises:
-        ConfigError: lists what each class lacks.
-    """
-    if conflicts := list(contract_conflicts(run, registry, loss_fn)):
-        error = ConfigError("\n".join(problem.message for problem in conflicts))
-        error.key = dotted(conflicts[0].path)
-        raise error
 
 
 def check_class(component: Any, kind: Kind, arguments: Collection[str] = ()) -> None:

@@ -5,15 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rl_core.config.diagnostics import InvalidConfigError, Problem
-from rl_core.config.source_tree import KeyPath, dotted
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.errors import UserError, WorkerError
 from rl_train.assembly.worker_code_errors import problem_in_user_code
+from rl_train.config.config_layout import ConfigLayout
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.slots import COMPANIONS
 
 _log = logging.getLogger("rlcore")
+
+
+class LocatedConfig(Protocol):
+    """A config with its source locations, whose sections may be invalid."""
+
+    @property
+    def layout(self) -> ConfigLayout:
+        """The models of the sections."""
+
+    @property
+    def written(self) -> Node:
+        """The config as it was written."""
+
+    def location_of(self, path: KeyPath) -> SourceLocation:
+        """Location of a key."""
 
 
 @contextmanager
@@ -52,7 +69,7 @@ def _of_worker(error: WorkerError, loaded: LoadedConfig) -> Problem | None:
     return problem_in_section(cause, section, loaded)
 
 
-def problem_in_section(error: UserError, section: KeyPath, loaded: LoadedConfig) -> Problem:
+def problem_in_section(error: UserError, section: KeyPath, loaded: LocatedConfig) -> Problem:
     """A user error in a section, at the error's key, or at the section itself."""
     path = section if error.key is None else _in_section(error.key, section, loaded)
     return _located(error, path, loaded)
@@ -67,7 +84,7 @@ def _section_of(group: str) -> KeyPath | None:
     return (group,) if group in ("policy", *COMPANIONS) else None
 
 
-def _in_section(key: str, section: KeyPath, loaded: LoadedConfig) -> KeyPath:
+def _in_section(key: str, section: KeyPath, loaded: LocatedConfig) -> KeyPath:
     """The full key; the section itself if it has no such key.
 
     Workers write `policy.` for their own section, even if it is another one, and may leave out leading components.
@@ -93,7 +110,7 @@ def _relative(key: str, section: KeyPath) -> KeyPath:
     return parts
 
 
-def _located(error: UserError, path: KeyPath, loaded: LoadedConfig) -> Problem:
+def _located(error: UserError, path: KeyPath, loaded: LocatedConfig) -> Problem:
     """The problem at a key; its message does not repeat the key."""
     # In a message, a key starts with `policy.` even if the section is another one.
     names = [dotted(path[start:]) for start in range(len(path))] + [dotted(("policy", *path[1:]))]

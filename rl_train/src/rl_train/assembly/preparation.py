@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.errors import ConfigError, with_key
+from rl_core.errors import with_key
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import (
     BadRows,
@@ -21,7 +21,7 @@ from rl_train.assembly.data import (
     read_validation_sets,
 )
 from rl_train.assembly.model_checks import tokenizer_key
-from rl_train.assembly.reward_checks import resolve_completion_formats
+from rl_train.assembly.reward_checks import check_reward_functions, resolve_completion_formats
 from rl_train.config.rules.required_sections import validates
 from rl_train.config.rules.schedules import schedule_problems, schedule_warnings
 from rl_train.config.schema import DataConfig, RunConfig
@@ -177,8 +177,6 @@ class Preparation:
         """The datasets."""
         if self._datasets is not None:
             return _read(self._datasets, self.registry)
-        with with_key("data"):
-            _check_sampling(self.config)
         if validates(self.config):
             return _read(self.config.data, self.registry)
         training = self.config.data.model_copy(update={"validation": None, "validation_sets": {}})
@@ -198,6 +196,7 @@ class Preparation:
     @cached_property
     def scoring_config(self) -> RunConfig:
         """The config with the completion formats that fit the data, for a command that only scores."""
+        check_reward_functions(self.config, self.data.train, *self.data.validation.values())
         return self._with_completion_formats(self.config)
 
     @cached_property
@@ -214,20 +213,6 @@ def _read(datasets: DataConfig, registry: Registry) -> RunData:
         train, validation = read_data(datasets, registry)
     first = {} if validation is None else {"": validation}
     return RunData(train=train, validation=first | read_validation_sets(datasets, registry))
-
-
-def _check_sampling(config: RunConfig) -> None:
-    """Check that a run that samples, if only in validation, has an engine and environments.
-
-    Raises:
-        ConfigError: one of them is missing.
-    """
-    algorithm = config.algorithm
-    has_all = config.policy.generation is not None and (config.env or not algorithm.needs_rewards)
-    if algorithm.runtime_needs.samples and not has_all:
-        raise ConfigError(
-            f"{config.algorithm_name} samples and scores completions: it needs `policy.generation` and a section in `env`."
-        )
 
 
 def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:

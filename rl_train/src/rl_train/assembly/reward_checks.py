@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import ConfigError, RLCoreError, with_key
 from rl_core.event_loop import EventLoopThread
 from rl_core.plugins.component import did_you_mean
@@ -19,10 +20,20 @@ from rl_train.rewards.functions import RewardFunction, RewardFunctionError
 
 
 def resolve_completion_formats(config: RunConfig, *sources: Source | None) -> RunConfig:
-    """The config with `completion_format: auto` replaced, after a trial of every reward function.
+    """The config with `completion_format: auto` replaced by the format that fits the data of each task.
 
-    Each function is tried with the first row of the data of its task and two completions: the expected answer, if the row has
-    one, and an empty text.
+    Args:
+        config: the run.
+        sources: the training and the validation data; None if there is none.
+    """
+    env = {task: _with_format(section, task, sources, list(config.env)) for task, section in config.env.items()}
+    return config.model_copy(update={"env": env})
+
+
+def check_reward_functions(config: RunConfig, *sources: Source | None) -> None:
+    """Try every reward function with the first row of the data of its task.
+
+    Each function is tried with two completions: the expected answer, if the row has one, and an empty text.
 
     Args:
         config: the run.
@@ -32,27 +43,37 @@ def resolve_completion_formats(config: RunConfig, *sources: Source | None) -> Ru
         ConfigError: a function does not exist, requires a field that the row does not have, raised, or returned something that
             is not a reward, or a weight has the name of no reward.
     """
-    settled = dict(config.env)
-    for task, section in config.env.items():
-        if not isinstance(section, FunctionEnvironmentConfig):
-            continue
-        source = first_source(task, sources, tasks=list(config.env))
-        as_messages = source is not None and is_conversational(source.records)
-        if section.completion_format == "auto":
-            section = section.model_copy(update={"completion_format": "messages" if as_messages else "text"})
-        settled[task] = section
+    for task in config.env:
+        check_reward_functions_of(task, config, *sources)
+
+
+def check_reward_functions_of(task: str, config: RunConfig, *sources: Source | None) -> None:
+    """Try the reward functions of one task, see `check_reward_functions`."""
+    tasks = list(config.env)
+    section = _with_format(config.env[task], task, sources, tasks)
+    if isinstance(section, FunctionEnvironmentConfig):
+        source = first_source(task, sources, tasks=tasks)
         with with_key(f"env.{task}"):
             functions = _loaded(section, task)
             if source is not None:
                 _try_all(functions, section, task, source)
-    return config.model_copy(update={"env": settled})
+
+
+def _with_format(
+    section: EnvironmentConfig, task: str, sources: Sequence[Source | None], tasks: Sequence[str]
+) -> EnvironmentConfig:
+    if not isinstance(section, FunctionEnvironmentConfig) or section.completion_format != "auto":
+        return section
+    source = first_source(task, sources, tasks=tasks)
+    as_messages = source is not None and is_conversational(source.records)
+    return section.model_copy(update={"completion_format": "messages" if as_messages else "text"})
 
 
 def try_functions(functions: Sequence[RewardFunction], source: Source, *, as_messages: bool) -> set[str]:
     """Call each function with the first row of the data; returns the names of the rewards.
 
     Raises:
-        ConfigError: see `resolve_completion_formats`.
+        ConfigError: see `check_reward_functions`.
     """
     return {name for function in functions for name in _try(function, source, as_messages=as_messages)}
 

@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.data.process_seed import seed_process
-from rl_core.errors import ConfigError, with_key
+from rl_core.errors import with_key
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
-from rl_train.assembly.contracts import check_contracts
-from rl_train.assembly.losses import make_loss
-from rl_train.assembly.model_checks import check_models, warn_about_engine_limit
+from rl_train.assembly.model_checks import warn_about_engine_limit
 from rl_train.assembly.preparation import DataLoaders, Preparation
+from rl_train.assembly.rules import check_before_start
+from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.training_checks import watch_training
 from rl_train.assembly.workers import Builder, Workers, make_cluster
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.durations import parse_duration
-from rl_train.config.rules import RULES
-from rl_train.config.rules.rule import CheckedConfig, Stage, run_rules
+from rl_train.config.loader import LoadedConfig
+from rl_train.config.rules.rule import CheckedConfig
 from rl_train.config.schedule_lengths import schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
@@ -43,9 +42,8 @@ _log = logging.getLogger("rlcore")
 
 
 def build_run(
-    config: RunConfig,
+    loaded: LoadedConfig,
     *,
-    resolved: Mapping[str, Any],
     folder: Path,
     registry: Registry,
     exits: ExitStack,
@@ -54,21 +52,20 @@ def build_run(
     """Build the run of a config; data and tokenizer are loaded first, because their errors show within seconds.
 
     Args:
-        config: the run.
-        resolved: the same as plain values, for checkpoints.
+        loaded: the config.
         folder: the run folder.
         registry: used to look up components.
         exits: closes all components in reverse order.
         before_models: called with the final config (epochs converted to steps) before models are loaded, so that a run that
             cannot be resumed fails within seconds.
+
+    Raises:
+        InvalidConfigError: lists all problems with the classes, models and data of the config.
     """
-    prepared = Preparation(config, registry)
-    check_models(config, prepared.tokenizer)
-    config = prepared.training_config
-    if problems := run_rules(RULES, CheckedConfig(run=config, registry=registry), Stage.IMPORTED).problems:
-        raise InvalidConfigError(problems)
-    loss_fn = loss_of(config, registry)
-    check_contracts(config, registry, loss_fn)
+    checked = CheckedConfig(run=loaded.run, registry=registry, layout=loaded.layout)
+    facts = RunFacts.of(checked, located=loaded)
+    check_before_start(facts)
+    prepared, loss_fn, config = facts.prepared, facts.loss_fn, facts.prepared.training_config
     seed_process(config.algorithm.seed)
     before_models(config)
     with with_key("cluster"):
@@ -77,7 +74,7 @@ def build_run(
     workers = builder.start(samples=config.algorithm.runtime_needs.samples)
     workers.wait_ready()
     warn_about_engine_limit(config, workers.generation)
-    return assemble_run(builder, workers, prepared, loss_fn=loss_fn, resolved=resolved, folder=folder)
+    return assemble_run(builder, workers, prepared, loss_fn=loss_fn, resolved=loaded.redacted, folder=folder)
 
 
 def assemble_run(
@@ -177,20 +174,6 @@ def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoa
 def _val_period(config: RunConfig, name: str) -> int:
     period = config.data.validation_sets[name].val_period if name else None
     return config.algorithm.val_period if period is None else period
-
-
-def loss_of(config: RunConfig, registry: Registry) -> LossFunction:
-    """The loss of a run.
-
-    Raises:
-        ConfigError: the config names none and the algorithm has no default, or its constructor raised.
-        WrongKindError: its class is not a loss.
-    """
-    name = config.loss_fn.name or config.algorithm.default_loss
-    if name is None:
-        raise ConfigError(f"loss_fn.name is required: {config.algorithm_name} has no default loss.")
-    with with_key("loss_fn"):
-        return make_loss(registry.find("loss", name), config.loss_fn)
 
 
 def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:

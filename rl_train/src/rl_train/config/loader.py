@@ -113,9 +113,22 @@ class ConfigDraft:
 
     def check(self, rules: Iterable[Rule], *stages: Stage) -> list[Problem]:
         """Add the problems that the rules of some stages find, and return their warnings."""
-        report = run_rules(rules, self.checked, *stages)
+        return self.add(run_rules(rules, self.checked, *stages))
+
+    def add(self, report: RuleReport) -> list[Problem]:
+        """Add the problems that rules found, and return their warnings."""
         _add(report, self.problems, self.written)
         return report.warnings
+
+    @property
+    def layout(self) -> ConfigLayout:
+        """The models of the sections."""
+        assert self.checked.layout is not None
+        return self.checked.layout
+
+    def location_of(self, path: KeyPath) -> SourceLocation:
+        """As `LoadedConfig.location_of`."""
+        return _location(self.written, path)
 
     def complete(self) -> LoadedConfig:
         """The config.
@@ -124,8 +137,7 @@ class ConfigDraft:
             InvalidConfigError: A `ConfigError` that lists every mistake with its location.
         """
         self.problems.raise_if_any()
-        run, layout = self.checked.run, self.checked.layout
-        assert layout is not None
+        run, layout = self.checked.run, self.layout
         resolved = _resolved(run, self.sections)
         return LoadedConfig(
             run=run,

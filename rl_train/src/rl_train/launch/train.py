@@ -110,8 +110,7 @@ def train(
             _print_if(console, f"starting {_worker_names(config)}")
 
         run = build_run(
-            config,
-            resolved=loaded.redacted,
+            loaded,
             folder=start.folder,
             registry=registry,
             exits=exits,

@@ -26,10 +26,11 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import model_contracts
 from rl_train.assembly.data import Source
+from rl_train.assembly.losses import loss_of
 from rl_train.assembly.model_checks import check_models
 from rl_train.assembly.preparation import Preparation, RunData
 from rl_train.assembly.reward_checks import check_weights, is_conversational, try_functions
-from rl_train.assembly.run_assembly import assemble_run, loss_of
+from rl_train.assembly.run_assembly import assemble_run
 from rl_train.assembly.worker_code_errors import reporting_lines
 from rl_train.assembly.workers import Builder, Workers
 from rl_train.config.loader import load_config

@@ -5,38 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem
-from rl_core.config.schema import DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.schema import PolicyConfig
+from rl_core.config.section import ComponentSection
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.config_layout import SectionSchema
-from rl_train.config.rules.models import MODELS, each_model, models_of
+from rl_train.config.rules.models import MODELS, each_model
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, Use, rule
-from rl_train.config.schema import LoggerConfig, LossConfig, RunConfig
+from rl_train.config.schema import LoggerConfig, RunConfig
+from rl_train.config.slots import SLOTS, sections_at
 
-_Checked = PolicyConfig | GenerationConfig | DatasetConfig | EnvironmentConfig | LossConfig | LoggerConfig
 _ONLY_FOR_TRAINING = (Kind.ALGORITHM, Kind.LOSS, Kind.LOGGER)
 
 
-def sections_of(run: RunConfig, *, trains: bool = True) -> Iterator[tuple[KeyPath, _Checked]]:
-    """The sections of components, each with its key; those of the loss and the loggers only if the config is trained with."""
-    for name, model in models_of(run).items():
-        yield (name,), model
-    if run.policy.generation is not None:
-        yield ("policy", "generation"), run.policy.generation
-    for key, dataset in run.data.sections().items():
-        yield ("data", *key.split(".", 1)), dataset
-    for task, environment in run.env.items():
-        yield ("env", task), environment
-    if trains:
-        yield ("loss_fn",), run.loss_fn
-        for name, logger in run.logger.loggers.items():
-            if logger.enabled:
-                yield ("logger", "loggers", name), logger
+def sections_of(run: RunConfig, *, trains: bool = True) -> Iterator[tuple[KeyPath, ComponentSection]]:
+    """The sections of components, each with its key, without those of the algorithm and of disabled loggers.
+
+    Args:
+        run: The sections.
+        trains: Whether to include those that only concern training.
+    """
+    for slot in SLOTS:
+        if slot.kind is not Kind.ALGORITHM and (trains or slot.kind not in _ONLY_FOR_TRAINING):
+            for path, section in sections_at(run, slot.path):
+                if not isinstance(section, LoggerConfig) or section.enabled:
+                    yield path, section
 
 
-def each_section(config: CheckedConfig) -> Iterator[tuple[KeyPath, _Checked]]:
+def each_section(config: CheckedConfig) -> Iterator[tuple[KeyPath, ComponentSection]]:
     """The sections of the components that a config is used with."""
     yield from sections_of(config.run, trains=config.use in TRAINING)
 
@@ -49,7 +47,7 @@ def algorithm_supports_the_other_sections(config: CheckedConfig) -> Iterator[Pro
 
 
 @rule("loss_fn", *MODELS, "policy.generation", "data", "env", "logger", each=each_section)
-def component_supports_the_other_sections(config: CheckedConfig, path: KeyPath, section: _Checked) -> Iterator[Problem]:
+def component_supports_the_other_sections(config: CheckedConfig, path: KeyPath, section: ComponentSection) -> Iterator[Problem]:
     """The own checks of backends, datasets, environments, losses and loggers: `conflicts` of their sections."""
     for inner, message in section.conflicts(config.run):
         yield Problem((*path, *inner), message)
@@ -110,7 +108,7 @@ def _lacks(
         yield Problem(key, f"{setting} is not supported by {dotted(section)}. {error}")
 
 
-def _each_component(config: CheckedConfig) -> Iterator[tuple[KeyPath, SectionSchema, Component]]:
+def each_component(config: CheckedConfig) -> Iterator[tuple[KeyPath, SectionSchema, Component]]:
     """The components that a config is used with."""
     for path, part in () if config.layout is None else config.layout.sections.items():
         is_used = config.use is Use.TRAIN or part.kind not in _ONLY_FOR_TRAINING
@@ -119,7 +117,7 @@ def _each_component(config: CheckedConfig) -> Iterator[tuple[KeyPath, SectionSch
             yield path, part, part.component
 
 
-@rule("every component", each=_each_component)
+@rule("every component", each=each_component)
 def optional_requirements_are_installed(
     config: CheckedConfig, path: KeyPath, part: SectionSchema, component: Component
 ) -> Iterator[Problem]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem, show
 from rl_core.config.schema import PolicyConfig
+from rl_core.plugins.component import Kind
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 from rl_train.config.schema import RunConfig
-from rl_train.config.slots import COMPANIONS
+from rl_train.config.slots import COMPANIONS, sections_at, slots_of
 
 MODELS = ("policy", *COMPANIONS)
 """Sections of models."""
@@ -17,8 +18,7 @@ MODELS = ("policy", *COMPANIONS)
 
 def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
     """The policy and its companion models, by section name."""
-    sections = {name: getattr(run, name) for name in MODELS}
-    return {name: model for name, model in sections.items() if model is not None}
+    return {str(slot.path[0]): model for slot in slots_of(Kind.POLICY) for _, model in sections_at(run, slot.path)}
 
 
 def each_model(config: CheckedConfig) -> Iterator[tuple[str, PolicyConfig]]:

@@ -29,7 +29,7 @@ def validates(run: RunConfig) -> bool:
 def what_samples_has_an_engine(config: CheckedConfig) -> Iterator[Problem]:
     """A run whose algorithm samples, an evaluation and a server have a section `policy.generation`."""
     run = config.run
-    if config.use is Use.TRAIN and not run.algorithm.needs_generation:
+    if config.use is Use.TRAIN and not run.algorithm.runtime_needs.samples:
         return
     if run.policy.generation is None:
         trains = f"{run.algorithm_name} samples from the policy. Choose a generation `backend`."
@@ -47,9 +47,10 @@ def samples_are_scored(config: CheckedConfig) -> Iterator[Problem]:
                 "is required: an evaluation scores completions with an environment. Add one, such as `math:`, or "
                 "++env.math.num_workers=1.",
             )
-    elif run.algorithm.needs_generation and run.algorithm.needs_rewards and not run.env:
+    elif run.algorithm.runtime_needs.samples and run.algorithm.needs_rewards and not run.env:
+        aim = "trains on" if run.algorithm.needs_generation else "validates with"
         yield Problem(
-            ("env",), f"is required: {run.algorithm_name} trains on rewards from an environment. Add one, such as `math:`."
+            ("env",), f"is required: {run.algorithm_name} {aim} rewards from an environment. Add one, such as `math:`."
         )
 
 

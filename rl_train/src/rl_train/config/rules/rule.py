@@ -19,7 +19,7 @@ from enum import StrEnum
 from types import ModuleType
 from typing import Any
 
-from rl_core.config.diagnostics import Problem
+from rl_core.config.diagnostics import InvalidConfigError, Problem
 from rl_core.config.source_tree import Node, dotted
 from rl_core.errors import PluginError, UserError
 from rl_core.plugins.component import Kind
@@ -192,6 +192,8 @@ class RuleReport:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
     not_checked: list[NotChecked] = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)
+    """The errors that rules raised; each is one of the problems."""
 
     def run(self, rule: Rule, config: CheckedConfig | WrittenConfig) -> None:
         """Add what a rule finds."""
@@ -209,7 +211,10 @@ class RuleReport:
             yield
         except UnavailableError as error:
             self.not_checked.append(NotChecked(rule=rule, missing=str(error), item=item))
+        except InvalidConfigError as error:
+            self.problems.extend(error.problems)
         except UserError as error:
+            self.errors.append(error)
             self.problems.append(Problem(tuple(error.key.split(".")) if error.key else (), str(error)))
 
 

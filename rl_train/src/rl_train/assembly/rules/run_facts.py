@@ -1,0 +1,111 @@
+"""What rules of a later stage read in addition to the sections: loss, models, tokenizer and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from rl_core.config.schema import PolicyConfig
+from rl_core.data.hub import require_model
+from rl_core.errors import DataError, UserError
+from rl_core.interfaces.loss import LossFunction
+from rl_train.assembly.error_locations import LocatedConfig
+from rl_train.assembly.losses import loss_of
+from rl_train.assembly.model_checks import tokenizer_key
+from rl_train.assembly.preparation import DataLoaders, Preparation, RunData
+from rl_train.config.partial_sections import UnavailableError
+from rl_train.config.rules.models import models_of
+from rl_train.config.rules.rule import CheckedConfig
+
+_Fact = TypeVar("_Fact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts(CheckedConfig):
+    """A config, and what it refers to. No worker is started, and no weights are loaded.
+
+    If something cannot be loaded, the rule that reads it first reports the error, and the rules that read it later are not
+    checked.
+
+    Attributes:
+        prepared: Tokenizer, tools and data, each loaded when it is first read.
+        located: The config with its source locations; None if the sections do not come from a file.
+    """
+
+    prepared: Preparation
+    located: LocatedConfig | None = None
+    _failed: set[str] = field(default_factory=set, init=False, repr=False)
+    _missing: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, config: CheckedConfig, *, located: LocatedConfig | None = None) -> RunFacts:
+        """The facts of a config, of which nothing is loaded yet."""
+        return cls(
+            run=config.run,
+            registry=config.registry,
+            use=config.use,
+            layout=config.layout,
+            prepared=Preparation(config.run, config.registry),
+            located=located,
+        )
+
+    @cached_property
+    def loss_fn(self) -> LossFunction:
+        """The loss."""
+        return self._load("the loss", lambda: loss_of(self.run, self.registry))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the policy."""
+        self.require_model("policy", self.run.policy)
+        return self._load("the tokenizer", lambda: self.prepared.tokenizer)
+
+    @property
+    def data(self) -> RunData:
+        """The datasets."""
+        return self._load("the data", lambda: self.prepared.data)
+
+    @property
+    def loaders(self) -> DataLoaders:
+        """The data as batches of token ids."""
+        _ = self.tokenizer, self.data
+        return self._load("a row of the data", lambda: self.prepared.loaders)
+
+    def missing_source(self, source: str) -> str | None:
+        """Why there is no such model or tokenizer; None if there is."""
+        if source not in self._missing:
+            self._missing[source] = None
+            try:
+                require_model(source)
+            except DataError as error:
+                self._missing[source] = f"{error}."
+        return self._missing[source]
+
+    def require_model(self, section: str, model: PolicyConfig) -> None:
+        """Stop a rule that needs the files of a model that does not exist, which another rule reports.
+
+        Raises:
+            UnavailableError: It does not exist.
+        """
+        if self.missing_source(model.tokenizer.name or model.model_name) is not None:
+            raise UnavailableError(f"{section}.{tokenizer_key(model)}")
+
+    def require_models(self) -> None:
+        """As `require_model`, for all models.
+
+        Raises:
+            UnavailableError: One of them does not exist.
+        """
+        for name, model in models_of(self.run).items():
+            self.require_model(name, model)
+
+    def _load(self, name: str, load: Callable[[], _Fact]) -> _Fact:
+        if name in self._failed:
+            raise UnavailableError(name)
+        try:
+            return load()
+        except UserError:
+            self._failed.add(name)
+            raise
