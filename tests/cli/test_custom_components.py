@@ -115,7 +115,7 @@ def test_validate_finds_modules_in_the_working_directory():
         ({"algorithm": {"train": "nowhere_at_all.train"}}, "there is no package 'nowhere_at_all'"),
         ({"algorithm": {"config": "examples.custom_algorithm.settings.Gone"}}, "has no 'Gone'"),
         ({"algorithm": {"config": "rl_train.config.schema.LossConfig"}}, "is not a subclass of"),
-        ({"algorithm": {"config": "rl_train.config.schema.AlgorithmConfig"}}, "loss_fn.name: is required"),
+        ({"algorithm": {"config": "rl_train.config.schema.AlgorithmConfig"}}, "loss_fn.name is required"),
         ({"algorithm": {"steps": 3}}, "algorithm has no key 'steps'"),
         ({"algorithm": "examples.custom_algorithm.best_of_n.train"}, "must be a section with keys below it"),
         ({"best_of_n": {"num_generations_per_prompt": 1}}, "a whole number, 2 or more"),

@@ -223,7 +223,7 @@ def other_tokenizer(folder):
 
 
 WRONG = {
-    "no critic": ({"value": None}, "value: is required: ppo needs a value model"),
+    "no critic": ({"value": None}, "value is required. ppo needs a value model"),
     "a critic that scores tokens": ({"value": {**CRITIC, "head": "tokens"}}, "value.head: must be 'scalar'"),
     "nothing but warm-up": (
         {"ppo": {**SMALL["ppo"], "critic_warmup_steps": 6}},

@@ -135,7 +135,7 @@ def test_a_missing_capability_is_an_error_that_lists_capable_backends(site):
     assert site.look_up("policy", "acme", requires=["shared_memory"]) == "acme_rl.policy:Policy"
     assert site.look_up("policy", "acme", requires=["collective"]) == (
         "MissingCapabilityError: Policy backend 'acme' (acme-rl 1.0) lacks the capability 'collective'. "
-        "It can: shared_memory. Able: hf."
+        "Its capabilities: shared_memory. Policy backends with it: hf."
     )
 
 

@@ -148,7 +148,7 @@ def test_the_number_of_rounds_is_bounded_and_failing_code_is_output(serve, needs
 @pytest.mark.parametrize(
     ("settings", "path", "body", "message"),
     [
-        ({}, "/generate", {}, "`question` is required: a text."),
+        ({}, "/generate", {}, "`question` is required."),
         ({"prompt_config": "generic/math"}, "/generate", {"text": "Q"}, "The prompt config generic/math needs problem, but"),
         ({"prompt_config": "generic/math"}, "/generate", {"question": ["Q"]}, "question: Input should be a valid string"),
         ({"prompt_config": "generic/math"}, "/generate", {"problem": ["Q"]}, "`problem` must be a string or a number"),

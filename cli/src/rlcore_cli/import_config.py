@@ -63,7 +63,6 @@ def _write(text: str, output: Path) -> None:
 def _errors(text: str) -> list[str]:
     """The errors of `rlcore validate`, without source locations because the file is generated."""
     from rl_core.config.diagnostics import InvalidConfigError
-    from rl_core.config.source_tree import dotted
     from rl_train.config.loader import load_config
 
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +71,7 @@ def _errors(text: str) -> list[str]:
         try:
             load_config(path)
         except InvalidConfigError as error:
-            return [f"{dotted(problem.path)}: {problem.message}" for problem in error.problems]
+            return [problem.text for problem in error.problems]
     return []
 
 

@@ -214,7 +214,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
             name = self.tokenizer_section.name or self.config.model_name
             if name is None:
                 raise ConfigError(
-                    "policy.generation.model_name is required: the server returns text, which is tokenized with this model's "
+                    "policy.generation.model_name is required. The server returns text, which is tokenized with this model's "
                     "tokenizer."
                 )
             self._tokenizer = load_tokenizer(name)

@@ -58,7 +58,7 @@ class PromptFiller:
             given = {**dict.fromkeys(_QUESTION, question), **given}
         if self._template is None:
             if not isinstance(question, str):
-                raise ApiError(400, "`question` is required: a text.", param="question")
+                raise ApiError(400, "`question` is required.", param="question")
             return [{"role": "user", "content": question}]
         missing = sorted(self._template.needs - given.keys())
         if missing:

@@ -104,7 +104,7 @@ def test_prompts_come_from_yaml_from_text_and_from_the_package(tmp_path):
     [
         ("user: '{question'", "braces"),
         ("user: '{question.__class__}'", "not a plain field name"),
-        ("system: x", "user: is required"),
+        ("system: x", "user is required"),
         ("user: a\nuserr: b", "has no key 'userr'"),
         ("user: [", r"p\.yaml:1:8: Invalid YAML"),
     ],

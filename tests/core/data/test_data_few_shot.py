@@ -190,7 +190,7 @@ def test_a_dataset_can_search_the_file_that_it_reads(tmp_path):
         ("user: a\nsystem: '{examples}'", r"p\.yaml:2:9: system: \{examples\} can only be used in the user message"),
         ("user: '{q'", r"p\.yaml:1:7: user: .*write \{\{ and \}\} for literal braces"),
         ("user: a\nfew_shot_examples: {template: b, examples: [{c: d}]}", "the examples would have no effect"),
-        ("user: '{examples}'\nfew_shot_examples: {examples: [{c: d}]}", r"2:1: few_shot_examples\.template: is required"),
+        ("user: '{examples}'\nfew_shot_examples: {examples: [{c: d}]}", r"2:1: few_shot_examples\.template is required"),
         ("user: '{examples}'\nfew_shot_examples: {template: '{}', examples: [{c: d}]}", r"template: \{\} cannot be filled"),
         (
             "user: '{examples}'\nfew_shot_examples: {template: '{anser}', examples: [{answer: d}]}",

@@ -151,7 +151,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
         yield Registry(manager)
 
 
-_INSTALLED = re.compile(r"(Installed: |Sections: |Able: |add one of )[\w:-]+(, [\w:-]+)*")
+_INSTALLED = re.compile(r"(Installed: |Sections: |\w+ backends with it: |add one of )[\w:-]+(, [\w:-]+)*")
 
 
 class Files:

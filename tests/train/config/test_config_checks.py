@@ -4,13 +4,13 @@ import pytest
 
 WRONG_IN_GOOD = {
     ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", ""): [
-        "config.yaml:3:1: policy.generation: is required: grpo samples from the policy. Choose a generation `backend`."
+        "config.yaml:3:1: policy.generation is required. grpo samples from the policy. Choose a generation `backend`."
     ],
     ("env:\n  arithmetic: {}\n", ""): [
-        "config.yaml:1:1: env: is required: grpo trains on rewards from an environment. Add one, such as `math:`."
+        "config.yaml:1:1: env is required. grpo trains on rewards from an environment. Add one, such as `math:`."
     ],
     ("  train: {dataset_name: arithmetic}", "  shuffle: true"): [
-        "config.yaml:9:1: data.train: is required: grpo needs training data. Set `dataset_name`, or `data.train_data_path`."
+        "config.yaml:9:1: data.train is required. grpo needs training data. Set `dataset_name`, or `data.train_data_path`."
     ],
     ("step: 8", "step: 8\n  val_period: 5"): [
         "config.yaml:3:15: grpo.val_period: enables validation, but there is no validation data: set data.validation or "
@@ -44,11 +44,11 @@ WRONG_IN_GOOD = {
     ],
     ("  backend: hf\n  model", "  backend: plain\n  sequence_packing: {enabled: true}\n  model"): [
         "config.yaml:5:31: policy.sequence_packing.enabled: true is not supported by policy. Policy backend 'plain' "
-        "(rl-acme 1.0) lacks the capability 'sequence_packing'. It can: collective. Able: ...."
+        "(rl-acme 1.0) lacks the capability 'sequence_packing'. Its capabilities: collective. Policy backends with it: ...."
     ],
     ("  backend: hf\n  model", "  backend: plain\n  dynamic_batching: {enabled: true}\n  model"): [
         "config.yaml:5:31: policy.dynamic_batching.enabled: true is not supported by policy. Policy backend 'plain' "
-        "(rl-acme 1.0) lacks the capability 'dynamic_batching'. It can: collective. Able: ...."
+        "(rl-acme 1.0) lacks the capability 'dynamic_batching'. Its capabilities: collective. Policy backends with it: ...."
     ],
     ("tokens: 64", "tokens: 64\n    refit_transport: carrier_pigeon"): [
         "config.yaml:9:22: policy.generation.refit_transport: No weight transport named 'carrier_pigeon'. Installed: ...."
@@ -66,7 +66,7 @@ def test_a_backend_without_the_capability_cannot_run_in_process(files, good):
     text = good.replace("  backend: hf\n  model", "  backend: plain\n  model") + "cluster: {backend: in_process}\n"
     assert files.errors(text)[1:] == [
         "config.yaml:13:20: cluster.backend: in_process is not supported by policy. Policy backend 'plain' (rl-acme "
-        "1.0) lacks the capability 'in_process'. It can: collective. Able: ...."
+        "1.0) lacks the capability 'in_process'. Its capabilities: collective. Policy backends with it: ...."
     ]
 
 

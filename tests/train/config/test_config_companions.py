@@ -33,7 +33,7 @@ def test_a_run_without_value_and_teacher_sections_has_no_such_models(files, good
         (
             "value: {backend: valuer, model_name: some/critic}\n",
             "",
-            "value: is required: critical needs a value model",
+            "value is required. critical needs a value model",
         ),
         ("some/critic}", "some/critic, head: tokens}", "value.head: must be 'scalar'"),
         ("some/critic}", "some/critic, frozen: true}", "value.frozen: must be false"),
@@ -41,7 +41,7 @@ def test_a_run_without_value_and_teacher_sections_has_no_such_models(files, good
         ("some/model}", "some/model, frozen: true}", "policy.frozen: critical trains the policy"),
         ("some/critic}", "some/critic, precision: bfloat16}", "value.precision: valuer computes in float32."),
         ("backend: valuer", "backend: plain", "value.head: scalar is not supported by value"),
-        ("value: {backend: valuer, model_name: some/critic}", "value: {}", "value.backend: is required: choose a policy"),
+        ("value: {backend: valuer, model_name: some/critic}", "value: {}", "value.backend is required. Installed: "),
         ("some/critic}", "some/critic, lr: 1}", "value has no key 'lr'"),
         (
             "some/critic}",

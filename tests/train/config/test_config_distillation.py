@@ -43,9 +43,9 @@ def test_a_teacher_and_no_environment_are_enough(files):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (TEACHER, "", "teacher: is required: distillation needs a teacher model"),
+        (TEACHER, "", "teacher is required. distillation needs a teacher model"),
         ("model_name: some/teacher", "model_name: some/teacher\n  frozen: false", "teacher.frozen: must be true"),
-        ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", "", "policy.generation: is required"),
+        ("  generation:\n    backend: hf\n    max_new_tokens: 64\n", "", "policy.generation is required."),
         (
             TEACHER,
             TEACHER.replace("hf", "plain"),
@@ -92,7 +92,7 @@ def test_sampled_distillation_excludes_greedy_validation(files):
 
 def test_other_algorithms_still_need_their_environment(files, good):
     assert any(
-        "env: is required: grpo trains on rewards" in error
+        "env is required. grpo trains on rewards" in error
         for error in files.errors(good.replace("env:", "# env:").replace("  arithmetic: {}", ""))
     )
 

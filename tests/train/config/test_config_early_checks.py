@@ -45,7 +45,7 @@ SCHEDULER = {
     "linear, or a dotted name such as torch.optim.lr_scheduler.CosineAnnealingLR.",
     "{name: torch.optim.lr_scheduler.StepLr}": "policy.scheduler.name: torch.optim.lr_scheduler.StepLr cannot be imported: "
     "torch.optim.lr_scheduler has no 'StepLr'. Did you mean 'StepLR'?",
-    "{name: torch.optim.lr_scheduler.StepLR}": "policy.scheduler.kwargs.step_size: is required by "
+    "{name: torch.optim.lr_scheduler.StepLR}": "policy.scheduler.kwargs.step_size is required by "
     "torch.optim.lr_scheduler.StepLR.",
     "{name: torch.optim.lr_scheduler.ReduceLROnPlateau}": "policy.scheduler.name: torch.optim.lr_scheduler.ReduceLROnPlateau "
     "cannot be used as a schedule: it needs a metric at each step, but schedules are stepped without one. Use constant, "
@@ -261,7 +261,7 @@ def test_a_refit_folder_that_no_transport_uses_is_refused(files, good):
     [error] = files.errors(good.replace("tokens: 64", "tokens: 64\n    refit_folder: /tmp"))
     assert "policy.generation.refit_folder: is only used with refit_transport: disk, but refit_transport is not set." in error
     [error] = files.errors(good.replace("tokens: 64", "tokens: 64\n    refit_transport: disk"), "cluster.num_nodes=2")
-    assert "policy.generation.refit_folder: is required with refit_transport: disk on 2 nodes" in error
+    assert "policy.generation.refit_folder is required with refit_transport: disk on 2 nodes." in error
 
 
 def test_sections_that_training_does_not_use_are_refused_and_left_to_evaluations(files):

@@ -44,7 +44,7 @@ def test_a_critic_needs_no_more_than_a_model(files):
         (
             "value:\n  backend: hf\n  model_name: some/critic\n",
             "",
-            "value: is required: ppo needs a value model. Set its `backend` and `model_name`",
+            "value is required. ppo needs a value model. Set its `backend` and `model_name`",
         ),
         ("some/critic", "some/critic\n  head: tokens", "config.yaml:12:9: value.head: must be 'scalar'"),
         (

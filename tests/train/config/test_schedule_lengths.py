@@ -164,7 +164,7 @@ def test_an_algorithm_without_declared_optimizer_steps_needs_a_schedule_length(f
     text = good.replace("grpo:\n  num_prompts_per_step: 8", "filtered: {}", 1)
     scheduled = text.replace("  generation:", "  scheduler: {name: linear}\n  generation:", 1)
     assert files.errors(scheduled) == [
-        "config.yaml:5:3: policy.scheduler.kwargs.num_training_steps: is required: filtered does not declare its number "
+        "config.yaml:5:3: policy.scheduler.kwargs.num_training_steps is required. filtered does not declare its number "
         "of optimizer steps."
     ]
     files.load(scheduled.replace("linear}", "linear, kwargs: {num_training_steps: 3}}"))

@@ -158,7 +158,7 @@ def test_a_name_that_is_not_a_path_is_a_hub_name(registry, monkeypatch):
     ("given", "says"),
     [
         ({"dataset_name": "jsonl", "paht": "a"}, r"dataset\.paht: dataset has no key 'paht'\. Did you mean 'path'\?"),
-        ({"dataset_name": "jsonl"}, r"dataset\.path: is required: a path"),
+        ({"dataset_name": "jsonl"}, r"dataset\.path is required\..* Allowed: a path"),
         ({"train": {"path": "a"}}, "data.train is .*: expected the section of a dataset, with `dataset_name`"),
         ({"question": ["1+1="]}, r"data\.question: data has no key 'question'"),
         ({"split": {"validation": 0.1}}, "has no training data: set `train` or `mix`"),

@@ -32,8 +32,17 @@ class Problem:
     location: SourceLocation | None = None
 
     def __str__(self) -> str:
-        location = "" if self.location is None else str(self.location)
-        return ": ".join(text for text in (location, dotted(self.path), self.message) if text)
+        location = "" if self.location is None else f"{self.location}: "
+        return f"{location}{self.text}"
+
+    @property
+    def text(self) -> str:
+        """The problem without its location."""
+        if not self.path:
+            return self.message
+        # The key is the subject of the sentence "is required".
+        separator = " " if self.message.startswith("is required") else ": "
+        return f"{dotted(self.path)}{separator}{self.message}"
 
 
 class InvalidConfigError(ConfigError):

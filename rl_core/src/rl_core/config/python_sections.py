@@ -58,12 +58,7 @@ def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: s
     instance = validator.validate(model, values, path=path)
     if instance is None:
         prefix = f"{who}: " if who else ""
-        lines = [f"{prefix}{_text(problem.path, problem.message)}" for problem in problems.found]
+        lines = [f"{prefix}{problem.text}" for problem in problems.found]
         raise ConfigError("\n".join(lines))
     assert isinstance(instance, model)
     return instance
-
-
-def _text(path: KeyPath, message: str) -> str:
-    key = ".".join(map(str, path))
-    return f"{key}: {message}" if key else message

@@ -101,12 +101,13 @@ class Validator:
             self.problems.add(message, location=self.written.nearest(where).location, path=where)
 
     def _missing(self, field: Field | None, path: KeyPath) -> None:
-        purpose = ""
+        message = "is required."
         if field is not None:
             # The first sentence, because docstrings are wrapped within sentences.
             doc = " ".join((field.info.description or "").split()).partition(". ")[0].rstrip(".")
-            purpose = f": {field.allowed}" + (f". {doc}" if doc else "")
-        self.problems.add(f"is required{purpose}.", location=self.written.nearest(path[:-1]).key_location, path=path)
+            message += f" {doc}." if doc else ""
+            message += f" Allowed: {field.allowed}." if field.allowed != "text" else ""
+        self.problems.add(message, location=self.written.nearest(path[:-1]).key_location, path=path)
 
     def _wrong_value(
         self, field: Field | None, path: KeyPath, value: Any, *, model: Model | None = None, section: KeyPath = ()

@@ -1,4 +1,4 @@
-"""Looks components up by kind and name, and words every way in which that fails; it imports no target."""
+"""Finds components by kind and name, with a specific error for each failure; never imports the target."""
 
 from __future__ import annotations
 
@@ -118,12 +118,13 @@ class Registry:
         return UnknownComponentError(f"No {kind.label} named {name!r}. {self._installed(kind)}{hint}{suspects}")
 
     def _incapable(self, registration: Registration, *, absent: list[str], needs: tuple[str, ...]) -> PluginError:
-        component = registration.component
-        able = [other.name for other in self.all(registration.kind) if set(needs) <= set(other.capabilities)]
-        has = f"It can: {', '.join(component.capabilities)}." if component.capabilities else "It states none."
-        instead = f" Able: {', '.join(able)}." if able else f" No installed {registration.kind.label} is able."
+        component, label = registration.component, registration.kind.label
+        capable = [other.name for other in self.all(registration.kind) if set(needs) <= set(other.capabilities)]
+        has = f"Its capabilities: {', '.join(component.capabilities)}." if component.capabilities else "It declares none."
+        them = "it" if len(needs) == 1 else "them"
+        others = f"{label.capitalize()}s with {them}: {', '.join(capable)}." if capable else f"No installed {label} has {them}."
         who = f"{_capitalised(registration.kind)} {component.name!r} ({registration.plugin.label})"
-        return _lacking(who, absent, f". {has}{instead}")
+        return _lacking(who, absent, f". {has} {others}")
 
     def _installed(self, kind: Kind) -> str:
         names = self.names(kind)

@@ -32,6 +32,6 @@ def loss_of(config: RunConfig, registry: Registry) -> LossFunction:
     """
     name = config.loss_fn.name or config.algorithm.default_loss
     if name is None:
-        raise ConfigError(f"loss_fn.name is required: {config.algorithm_name} has no default loss.")
+        raise ConfigError(f"loss_fn.name is required. {config.algorithm_name} has no default loss.")
     with with_key("loss_fn"):
         return make_loss(registry.find("loss", name), config.loss_fn)

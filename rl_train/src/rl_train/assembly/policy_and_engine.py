@@ -121,7 +121,7 @@ def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = 
 def _first_prompts(prepared: Preparation, count: int) -> Prompts:
     train, seed, padding = prepared.data.train, prepared.config.algorithm.seed, prepared.tokenizer.pad_token_id
     if train is None:
-        raise ConfigError("data.train is required: prompts are taken from it. Add `data: {train: {dataset_name: ...}}`.")
+        raise ConfigError("data.train is required. Prompts are taken from it. Add `data: {train: {dataset_name: ...}}`.")
     if count < 1:
         raise ConfigError(f"The number of prompts is {count}: use at least 1.")
     first: list[DatumSpec] = next(iter(prepared.prompts(train, batch_size=count)))

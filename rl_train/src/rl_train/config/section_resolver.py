@@ -148,10 +148,10 @@ class _SectionResolver:
         if self._problems.is_invalid(where) or (slot.kind is Kind.LOSS and not self._implied_by_algorithm):
             return
         installed = ", ".join(self._registry.names(slot.kind)) or "none"
-        message = f"is required: choose a {slot.kind.label}. Installed: {installed}."
-        if slot.kind is Kind.LOSS:
-            message = "is required: the algorithm's model has no `default_loss`."
-        self._problems.mark_invalid(message, location=self._written.nearest(path).key_location, path=where)
+        reason = "The algorithm's model has no `default_loss`. " if slot.kind is Kind.LOSS else ""
+        self._problems.mark_invalid(
+            f"is required. {reason}Installed: {installed}.", location=self._written.nearest(path).key_location, path=where
+        )
 
     def _find(self, slot: Slot, path: KeyPath, key: str | None, name: Any) -> Component | None:
         """The component with a name, which a key of the section sets, or else the section's own key or another of its keys."""

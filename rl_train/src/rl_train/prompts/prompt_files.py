@@ -243,7 +243,7 @@ def _check_texts(prompt: PromptFile, written: Node, problems: Problems) -> None:
         )
     if few_shot is not None and few_shot.are_chosen and not few_shot.template:
         problems.add(
-            "is required: the text of one example, with `{name}` for its fields.",
+            "is required. It is the text of one example, with `{name}` for its fields.",
             location=written.nearest(template).key_location,
             path=template,
         )

@@ -11,10 +11,10 @@ from rl_train.config.slots import COMPANIONS
 
 TRAIN_ONLY = frozenset({Use.TRAIN})
 _WHY_AN_ENGINE = {
-    Use.EVAL: "an evaluation samples completions. Choose a generation `backend`, for example ++policy.generation.backend=hf.",
-    Use.COMPARE: "without it there is no engine to compare with the policy. Choose a generation `backend`, for example "
+    Use.EVAL: "An evaluation samples completions. Choose a generation `backend`, for example ++policy.generation.backend=hf.",
+    Use.COMPARE: "Without it there is no engine to compare with the policy. Choose a generation `backend`, for example "
     "++policy.generation.backend=hf.",
-    Use.SERVE: "without it there is no engine. Choose a generation `backend`: ++policy.generation.backend=BACKEND.",
+    Use.SERVE: "Without it there is no engine. Choose a generation `backend`: ++policy.generation.backend=BACKEND.",
 }
 
 
@@ -33,7 +33,7 @@ def what_samples_has_an_engine(config: CheckedConfig) -> Iterator[Problem]:
         return
     if run.policy.generation is None:
         trains = f"{run.algorithm_name} samples from the policy. Choose a generation `backend`."
-        yield Problem(("policy", "generation"), f"is required: {_WHY_AN_ENGINE.get(config.use, trains)}")
+        yield Problem(("policy", "generation"), f"is required. {_WHY_AN_ENGINE.get(config.use, trains)}")
 
 
 @rule("algorithm", "env", applies_to=frozenset({Use.TRAIN, Use.EVAL}))
@@ -44,13 +44,13 @@ def samples_are_scored(config: CheckedConfig) -> Iterator[Problem]:
         if not run.env:
             yield Problem(
                 ("env",),
-                "is required: an evaluation scores completions with an environment. Add one, such as `math:`, or "
+                "is required. An evaluation scores completions with an environment. Add one, such as `math:`, or "
                 "++env.math.num_workers=1.",
             )
     elif run.algorithm.runtime_needs.samples and run.algorithm.needs_rewards and not run.env:
         aim = "trains on" if run.algorithm.needs_generation else "validates with"
         yield Problem(
-            ("env",), f"is required: {run.algorithm_name} {aim} rewards from an environment. Add one, such as `math:`."
+            ("env",), f"is required. {run.algorithm_name} {aim} rewards from an environment. Add one, such as `math:`."
         )
 
 
@@ -61,7 +61,7 @@ def training_has_data(config: CheckedConfig) -> Iterator[Problem]:
     if run.algorithm.runtime_needs.training_data and not run.data.has_training_data:
         yield Problem(
             ("data", "train"),
-            f"is required: {run.algorithm_name} needs training data. Set `dataset_name`, or `data.train_data_path`.",
+            f"is required. {run.algorithm_name} needs training data. Set `dataset_name`, or `data.train_data_path`.",
         )
 
 
@@ -118,5 +118,5 @@ def companions_are_those_of_the_algorithm(config: CheckedConfig, companion: str)
     elif is_used and not is_configured:
         yield Problem(
             (companion,),
-            f"is required: {run.algorithm_name} needs a {companion} model. Set its `backend` and `model_name`.",
+            f"is required. {run.algorithm_name} needs a {companion} model. Set its `backend` and `model_name`.",
         )

@@ -182,7 +182,7 @@ def refit_folder_is_for_the_disk_transport(config: CheckedConfig) -> Iterator[Pr
     if transport == "disk" and folder is None and config.run.cluster.num_nodes > 1:
         yield Problem(
             at,
-            f"is required with refit_transport: disk on {config.run.cluster.num_nodes} nodes: set a folder that all nodes can "
+            f"is required with refit_transport: disk on {config.run.cluster.num_nodes} nodes. Set a folder that all nodes can "
             "access.",
         )
     if transport != "disk" and folder is not None:
