@@ -1,131 +1,28 @@
 """Every config key has an effect: the code that it configures reads it, and if it is cheap, a change is observed.
 
-A key without an entry in one of the tables below fails, so a new key comes with the folder that reads it.
+A read is an attribute of a value whose type, as mypy infers it, is the key's model. Reads in validators, in rules about a
+config, in commands that print it and in unused methods of a model do not count.
 """
 
 import ast
-import inspect
 from collections import defaultdict
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from typed_reads import attribute_reads
 
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_sandbox.config import SandboxConfig
 from rl_train.config.schema_index import schema_index
 
-ROOT = Path(__file__).parents[2]
 OURS = ("core", "train", "hf", "megatron", "vllm", "openai", "sandbox", "envs")
-
-RUNTIME = (
-    "rl_train/assembly",
-    "rl_train/launch",
-    "rl_train/evaluation",
-    "rl_train/run_folders",
-    "rl_train/trainers",
-    "rl_train/workbench",
-)
-LOSSES = ("rl_train/algorithms/losses",)
-ROWS = ("rl_train/data",)
-CHOICE = ("rl_core/config", "rl_train/config", *RUNTIME)
-READERS: dict[str, tuple[str, ...]] = {
-    "AdaptiveKLConfig": ("rl_train/algorithms",),
-    "AdvantageConfig": ("rl_train/algorithms",),
-    "AlgorithmConfig": (*RUNTIME, "rl_train/algorithms", "rl_train/run.py"),
-    "AlgorithmPathConfig": ("rl_train/config/algorithm.py",),
-    "ArithmeticDatasetConfig": ("rl_envs/arithmetic", *CHOICE),
-    "ArithmeticEnvironmentConfig": ("rl_envs/arithmetic",),
-    "BradleyTerryLossConfig": LOSSES,
-    "CISPOLossConfig": LOSSES,
-    "CheckpointingConfig": (*RUNTIME, "rl_train/run.py", "rl_train/checkpoints"),
-    "ClippedPGLossConfig": ("rl_train/algorithms",),
-    "ClusterConfig": (*RUNTIME,),
-    "CodeEnvironmentConfig": ("rl_envs/code",),
-    "DAPOLossConfig": LOSSES,
-    "DPOLossConfig": LOSSES,
-    "DataConfig": (*RUNTIME,),
-    "DatasetConfig": CHOICE,
-    "DeadlineConfig": ("rl_core/dispatch", *RUNTIME),
-    "DistillationConfig": ("rl_train/algorithms",),
-    "DistillationLossConfig": LOSSES,
-    "DrGRPOLossConfig": LOSSES,
-    "DynamicBatchingConfig": ("rl_core/dispatch",),
-    "EnvironmentConfig": (*RUNTIME, "rl_train/config", "rl_train/tools"),
-    "FunctionEnvironmentConfig": ("rl_train/rewards", "rl_train/assembly/reward_checks.py"),
-    "GAEConfig": ("rl_train/algorithms",),
-    "GRPOConfig": ("rl_train/algorithms",),
-    "GRPOLossConfig": LOSSES,
-    "GSPOLossConfig": LOSSES,
-    "GenerationConfig": (*RUNTIME, "rl_core/dispatch", "rl_train/rollouts", "rl_backends_hf"),
-    "GuessNumberDatasetConfig": ("rl_envs/guess", *CHOICE),
-    "GuessNumberEnvironmentConfig": ("rl_envs/guess",),
-    "HFConfig": ("rl_backends_hf",),
-    "HFGenerationConfig": CHOICE,
-    "HFModelConfig": ("rl_backends_hf/model.py", "rl_backends_hf/training/worker.py"),
-    "HFPolicyConfig": CHOICE,
-    "HFSamplerConfig": ("rl_backends_hf",),
-    "HingeLossConfig": LOSSES,
-    "HuggingFaceDatasetConfig": CHOICE,
-    "HuggingFacePreferenceDatasetConfig": CHOICE,
-    "HuggingFaceSource": ROWS,
-    "IPOLossConfig": LOSSES,
-    "InstructionFollowingConfig": ("rl_envs/instruction_following",),
-    "JsonLinesSource": ROWS,
-    "JsonlDatasetConfig": CHOICE,
-    "JudgeEnvironmentConfig": ("rl_envs/judge",),
-    "LoRAConfig": ("rl_backends_hf/training/lora.py", "rl_backends_hf/training/worker.py"),
-    "LoggerConfig": (*RUNTIME,),
-    "ProfilingConfig": ("rl_train/profiling.py", "rl_train/config"),
-    "LoggingConfig": (*RUNTIME, "rl_train/run.py"),
-    "LossConfig": (*RUNTIME,),
-    "MathEnvironmentConfig": ("rl_envs/math",),
-    "MegatronConfig": ("rl_backends_megatron",),
-    "MegatronPolicyConfig": CHOICE,
-    "MlflowConfig": ("rl_train/metrics",),
-    "MseValueLossConfig": LOSSES,
-    "ORPOLossConfig": LOSSES,
-    "OptimizerConfig": ("rl_backends_hf", "rl_backends_megatron"),
-    "PPOConfig": ("rl_train/algorithms",),
-    "ParquetDatasetConfig": CHOICE,
-    "ParquetPreferenceDatasetConfig": CHOICE,
-    "ParquetSource": ROWS,
-    "PolicyConfig": ("rl_backends_hf", "rl_core/dispatch", "rl_core/training", "rl_core/config"),
-    "PairsConfig": ("rl_train/algorithms",),
-    "PolicyGradientConfig": ("rl_train/algorithms",),
-    "PreferenceDatasetConfig": CHOICE,
-    "PreferenceFields": ROWS,
-    "PreferenceLossConfig": LOSSES,
-    "PromptConfig": ("rl_train/config",),
-    "ReasoningGymDatasetConfig": ("rl_envs/reasoning_gym", *CHOICE),
-    "ReasoningGymEnvironmentConfig": ("rl_envs/reasoning_gym",),
-    "RecordFields": ROWS,
-    "RewardModelEnvironmentConfig": ("rl_envs/reward_model",),
-    "RewardScalingConfig": ("rl_train/algorithms",),
-    "RewardShapingConfig": ("rl_train/algorithms",),
-    "RolloutAlgorithmConfig": ("rl_train/algorithms",),
-    "RolloutConfig": (*RUNTIME, "rl_train/config", "rl_core/config"),
-    "RowsConfig": ROWS,
-    "SFTConfig": ("rl_train/algorithms",),
-    "SandboxConfig": ("rl_sandbox", "rl_envs/code"),
-    "SchedulerConfig": ("rl_core/training",),
-    "SequencePackingConfig": ("rl_core/dispatch",),
-    "SimPOLossConfig": LOSSES,
-    "SlidingPuzzleDatasetConfig": ("rl_envs/sliding_puzzle", *CHOICE),
-    "SlidingPuzzleEnvironmentConfig": ("rl_envs/sliding_puzzle",),
-    "SplitConfig": (*RUNTIME,),
-    "TensorBoardConfig": ("rl_train/metrics",),
-    "TokenizerConfig": ("rl_core/data/tokenizer.py", *RUNTIME, "rl_backends_hf"),
-    "ToolEnvironmentConfig": ("rl_core/tools/environment.py",),
-    "ToolsEnvironmentConfig": ("rl_envs/tools",),
-    "VllmConfig": ("rl_backends_vllm", *CHOICE),
-    "OpenAIConfig": ("rl_backends_openai", *CHOICE),
-    "OpenAIServerConfig": ("rl_backends_openai",),
-    "VllmEngineConfig": ("rl_backends_vllm",),
-    "WandbConfig": ("rl_train/metrics",),
-}
-"""By model: the folders and files whose code reads its keys. A key that is read nowhere else has no effect."""
+VALIDATORS = {"field_validator", "model_validator"}
+CHECKING_METHODS = {"conflicts", "deep_conflicts"}
+CHECKS = ("rl_train/config/rules/", "_checks.py", "cli/")
+"""Decorators, methods and files of the code that only rejects or prints a config."""
 
 BY_EACH = {
     ("rl_backends_hf", "rl_backends_megatron"): {
@@ -149,11 +46,14 @@ BY_EACH = {
 }
 """Keys of the base sections that each backend must apply itself."""
 
-ELSEWISE = {
-    "AlgorithmPathConfig.train": "the chooser of the algorithm reads all keys of the model by `model_fields`",
+EXEMPT = {
+    "AlgorithmPathConfig.train": "`choose_algorithm` reads it before the section is validated",
     "AlgorithmPathConfig.config": "likewise",
+    "DataConfig.train_data_path": "`expand_aliases` replaces it by `data.train` before the section is validated",
+    "DataConfig.val_data_path": "likewise, by `data.validation`",
+    "SandboxConfig.options": "for sandboxes of other distributions; a config that sets it for ours is rejected",
 }
-"""Keys that no attribute names, and why they have an effect."""
+"""Keys that no code reads from the section, and why they have an effect."""
 
 
 @cache
@@ -161,56 +61,79 @@ def registry():
     return Registry(discover())
 
 
-def keys_by_model():
-    """The names of the keys that each model declares."""
-    found = defaultdict(set)
-    for section in schema_index(registry(), plugins=OURS).sections:
-        for field in section.fields():
-            if field.model is None:
-                found[field.owner].add(field.name)
-    return found
+@cache
+def keys():
+    """Each key as the model that declares it and its name."""
+    fields = [field for section in schema_index(registry(), plugins=OURS).sections for field in section.fields()]
+    return {(field.owner, field.name) for field in fields if field.model is None}
+
+
+def full_name(model, name):
+    return f"{model.__module__}.{model.__qualname__}.{name}"
+
+
+def is_check(read):
+    """Whether a read is in code that only rejects or prints a config."""
+    functions = [scope for scope in read.scopes if not isinstance(scope, ast.ClassDef)]
+    decorators = {ast.unparse(item).partition("(")[0] for function in functions for item in function.decorator_list}
+    return (
+        any(fragment in read.file for fragment in CHECKS)
+        or bool(decorators & VALIDATORS)
+        or any(function.name in CHECKING_METHODS for function in functions)
+    )
 
 
 @cache
-def reads(file):
-    """The names that a file reads as attributes or as text: `getattr(config, "...")`, tables of keys."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return attributes | texts
+def effective_reads():
+    """The reads of each attribute that count: outside checks, and in a method of a model only if the method itself is used."""
+    models = {f"{base.__module__}.{base.__qualname__}": base for model, _ in keys() for base in model.__mro__}
+    waiting = [
+        (name, read)
+        for name, reads in attribute_reads().items()
+        for read in reads
+        if name.rpartition(".")[0] in models and not read.is_in_class_body and not is_check(read)
+    ]
+    found = defaultdict(set)
+    while True:
+        used = []
+        for name, read in waiting:
+            owner, _, method = read.within.rpartition(".")
+            declaring = models[owner].__mro__ if owner in models else ()
+            if owner not in models or any(full_name(base, method) in found for base in declaring):
+                used.append((name, read))
+        if not used:
+            return found
+        for name, read in used:
+            found[name].add(read)
+        waiting = [item for item in waiting if item not in used]
 
 
-def read_in(place):
-    [root] = [found for found in ROOT.glob(f"*/src/{place}") if found.exists()]
-    files = [root] if root.is_file() else sorted(root.rglob("*.py"))
-    return set().union(*(reads(file) for file in files if "importing" not in file.parts))
-
-
-def test_every_config_model_has_a_declared_reader():
-    models = {model.__name__ for model in keys_by_model()}
-    assert models - set(READERS) == set(), "say in READERS which folder reads the keys of these models"
-    installed = {section.component.name for section in schema_index(registry(), plugins=OURS).sections if section.component}
-    if {"hf", "megatron", "vllm", "math"} <= installed:
-        assert set(READERS) - models == set(), "these models are gone"
+def reads_of(model, name):
+    """The reads of a key, on a value with the type of the model or of a base class that declares the key as well."""
+    return set().union(*(effective_reads().get(full_name(base, name), ()) for base in model.__mro__))
 
 
 def test_every_key_is_read_by_the_code_that_it_configures():
-    unread = []
-    for model, names in keys_by_model().items():
-        declared = Path(inspect.getfile(model))
-        # A declaration does not count as use; a property of the model that algorithms read is.
-        own = {node.attr for node in ast.walk(ast.parse(declared.read_text())) if isinstance(node, ast.Attribute)}
-        found = own.union(*(read_in(place) for place in READERS.get(model.__name__, ())))
-        unread += [f"{model.__name__}.{name}" for name in names if name not in found]
-    assert sorted(set(unread) - set(ELSEWISE)) == []
+    assert {f"{model.__name__}.{name}" for model, name in keys() if not reads_of(model, name)} == set(EXEMPT)
 
 
 @pytest.mark.parametrize("backends", BY_EACH, ids="+".join)
 def test_every_backend_reads_the_keys_of_the_base_sections(backends):
-    # Both policy workers derive from a base class, which reads some of the keys for them.
-    shared = read_in("rl_core/training")
+    base = PolicyConfig if "rl_backends_megatron" in backends else GenerationConfig
     for backend in backends:
-        assert BY_EACH[backends] - read_in(backend) - shared == set(), backend
+        # Both policy workers derive from a base class, which reads some of the keys for them.
+        folders = (f"{backend}/", "rl_core/src/rl_core/training/")
+        ignored = {
+            name for name in BY_EACH[backends] if not any(read.file.startswith(folders) for read in reads_of(base, name))
+        }
+        assert ignored == set(), backend
+
+
+def test_a_key_that_only_a_validator_reads_has_no_effect():
+    # `_options_have_an_effect` reads it, and nothing else in our distributions does.
+    name = full_name(SandboxConfig, "options")
+    assert any(not read.is_in_class_body for read in attribute_reads()[name])
+    assert name not in effective_reads()
 
 
 # The following tests change a key and check the result.

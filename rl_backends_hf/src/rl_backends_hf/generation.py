@@ -41,6 +41,8 @@ class HuggingFaceGeneration(DistributedGeneration):
         ConfigError: a field does not exist or has a value that is not allowed.
     """
 
+    config: HFGenerationConfig
+
     def __init__(
         self,
         model_name: str | None = None,

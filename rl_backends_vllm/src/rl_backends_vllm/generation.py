@@ -42,6 +42,8 @@ class VllmGeneration(DistributedGeneration):
         ConfigError: a field does not exist or has a value that is not allowed.
     """
 
+    config: VllmConfig
+
     def __init__(
         self,
         cluster: RayVirtualCluster | None = None,

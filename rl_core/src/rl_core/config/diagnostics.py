@@ -32,8 +32,8 @@ class Problem:
     location: SourceLocation | None = None
 
     def __str__(self) -> str:
-        location = "" if self.location is None else f"{self.location}: "
-        return f"{location}{self.text}"
+        location = "" if self.location is None else str(self.location)
+        return f"{location}: {self.text}" if location else self.text
 
     @property
     def text(self) -> str:

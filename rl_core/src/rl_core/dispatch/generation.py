@@ -39,6 +39,8 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
     Arguments as `WorkerFacade`; `config` is the section `policy.generation`, and a worker is a replica.
     """
 
+    config: GenerationConfig
+
     def __init__(
         self,
         *,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_core.config.policy_sections import rows_per_optimizer_step
-from rl_core.config.schema import TokenizerConfig
+from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
 from rl_core.dispatch.rows import check_rows, pad_rows_to_multiple, select_columns
@@ -44,6 +44,8 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
     Arguments as `WorkerFacade`; `config` is the section `policy`.
     """
 
+    config: PolicyConfig
+
     @property
     def data_ranks(self) -> int:
         """Number of ranks along the data axis."""
@@ -51,8 +53,7 @@ class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface
 
     @property
     def tokenizer_section(self) -> TokenizerConfig:
-        section: TokenizerConfig = self.config.tokenizer
-        return section
+        return self.config.tokenizer
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
         self._reject_scalar_head()

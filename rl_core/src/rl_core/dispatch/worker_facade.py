@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup
-from rl_core.config.schema import DeadlineConfig
+from rl_core.config.schema import DeadlineConfig, GenerationConfig, PolicyConfig
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class WorkerFacade:
         self,
         *,
         worker_class: type,
-        config: Any,
+        config: PolicyConfig | GenerationConfig,
         name: str = "policy",
         cluster: RayVirtualCluster | None = None,
         num_workers: int | None = None,
