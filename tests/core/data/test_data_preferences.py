@@ -186,6 +186,7 @@ def test_rows_of_a_pair_are_adjacent_and_only_answers_are_trained():
         for ids, mask in zip(rows["input_ids"].tolist(), rows["token_mask"].tolist(), strict=True)
     ]
     assert trained == ["xyz.", "x.", "d.", "ef."]
+    assert rows["prompt_id"].tolist() == [0, 0, 1, 1]
     assert rows["sample_mask"].tolist() == [1.0] * 4
 
 

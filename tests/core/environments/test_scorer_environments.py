@@ -101,6 +101,8 @@ def test_results_of_rows_and_a_response_are_the_same_and_missing_rewards_are_zer
     assert [result.rewards for result in again] == [{"a": 0.5, "b": 0.0}, {"a": 0.0, "b": 1.0}]
     assert environment_return(again).metadata == [{}, None]
     assert environment_return([]).rewards.tolist() == []
+    failed = returned._replace(scored=None, failures=["the service is down", None])
+    assert [result.scored for result in step_results(failed)] == [False, True]
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"

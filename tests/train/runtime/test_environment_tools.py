@@ -12,7 +12,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.workbench.check import check_environment
-from rl_train.workbench.play import play, random_player, scripted_player
+from rl_train.workbench.play import play, random_player, repeated_answers, scripted_player
 from rl_train.workbench.rescore import rescore
 from rl_train.workbench.results import CheckStatus
 from rl_train.workbench.trial import open_trial
@@ -161,6 +161,29 @@ def test_a_rollout_is_played_turn_by_turn_until_the_script_or_the_game_ends():
     assert turns[-1].ended
     assert len(list(play(trial.make(), "guess", trial.rows[0], scripted_player(["1"]), max_turns=7))) == 1
     assert trial.rows[0].metadata["guesses"] == 0
+
+
+class Unscored(Lengths):
+    """Ends after the second turn; the first answer "bad" cannot be scored."""
+
+    def step(self, message_log_batch, metadata):
+        made = super().step(message_log_batch, metadata)
+        turns = torch.tensor([len(log) // 2 for log in message_log_batch])
+        scored = [log[-1]["content"] != "bad" or len(log) > 2 for log in message_log_batch]
+        return made._replace(terminateds=turns >= 2, scored=scored)
+
+
+def test_a_player_reads_the_replies_and_rewards_of_equal_answers_are_summed_over_scored_turns(rows):
+    trial = open_trial(f"{__name__}.Unscored", rows=rows)
+    logs = []
+
+    def player(log):
+        logs.append([message["role"] for message in log])
+        return "abc"
+
+    assert len(list(play(trial.make(), "x", trial.rows[0], player, max_turns=5))) == 2
+    assert logs == [["user"], ["user", "assistant", "environment"]]
+    assert repeated_answers(trial.make(), trial, trial.rows[:2], ["abc", "bad"]) == [6.0, None]
 
 
 def test_a_random_player_answers_with_a_piece_of_the_conversation_by_its_seed():
