@@ -110,7 +110,14 @@ class SampledRow:
 class PromptReader:
     """Reads the batches of one engine replica; rows without a seed get one from the replica's seed and the number of the call.
 
-    Arguments as `read_prompts`; `rank` is the index of the replica, because replicas with one seed would sample the same rows.
+    Args:
+        limits: limits of every row.
+        stop_strings: strings that end every row, in addition to its own.
+        reads_text: whether there is a tokenizer, which stop strings require.
+        reads_sampling: whether rows may have their own temperature (`sampling`).
+        row_options: further options that rows may have (`sampling`).
+        seed: for batches without `sample_seeds`.
+        rank: index of the replica, because replicas with one seed would sample the same rows.
     """
 
     def __init__(
@@ -124,23 +131,41 @@ class PromptReader:
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        self.limits, self._reads_sampling, self._row_options = limits, reads_sampling, row_options
+        self.limits, self._options = limits, {*row_options, *(_TEMPERATURE if reads_sampling else ())}
         self._stop_strings, self._reads_text = tuple(stop_strings), reads_text
         self._seed, self._calls = seed * 1_000_003 + rank, 0
 
     def read(self, data: Mapping[str, Any]) -> list[Prompt]:
-        """The rows of a batch, in order; see `read_prompts`."""
+        """The rows of a batch, in order; see `GenerationDatumSpec`.
+
+        Raises:
+            DataError: an empty prompt, an id outside the vocabulary, no space for a token, or a stop string that is empty or
+                cannot be found; names the row.
+            NotSupportedError: rows have their own temperature, and the engine samples at one; or another option that it lacks.
+        """
         self._calls += 1
-        return read_prompts(
-            data,
-            self.limits,
-            stop_strings=self._stop_strings,
-            reads_text=self._reads_text,
-            reads_sampling=self._reads_sampling,
-            row_options=self._row_options,
-            seed=self._seed,
-            call=self._calls,
-        )
+        refuse_text(data)
+        batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
+        lengths: list[int] = batch["input_lengths"].tolist()
+        prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            _check_prompt(number, prompt, length, self.limits)
+        own_sampling = batch["sampling"] if "sampling" in batch else [None] * len(prompts)
+        _check_options(own_sampling, self._options)
+        seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(self._seed, self._calls, len(prompts))
+        return [
+            Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings, sampling=sampling or {})
+            for number, (prompt, limit, own_seed, strings, sampling) in enumerate(
+                zip(
+                    prompts,
+                    _row_limits(batch, prompts, self.limits),
+                    seeds.tolist(),
+                    _row_stop_strings(batch, len(prompts), self._stop_strings, reads_text=self._reads_text),
+                    own_sampling,
+                    strict=True,
+                )
+            )
+        ]
 
 
 def refuse_text(data: Any) -> None:
@@ -150,58 +175,6 @@ def refuse_text(data: Any) -> None:
             f"Expected a BatchedDataDict with `input_ids` [B, T] and `input_lengths` [B], found {type(data).__name__}. "
             "For text, call generate_text(prompts), which returns text."
         )
-
-
-def read_prompts(
-    data: Mapping[str, Any],
-    limits: LengthLimits,
-    *,
-    stop_strings: Iterable[str] = (),
-    reads_text: bool = True,
-    reads_sampling: bool = False,
-    row_options: Collection[str] = (),
-    seed: int = 0,
-    call: int = 0,
-) -> list[Prompt]:
-    """The rows of a batch, in order.
-
-    Args:
-        data: see `GenerationDatumSpec`.
-        limits: limits of every row.
-        stop_strings: strings that end every row, in addition to its own.
-        reads_text: whether there is a tokenizer, which stop strings require.
-        reads_sampling: whether rows may have their own temperature (`sampling`).
-        row_options: further options that rows may have (`sampling`).
-        seed: for batches without `sample_seeds`, together with `call`.
-        call: number of the call.
-
-    Raises:
-        DataError: an empty prompt, an id outside the vocabulary, no space for a token, or a stop string that is empty or cannot
-            be found; names the row.
-        NotSupportedError: rows have their own temperature, and the engine samples at one; or another option that it lacks.
-    """
-    refuse_text(data)
-    batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
-    lengths: list[int] = batch["input_lengths"].tolist()
-    prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
-    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        _check_prompt(number, prompt, length, limits)
-    own_sampling = batch["sampling"] if "sampling" in batch else [None] * len(prompts)
-    _check_options(own_sampling, {*row_options, *(_TEMPERATURE if reads_sampling else ())})
-    seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(seed, call, len(prompts))
-    return [
-        Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings, sampling=sampling or {})
-        for number, (prompt, limit, own_seed, strings, sampling) in enumerate(
-            zip(
-                prompts,
-                _row_limits(batch, prompts, limits),
-                seeds.tolist(),
-                _row_stop_strings(batch, len(prompts), tuple(stop_strings), reads_text=reads_text),
-                own_sampling,
-                strict=True,
-            )
-        )
-    ]
 
 
 def to_output(completions: Sequence[Completion], *, has_options: bool = False) -> BatchedDataDict[Any]:

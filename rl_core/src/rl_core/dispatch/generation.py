@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import LengthLimits, read_prompts
+from rl_core.data.generation_io import LengthLimits, PromptReader
 from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
 from rl_core.dispatch.replica_rows import Answer, equal_answer, in_row_order, newest_version, prompt_columns, sample_rows
 from rl_core.dispatch.rows import check_rows
@@ -267,14 +267,14 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         limits = LengthLimits(
             vocab_size=facts["vocab_size"], max_model_len=facts["max_model_len"], max_new_tokens=self.config.max_new_tokens
         )
-        read_prompts(
-            data,
+        reader = PromptReader(
             limits,
             stop_strings=self.config.stop_strings or (),
             reads_text=facts.get("reads_text", True),
             reads_sampling=facts.get("reads_sampling", False),
             row_options=facts.get("row_options", ()),
         )
+        reader.read(data)
 
     def _no_weights(self, ranks: Sequence[int]) -> WeightSyncError:
         replicas = f"Generation replica {', '.join(map(str, ranks))} was restarted with the model's initial weights"
