@@ -1,5 +1,6 @@
 """Replicas of a served engine that exit and may not be restarted."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rl_core.errors import EngineDiedError, WorkerDiedError
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.sampling import Limits
-from rl_serve.served_model import ServedModel
+from rl_serve.served_model import ServedModel, started_model
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 GREEDY = {"prompt": "12+34=", "temperature": 0}
@@ -113,3 +114,43 @@ def test_health_reports_the_transformers_engine_in_this_process_if_it_may_not_be
     finally:
         thread.close()
         engine.shutdown()
+
+
+def core_of(generation):
+    """The process of vLLM's engine core, of an engine in this process."""
+    [core] = generation.group.worker._engine._engine.engine_core.resources.engine_manager.processes
+    return core.pid
+
+
+def health_after(client, seconds):
+    """What `/health` reports after a time."""
+    time.sleep(seconds)
+    return client.get("/health")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_health_reports_that_the_core_of_an_idle_vllm_engine_exited():
+    overrides = ["async_engine=true", "precision=float32", "max_model_len=64", "max_num_seqs=4"]
+    overrides = [f"policy.generation.vllm_cfg.{override}" for override in overrides]
+    overrides += ["policy.generation.max_restarts=1", "policy.generation.max_new_tokens=8"]
+    with started_model(str(MODEL), backend="vllm", overrides=overrides, name="addition") as served:
+        thread = EngineThread(served.generation)
+        with TestClient(create_app(served, thread, limits=Limits())) as client:
+            assert client.get("/health").json() == {"status": "ok", "model": "addition"}
+
+            kill(core_of(served.generation))  # the next request restarts it
+            assert health_after(client, 1.0).json()["status"] == "ok"
+            assert served.generation.group.workers_alive() == [False]
+            assert client.post("/v1/completions", json=GREEDY).json()["choices"][0]["text"] == "46"
+            assert served.generation.restarts == 1
+            assert client.get("/health").json()["status"] == "ok"
+
+            kill(core_of(served.generation))
+            health = health_after(client, 1.0)
+            assert (health.status_code, health.json()["status"]) == (503, "engine failed")
+            assert health.json()["reason"].startswith(
+                "1 of 1 generation replicas exited, and policy.generation.max_restarts (1)"
+            )
+            assert client.post("/v1/completions", json=GREEDY).status_code == 503
+        thread.close()

@@ -24,7 +24,7 @@ from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_fol
 from rl_backends_vllm.standalone import as_batch, as_sent, only_config, standalone_config, standalone_context
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, end_token_ids, to_output
-from rl_core.errors import ConfigError, DataError, RLCoreError, WeightSyncError
+from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError
 from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.weights.fingerprint import same_digests_on_every_replica
@@ -158,6 +158,11 @@ class VllmGenerationWorker(GenerationWorker):
         for name, so_far in self._requests.unfinished().items():
             results[name] = BatchedDataDict({**to_output([so_far]), "unfinished": torch.tensor([True])})
         return results
+
+    def check_processes(self) -> None:
+        engine = self._engine
+        if engine is not None and engine.is_dead():
+            raise EngineDiedError("A process of the vLLM engine exited.")
 
     def prepare_for_generation(self) -> None:
         for tag in ("weights", "kv_cache"):

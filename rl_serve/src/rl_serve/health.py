@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.errors import UserError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.worker import GenerationWorker
+
+_ANSWER_S = 0.5
+"""How long replicas may take to check their processes; one that is busy for longer counts as alive."""
 
 ResultT = TypeVar("ResultT")
 
@@ -61,6 +68,7 @@ def read_engine_state(generation: GenerationInterface, death: Exception | None =
     """
     if not isinstance(generation, DistributedGeneration):
         return EngineState(status="ok") if death is None else EngineState(status="engine failed", reason=str(death))
+    _check_processes(generation)
     alive = generation.group.workers_alive()
     empty = [rank for rank, is_alive in enumerate(alive) if is_alive and generation.lacks_weights(rank)]
     dead, limit = alive.count(False), generation.config.max_restarts
@@ -81,3 +89,20 @@ def read_engine_state(generation: GenerationInterface, death: Exception | None =
         status="degraded" if alive.count(True) > len(empty) else "engine failed",
         reason=" ".join(reasons),
     )
+
+
+def _check_processes(generation: DistributedGeneration) -> None:
+    """Let the replicas check the processes of their engines: the group counts a replica that misses one as dead."""
+    default = GenerationWorker.check_processes
+    if getattr(generation.worker_class, "check_processes", default) is default:
+        return
+    group = generation.group
+    try:
+        alive = [rank for rank, is_alive in enumerate(group.workers_alive()) if is_alive]
+        calls = [group.submit_one("check_processes", rank=rank) for rank in alive]
+    except UserError:  # the engine was shut down, or another thread is restarting its only replica
+        return
+    until = time.monotonic() + _ANSWER_S
+    for call in calls:
+        with suppress(WorkerDiedError):  # `workers_alive` reports it from now on
+            call.poll(max(until - time.monotonic(), 0.0))

@@ -191,6 +191,10 @@ class GenerationWorker(ABC):
         """Discard what this replica keeps for these conversations (`session_ids` of the rows); unknown names are ignored."""
         return None
 
+    def check_processes(self) -> None:
+        """Return at once; raise EngineDiedError if another process of this replica has exited. Health checks call it."""
+        return None
+
     def prepare_for_generation(self) -> None:
         return None
 
