@@ -73,6 +73,16 @@ DEEP = {
         "policy.hf_cfg.config_overrides.num_layerz: the LlamaConfig",
     ),
     "a batch that the data cannot fill": ({"dpo": {"global_batch_size": 64}}, "has 4 records, but a step uses 64"),
+    "an end-of-sequence token that the model does not have": (
+        {
+            "policy": {"generation": {"backend": "hf", "max_new_tokens": 4, "eos_token_id": 3}},
+            "dpo": None,
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+            "env": {"math": {"env_cls": "math"}},
+            "data": {"train": {"dataset_name": "jsonl", "path": "pairs.jsonl", "input_key": "prompt", "output_key": "chosen"}},
+        },
+        "policy.generation.eos_token_id: eos_token_id is 3, but the end-of-sequence tokens of the model are [1]",
+    ),
     "a plugin that cannot be imported": (
         {"logger": {"loggers": {"rl_train.metrics.mlflow.Missing": {}}}},
         "logger.loggers.rl_train.metrics.mlflow.Missing",

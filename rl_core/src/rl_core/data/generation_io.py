@@ -218,8 +218,9 @@ def end_token_ids(*sources: Any, further: Iterable[int] | None = None, repeated:
         ids.update([configured] if isinstance(configured, int) else configured or ())
     if repeated is not None and repeated not in ids:
         raise ConfigError(
-            f"policy.generation.eos_token_id is {repeated}, but the end-of-sequence tokens of the model are {sorted(ids)}, and "
-            "they always end a completion. Remove the key, or use stop_token_ids, which adds further tokens."
+            f"eos_token_id is {repeated}, but the end-of-sequence tokens of the model are {sorted(ids)}, and they always end a "
+            "completion. Remove the key, or use stop_token_ids, which adds further tokens.",
+            key="policy.generation.eos_token_id",
         )
     return frozenset(ids.union(further or ()))
 

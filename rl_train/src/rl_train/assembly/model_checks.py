@@ -12,12 +12,13 @@ from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.data.hub import require_model
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
 from rl_core.errors import ConfigError, DataError, with_key
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
+from rl_train.diagnostics.model_files import read_model_files
 from rl_train.diagnostics.position_limit import PositionLimit, position_limit
 
 _log = logging.getLogger("rlcore")
@@ -57,6 +58,23 @@ def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:
                 f"{config.policy.model_name} in {len(others)} tokens, for example {others[0][0]!r}, so the policy's token "
                 "ids would mean other words. Use a model with the policy's tokenizer."
             )
+
+
+def refuse_other_end_tokens(config: RunConfig) -> None:
+    """Check that `policy.generation.eos_token_id`, if it is set, is an end-of-sequence token of the engine's model.
+
+    Raises:
+        ConfigError: the model has others.
+    """
+    given, policy = config.policy.generation, config.policy
+    if given is None or given.eos_token_id is None or given.has_own_weights:
+        return
+    engine = given.for_policy(policy)
+    own = next((section for _, section in _backend_sections(engine)), None)
+    trusted = bool(getattr(own, "trust_remote_code", False))
+    model = engine.model_name or policy.model_name
+    tokenizer = find_tokenizer(model, getattr(own, "tokenizer", None) or policy.tokenizer, trust_remote_code=trusted)
+    read_model_files(model, tokenizer, trust_remote_code=trusted, eos_token_id=given.eos_token_id)
 
 
 def tokenizer_key(section: PolicyConfig) -> str:

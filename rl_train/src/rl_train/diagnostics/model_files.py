@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.generation_io import end_token_ids
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
@@ -17,23 +19,30 @@ class ModelFiles:
     """Tokens that end a completion, according to these files."""
 
 
-def read_model_files(name_or_path: str, tokenizer: Any) -> ModelFiles:
+def read_model_files(
+    name_or_path: str, tokenizer: Any, *, trust_remote_code: bool = False, eos_token_id: int | None = None
+) -> ModelFiles:
     """Read the config files; missing ones are skipped.
 
     Args:
         name_or_path: a model's name, a folder, or a GGUF file.
         tokenizer: the policy's tokenizer; its end-of-sequence token also ends a completion.
+        trust_remote_code: whether code that comes with the model is run.
+        eos_token_id: must be one of the end tokens, if the model has a config; not checked if it is None.
+
+    Raises:
+        ConfigError: the model has other end tokens than `eos_token_id`.
     """
     from transformers import GenerationConfig
 
-    config = read_model_config(name_or_path)
+    config = read_model_config(name_or_path, trust_remote_code=trust_remote_code)
     is_gguf = Path(name_or_path).suffix == ".gguf"
     sampling = None if is_gguf else _if_there(lambda: GenerationConfig.from_pretrained(str(name_or_path)))
     text = config.get_text_config(decoder=True) if config is not None else None
     tied = getattr(text, "tie_word_embeddings", None)
     return ModelFiles(
         tie_word_embeddings=bool(tied) if tied is not None else None,
-        end_ids=frozenset(_end_ids(text) | _end_ids(sampling) | _end_ids(tokenizer)),
+        end_ids=end_token_ids(sampling, config, text, tokenizer, repeated=eos_token_id if config is not None else None),
     )
 
 
@@ -53,8 +62,3 @@ def _if_there(read: Any) -> Any:
         return read()
     except (OSError, ValueError):
         return None
-
-
-def _end_ids(source: Any) -> set[int]:
-    ids = getattr(source, "eos_token_id", None)
-    return {ids} if isinstance(ids, int) else set(ids or ())

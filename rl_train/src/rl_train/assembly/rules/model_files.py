@@ -10,7 +10,13 @@ from rl_core.config.section import ComponentSection
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import UserError
 from rl_train.assembly.error_locations import problem_in_section
-from rl_train.assembly.model_checks import length_conflicts, length_warnings, refuse_other_tokenizers, tokenizer_key
+from rl_train.assembly.model_checks import (
+    length_conflicts,
+    length_warnings,
+    refuse_other_end_tokens,
+    refuse_other_tokenizers,
+    tokenizer_key,
+)
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.components import each_section
@@ -68,4 +74,14 @@ def rows_fit_the_trained_positions(config: RunFacts) -> Iterator[Problem]:
 def companions_have_the_tokenizer_of_the_policy(config: RunFacts) -> Iterator[Problem]:
     """A value model and a teacher have the tokenizer of the policy, because they receive its token ids."""
     refuse_other_tokenizers(config.run, config.tokenizer)
+    yield from ()
+
+
+@rule(*_FILES, "policy.generation", stage=Stage.DATA)
+def end_of_sequence_token_is_of_the_model(config: RunFacts) -> Iterator[Problem]:
+    """The end-of-sequence token that `policy.generation` repeats is one of the model's."""
+    config.require_models()
+    generation = config.run.policy.generation
+    if generation is not None and (generation.model_name is None or config.missing_source(generation.model_name) is None):
+        refuse_other_end_tokens(config.run)
     yield from ()
