@@ -1,6 +1,6 @@
 """What a rule of a config is, and how rules are run over a config that may be invalid in other places.
 
-A rule is a function with a docstring, which is its text in error reports and in `docs/rules.md`:
+A rule is a function with a docstring, which is its text in reports:
 
     @rule("algorithm", "profiling", applies_to=TRAINING)
     def profiled_steps_are_within_the_run(config: CheckedConfig) -> Iterator[Problem]:
