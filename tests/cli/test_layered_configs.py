@@ -154,6 +154,29 @@ def test_an_empty_data_file_fails_in_validate(folder, rlcore, content):
         assert "rows.jsonl is empty: a dataset needs at least one row." in err
 
 
+@pytest.mark.parametrize(
+    ("source", "path", "file", "content"),
+    [
+        ("parquet", "rows.parquet", "rows.parquet", ""),
+        ("parquet", "rows", "rows/0.parquet", ""),
+        ("huggingface", "rows", "rows/train.jsonl", ""),
+        ("huggingface", "rows", "rows/train.csv", ""),
+        ("huggingface", "rows", "rows/train.csv", "question,expected_answer\r\n\r\n"),
+    ],
+)
+def test_files_without_rows_fail_in_validate(folder, rlcore, source, path, file, content):
+    written = folder / file
+    written.parent.mkdir(exist_ok=True)
+    given = [f"++policy.model_name={MODEL}", f"++data.train.dataset_name={source}", f"++data.train.path={path}"]
+    given.append("++data.train.response_key=expected_answer")
+    written.write_text(content)
+    code, _, err = rlcore("validate", "--config", "sft.yaml", *given)
+    assert code == 2
+    assert f"data.train.path: {folder / path} is empty: a dataset needs at least one row." in err
+    written.write_text("question,expected_answer\r1+1=,2\r")
+    assert rlcore("validate", "--config", "sft.yaml", *given)[0] == 0
+
+
 def test_a_path_and_a_short_path_are_refused(folder):
     given = [f"++policy.model_name={MODEL}", "++data.train.path=train.jsonl", "++data.train_data_path=train.jsonl"]
     with pytest.raises(InvalidConfigError, match="train and train_data_path both define the training data"):

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import yaml
 from huggingface_hub import HfApi
@@ -88,6 +89,22 @@ DEEP = {
         "logger.loggers.rl_train.metrics.mlflow.Missing",
     ),
 }
+
+
+def test_tables_without_rows_are_errors(validate, tmp_path):
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "train.csv").write_text("prompt,chosen,rejected\n")
+    (tmp_path / "pairs" / "README.md").write_text("Sums")
+    code, output = validate({"data": {"train": {"dataset_name": "preference_huggingface", "path": "pairs"}}}, "--deep")
+    assert code == 2
+    assert "pairs cannot be loaded: it has no rows. A dataset needs at least one row" in output
+
+    columns = dict.fromkeys(("prompt", "chosen", "rejected"), pyarrow.array([], pyarrow.string()))
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "pairs.parquet")
+    code, output = validate({"data": {"train": {"dataset_name": "preference_parquet", "path": "pairs.parquet"}}}, "--deep")
+    assert code == 2
+    assert "data.train: " in output
+    assert "pairs.parquet has no pair to train on (it is empty)" in output
 
 
 @pytest.mark.parametrize("case", DEEP)

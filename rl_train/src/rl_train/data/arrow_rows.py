@@ -215,6 +215,8 @@ def _why(error: Exception) -> tuple[str, str]:
     if "Config name is missing" in text or "BuilderConfig" in text:
         return text, "Choose one with `subset`"
     why = error.__cause__ or error
+    if "corresponds to no data" in text or type(why).__name__ == "EmptyDataError":
+        return "it has no rows", "A dataset needs at least one row"
     return f"{type(why).__name__}: {str(why).rstrip('.')}", (
         "Give an existing Parquet file, a folder that save_to_disk wrote, a folder of data files, or the name of a dataset on "
         "the hub; read JSON lines with `dataset_name: jsonl`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,18 @@ from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig
 from rl_train.data.json_lines import csv_problem, first_line, parsed
 from rl_train.data.record_functions import PACKAGED
-from rl_train.data.row_sections import JsonLinesSource, OnBadRow, PreferenceFields, RecordFields, RowsConfig
+from rl_train.data.row_sections import (
+    HuggingFaceSource,
+    JsonLinesSource,
+    OnBadRow,
+    ParquetSource,
+    PreferenceFields,
+    RecordFields,
+    RowsConfig,
+)
 from rl_train.prompts.prompt_files import prompt_problem
+
+_EMPTY = "{path} is empty: a dataset needs at least one row."
 
 
 def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -34,6 +45,8 @@ def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPat
         return  # reported at `data.prompt`
     if not found and isinstance(config, JsonLinesSource):
         yield from _first_row(config, effective)
+    elif isinstance(config, ParquetSource | HuggingFaceSource) and _is_empty(Path(config.path)):
+        yield ("path",), _EMPTY.format(path=config.path)
 
 
 def _function(config: RowsConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -75,12 +88,34 @@ def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple
         # A folder, another format, or a compression that needs a library: reported by `--deep` and by the run.
         return
     if first is None:
-        yield ("path",), f"{config.path} is empty: a dataset needs at least one row."
+        yield ("path",), _EMPTY.format(path=config.path)
     elif config.on_bad_row is OnBadRow.ERROR and (config.record_fn is None or config.record_fn in PACKAGED):
         try:
             _read(parsed(first[1]), effective)
         except DataError as error:
             yield ("path",), f"{config.path}:{first[0]}: {error}."
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether there are files, and none has rows; not all empty ones are found, since Parquet files need pyarrow."""
+    is_empty = False
+    try:
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.is_file():
+                if _has_content(file):
+                    return False
+                is_empty = True
+    except OSError:  # cannot be read: reported by `--deep` and by the run
+        return False
+    return is_empty
+
+
+def _has_content(file: Path) -> bool:
+    """Whether a file is not empty, and if it is a CSV or TSV file, whether a line follows its header."""
+    if file.suffix.lower() not in (".csv", ".tsv"):
+        return file.stat().st_size > 0
+    with file.open(encoding="latin-1") as lines:
+        return len([*islice(filter(str.strip, lines), 2)]) == 2
 
 
 def _read(row: dict[str, Any], config: RowsConfig) -> None:
