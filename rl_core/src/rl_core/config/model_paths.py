@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from os.path import isdir, isfile  # False for a name that is too long for the file system; Path would raise
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ def model_path_problem(name_or_path: str) -> str | None:
     """
     path = Path(name_or_path).expanduser()
     if path.suffix == ".gguf":
-        return None if path.is_file() else f"there is no GGUF file {name_or_path}."
-    if path.is_file():
+        return None if isfile(path) else f"there is no GGUF file {name_or_path}."
+    if isfile(path):
         return (
             f"{name_or_path} is a file, but a model is a folder with config.json and weights, or a .gguf file. "
             f"Use a folder written by `save_pretrained`, such as {path.parent}."
         )
-    if path.is_dir() and not (path / "config.json").is_file():
+    if isdir(path) and not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             return (
                 f"{name_or_path} contains only a LoRA adapter, not a whole model. Merge it into its base with `rlcore "

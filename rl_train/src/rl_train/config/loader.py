@@ -222,6 +222,8 @@ def draft_config(
     problems.poisoned |= {problem.path for problem in report.problems}
     sections = _validated_sections(values, layout, written=written, problems=problems)
     run = _partial_run(values, layout, written, problems) if problems.found else RunConfig(**_of_run(sections, layout))
+    if isinstance(source, Mapping) and "cluster" not in source:  # components that were created in Python bring their own
+        run.model_fields_set.discard("cluster")
     return ConfigDraft(
         checked=CheckedConfig(run=run, registry=registry, use=use, layout=layout),
         problems=problems,
