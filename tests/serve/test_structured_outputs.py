@@ -94,6 +94,7 @@ def log_softmax_of(folder, prompt, completion):
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
+@pytest.mark.full("backends_vllm/test_row_options.py covers the engine's alternatives")
 @pytest.mark.parametrize("greedy", [False, True])
 def test_alternatives_have_the_log_probabilities_of_the_sampled_distribution(official, folder, greedy):
     more = {"logprobs": True, "seed": 1, "max_completion_tokens": 12, "extra_body": {"return_token_ids": True}}
