@@ -390,7 +390,6 @@ def test_rows_with_unusable_tests_are_data_errors(environment, info, message):
         environment.step([answered("```\n1\n```")], [info])
 
 
-@pytest.mark.full("fails on a busy machine; sandbox/test_sessions.py has sessions that die")
 def test_a_program_whose_sandbox_dies_in_mid_call_is_not_scored_and_passes_when_it_is_repeated():
     environment = open_environment({})
     try:
@@ -409,6 +408,21 @@ def test_a_program_whose_sandbox_dies_in_mid_call_is_not_scored_and_passes_when_
             assert "code_outcome" not in result.metadata[0]
         repeated = environment.step([answered(f"```{REMOVE_OCC}```")], [MBPP])
         assert (repeated.rewards["all_passed"].tolist(), repeated.failures) == ([1.0], [None])
+    finally:
+        environment.shutdown()
+
+
+def test_one_failed_row_discards_all_idle_sessions_of_a_dead_sandbox():
+    environment = open_environment({})
+    try:
+        rows = [answered(f"```{REMOVE_OCC}```")] * 3
+        assert environment.step(rows, [MBPP] * 3).failures == [None] * 3  # leaves idle sessions for tests
+        idle = environment._runner._idle.qsize()
+        os.kill(environment._sandbox.process_id, signal.SIGKILL)
+        wait_until(lambda: not environment._sandbox._launcher.alive)
+        attempts = [environment.step(rows[:1], [MBPP]).failures for _ in range(2)]
+        assert idle >= 1
+        assert attempts[1] == [None]
     finally:
         environment.shutdown()
 

@@ -10,14 +10,14 @@ import inspect
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from rl_core.errors import UserError
 from rl_envs.code.harness import modules_source, program_source, tests_source
 from rl_envs.code.suites import Suite
-from rl_sandbox.interface import Outcome, SandboxInterface, SessionInterface
+from rl_sandbox.interface import Outcome, SandboxError, SandboxInterface, SessionInterface
 
 _GRACE_S = 3.0
 """Seconds that tests have for their end after the limit at which their program is killed."""
@@ -85,6 +85,11 @@ class SuiteRunner:
                 tests.modules = "" if tests.session.preload(modules_source()) else modules_source()
             tests.session.wait_until_started()
             yield tests
+        except SandboxError:
+            # The process that started the sessions may have ended, and all idle ones with it.
+            tests.reusable = False
+            self._close_idle()
+            raise
         finally:
             if tests.reusable:
                 self._idle.put(tests)
@@ -94,8 +99,12 @@ class SuiteRunner:
     def close(self) -> None:
         """Close the idle sessions."""
         self._programs.shutdown(cancel_futures=True)
-        while not self._idle.empty():
-            self._idle.get().session.close()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._idle.get_nowait().session.close()
 
 
 def _check(session: SessionInterface) -> None:
