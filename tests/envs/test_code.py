@@ -97,7 +97,6 @@ def test_wrong_programs_get_their_share(run):
     ]
 
 
-@pytest.mark.full("fails on a busy machine; sandbox/test_sessions.py ends programs at their limits")
 def test_programs_that_do_not_end_raise_or_do_not_compile_fail(environment):
     impatient = open_environment({"sandbox": {"timeout_s": 1.0}})
     try:
@@ -107,7 +106,11 @@ def test_programs_that_do_not_end_raise_or_do_not_compile_fail(environment):
     assert endless["code_outcome"] == "timeout"
     programs = ["raise ValueError", "def (", "import os; os.kill(os.getppid(), 9)", "x = bytearray(1 << 40)"]
     result = environment.step([answered(f"```\n{code}\n```") for code in programs], [MBPP] * 4)
-    assert [info["code_outcome"] for info in result.metadata] == ["error", "error", "killed", "error"]
+    outcomes = [info["code_outcome"] for info in result.metadata]
+    ended_session = outcomes.pop(2)
+    assert outcomes == ["error", "error", "error"]
+    # Until its session has ended, the program still runs and may answer the tests, without the function that they call.
+    assert ended_session in ("killed", "failed")
     assert (result.rewards["passed_share"].tolist(), result.scored.tolist()) == ([0.0] * 4, [True] * 4)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 
 import pytest
 
-from rl_sandbox.cgroups import PREFIX, Cgroups, _processes, remove
+from rl_sandbox.cgroups import PREFIX, Cgroups, remove
 from rl_sandbox.launcher import Launcher, Session
 
 LIMITS = {"memory": 1000, "pids": 10}
@@ -75,10 +76,14 @@ def test_cgroups_of_launchers_that_ended_are_removed(hierarchies):
     assert (abandoned.exists(), running.exists()) == (False, True)
 
 
-def test_processes_of_other_namespaces_are_not_listed(tmp_path):
+def test_processes_that_are_left_in_a_cgroup_are_killed_but_not_those_of_other_namespaces(tmp_path):
     """The kernel lists them as 0, and a signal to 0 would reach the process group of the launcher."""
-    (tmp_path / "cgroup.procs").write_text("0\n41\n0\n")
-    assert _processes(tmp_path) == [41]
+    cgroup = tmp_path / f"{PREFIX}1_1"
+    cgroup.mkdir()
+    process = subprocess.Popen(["sleep", "600"])  # in this process group, like a bubblewrap that has just been forked
+    (cgroup / "cgroup.procs").write_text(f"0\n{process.pid}\n0\n")
+    assert not remove([cgroup], wait_s=0.0)  # a folder with a file, as while the kernel releases the process
+    assert process.wait(timeout=60) == -signal.SIGKILL
 
 
 def test_a_session_whose_cgroup_is_still_in_use_closes_and_its_cgroup_is_removed_later(tmp_path, monkeypatch):

@@ -92,15 +92,15 @@ class Cgroups:
                 owner = folder.name.removeprefix(PREFIX).partition("_")[0]
                 if owner.isdigit() and not _runs(int(owner)):
                     with contextlib.suppress(OSError):
-                        for process in _processes(folder):
-                            os.kill(process, signal.SIGKILL)
                         remove([folder])
 
 
-def _processes(cgroup: Path) -> list[int]:
-    file = cgroup / "cgroup.procs"
+def _kill_processes(cgroup: Path) -> None:
     # Processes of other process namespaces are listed as 0, which `kill` takes for the process group of this process.
-    return [int(line) for line in file.read_text().split() if line != "0"] if file.exists() else []
+    with contextlib.suppress(OSError):  # the cgroup or a process may end meanwhile
+        for process in (cgroup / "cgroup.procs").read_text().split():
+            if process != "0":
+                os.kill(int(process), signal.SIGKILL)
 
 
 def _runs(process: int) -> bool:
@@ -118,13 +118,18 @@ def enter(folders: list[Path]) -> None:
 
 
 def remove(folders: list[Path], *, wait_s: float = _REMOVAL_S) -> bool:
-    """Remove a cgroup whose processes were killed; returns whether it is gone. The kernel may need a moment to release them."""
+    """Kill what is left in a cgroup and remove it; returns whether it is gone.
+
+    The kernel may need a moment to release processes, and a bubblewrap that is killed while it starts can leave a child that
+    does not end with it.
+    """
     end = time.monotonic() + wait_s
     for folder in folders:
         while folder.exists():
             try:
                 folder.rmdir()
             except OSError:
+                _kill_processes(folder)
                 if time.monotonic() >= end:
                     return False
                 time.sleep(0.002)
