@@ -66,7 +66,8 @@ def folder(tmp_path_factory, tokenizer_of_bytes):
 
 
 @pytest.fixture(scope="module")
-def served(folder):
+def served(folder, one_thread):
+    """The engine is called from another thread than the main one, for which `one_thread` sets the number of torch's threads."""
     overrides = [f"policy.generation.temperature={TEMPERATURE}", "policy.generation.vllm_cfg.precision=float32"]
     overrides += ["policy.generation.vllm_cfg.max_model_len=4096", "policy.generation.max_new_tokens=1000"]
     with started_model(str(folder), backend="vllm", overrides=overrides, name="random") as model:
@@ -94,7 +95,6 @@ def log_softmax_of(folder, prompt, completion):
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
-@pytest.mark.full("backends_vllm/test_row_options.py covers the engine's alternatives")
 @pytest.mark.parametrize("greedy", [False, True])
 def test_alternatives_have_the_log_probabilities_of_the_sampled_distribution(official, folder, greedy):
     more = {"logprobs": True, "seed": 1, "max_completion_tokens": 12, "extra_body": {"return_token_ids": True}}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, ClassVar
 
+import torch
+
 from rl_backends_vllm.extension import pack, unpack
 from rl_core.errors import ConfigError, EngineDiedError
 
@@ -136,6 +138,8 @@ class InProcessEngine(Engine):
     def finished(self, wait_s: float) -> list[Any]:
         until = time.monotonic() + wait_s
         done: list[Any] = []
+        # Torch would set the number of this thread's OpenMP threads in the middle of its first step, which vLLM refuses.
+        torch.get_num_threads()
         with self.detect_engine_death():
             while not done and not self.is_paused and self._engine.has_unfinished_requests():
                 done = list(self._engine.step())
