@@ -137,10 +137,7 @@ def _of_run(
         )
     run = load_config(folder / CONFIG, list(overrides), registry=registry, use=Use.SERVE).run
     section = run.policy.generation
-    if section is None:
-        raise ConfigError(
-            f"{folder / CONFIG} has no `policy.generation`, so it has no engine. Add one: ++policy.generation.backend=BACKEND."
-        )
+    assert section is not None  # a rule for configs that are served
     tokenizer = load_policy_tokenizer(run.policy)
     policy_section = run.policy.model_copy(update={"generation": _without_limit(section)})
     builder = Builder(

@@ -104,11 +104,6 @@ def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = 
     """
     registry = Registry(discover())
     config = load_config(config_path, overrides, registry=registry, use=Use.COMPARE).run
-    if config.policy.generation is None:
-        raise ConfigError(
-            "The config has no `policy.generation`, so there is no engine to compare with the policy. Add one, for example "
-            "++policy.generation.backend=hf."
-        )
     # No row after these prompts is used, so none is checked.
     datasets = config.data.model_copy(update={"validation": None, "validation_sets": {}, "check_rows": 0})
     prepared = Preparation(config.model_copy(update={"data": datasets}), registry, datasets=datasets)

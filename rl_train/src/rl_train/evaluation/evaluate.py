@@ -271,11 +271,6 @@ def _check_requirements(config: RunConfig, validation_set: str | None) -> None:
     if validation_set is None and config.data.validation is None and config.data.split is None:
         choose = f" Or choose one of data.validation_sets with --validation-set: {', '.join(named)}." if named else ""
         raise ConfigError(f"data.validation is required. Add `data: {{validation: {{dataset_name: ...}}}}`.{choose}")
-    if config.policy.generation is None or not config.env:
-        raise ConfigError(
-            "An evaluation samples and scores completions: the config needs `policy.generation` and a section in `env`, "
-            "for example ++policy.generation.backend=hf and ++env.math.num_workers=1."
-        )
 
 
 def _check_whose_weights(config: RunConfig, checkpoint: Path | None, registry: Registry) -> None:
