@@ -123,7 +123,7 @@ class Rule:
 
     Attributes:
         check: Yields the problems of a config.
-        reads: Sections and keys that it reads.
+        reads: Sections and keys that it reads, for readers; a test compares the sections with what it really reads.
         stage: When it can be checked.
         applies_to: What the config must be loaded for.
         each: The items that it is checked for separately, as additional arguments of `check`: an invalid section of one task

@@ -1,0 +1,50 @@
+"""The rules of configs: each reads only the sections that it declares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.config.partial_sections import UnavailableError, unavailable_section
+from rl_train.config.rules import RULES
+from rl_train.config.rules.rule import CheckedConfig, Stage, Use
+
+FOLDER = Path(__file__).parents[3] / "examples"
+EXAMPLES = [FOLDER / f"{name}.yaml" for name in ("grpo_addition", "ppo_addition", "dpo_addition")]
+SECTIONS = ("policy", "value", "teacher", "loss_fn", "cluster", "checkpointing", "logger", "rollout", "profiling")
+
+
+@pytest.fixture(scope="module")
+def configs():
+    registry = Registry(discover())
+    return [
+        CheckedConfig(run=loaded.run, registry=registry, use=Use.TRAIN, layout=loaded.layout)
+        for loaded in (load_config(path, [], registry=registry, stages=()) for path in EXAMPLES)
+    ]
+
+
+def without(config, name):
+    """The config in which reading a key of a section raises an error."""
+    section = getattr(config.run, name)
+    unreadable = unavailable_section(type(section), (name,))
+    return CheckedConfig(
+        run=config.run.model_copy(update={name: unreadable}), registry=config.registry, use=config.use, layout=config.layout
+    )
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.stage is not Stage.WRITTEN], ids=lambda rule: rule.name)
+def test_a_rule_reads_only_the_sections_that_it_declares(rule, configs):
+    declared = {read.partition(".")[0] for read in rule.reads}
+    undeclared = set()
+    for config in configs:
+        for name in SECTIONS:
+            if name not in declared and "every component" not in declared and getattr(config.run, name) is not None:
+                try:
+                    list(rule.problems(without(config, name)))
+                except UnavailableError as error:
+                    undeclared.add(str(error))
+    assert undeclared == set()
