@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from loopback_judge import reply, serving
 
+from rl_train.diagnostics import DiagnosisStatus
 from rl_train.workbench.check import check_environment
-from rl_train.workbench.results import CheckStatus
 from rl_train.workbench.trial import open_trial
 
 ROOT = Path(__file__).parents[2]
@@ -48,5 +48,5 @@ def test_junk_that_follows_the_instructions_gets_nothing_and_breaking_them_costs
 def test_check_env_accepts_the_example(example):
     with serving(judge_of_sense) as (url, _):
         results = {result.name: result for result in check_environment(example(url))}
-    assert [name for name, result in results.items() if result.status is CheckStatus.FAILED] == []
-    assert "accuracy 0" in results["metrics"].detail
+    assert [name for name, result in results.items() if result.status is DiagnosisStatus.FAILED] == []
+    assert "accuracy 0" in results["metrics"].found

@@ -53,8 +53,8 @@ def check_env(
         rlcore check env my_rewards.short --rows rows.jsonl
         rlcore check env my_task --config config.yaml
     """
+    from rl_train.diagnostics import DiagnosisStatus
     from rl_train.workbench.check import check_environment
-    from rl_train.workbench.results import CheckStatus
     from rl_train.workbench.trial import open_trial
 
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=num_rows)
@@ -62,8 +62,8 @@ def check_env(
     for result in check_environment(trial):
         results.append(result)
         if not as_json:
-            print(f"{result.status:<7} {result.name}: {result.detail}")
+            print(f"{result.status:<7} {result.name}: {result.found}")
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=2))
-    if any(result.status is CheckStatus.FAILED for result in results):
+    if any(result.status is DiagnosisStatus.FAILED for result in results):
         raise typer.Exit(1)

@@ -11,10 +11,10 @@ import yaml
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_envs.arithmetic.dataset import ArithmeticDataset
+from rl_train.diagnostics import DiagnosisStatus
 from rl_train.workbench.check import check_environment
 from rl_train.workbench.play import play, random_player, repeated_answers, scripted_player
 from rl_train.workbench.rescore import rescore
-from rl_train.workbench.results import CheckStatus
 from rl_train.workbench.trial import open_trial
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -96,27 +96,27 @@ def rows(tmp_path):
 def checked(name, rows, *settings):
     """Status and detail of each check."""
     trial = open_trial(name, settings, rows=rows)
-    return {result.name: (result.status, result.detail) for result in check_environment(trial)}
+    return {result.name: (result.status, result.found) for result in check_environment(trial)}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_typical_mistake_is_found_by_its_check(name, rows, monkeypatch):
     check, says = MISTAKES[name]
     found = checked(f"{__name__}.{name}", rows)
-    assert next(each for each, (status, _) in found.items() if status is CheckStatus.FAILED) == check
+    assert next(each for each, (status, _) in found.items() if status is DiagnosisStatus.FAILED) == check
     assert says in found[check][1]
 
 
 def test_an_environment_without_mistakes_passes_and_its_right_answers_are_compared(rows):
     found = checked("math", rows)
-    assert {status for status, _ in found.values()} == {CheckStatus.OK, CheckStatus.NOTE}
+    assert {status for status, _ in found.values()} == {DiagnosisStatus.OK, DiagnosisStatus.NOTE}
     assert "as '\\\\boxed{ANSWER}', 3 of 3 expected answers" in found["correct answers"][1]
     assert "accuracy 0" in found["metrics"][1]
 
 
 def test_an_environment_with_tools_is_checked_without_a_model(rows):
     found = checked("tools", rows)
-    assert {status for status, _ in found.values()} == {CheckStatus.OK, CheckStatus.NOTE}
+    assert {status for status, _ in found.values()} == {DiagnosisStatus.OK, DiagnosisStatus.NOTE}
     assert "there is no tool 'no_such_tool'. Available tools: calculator." in found["tool calls"][1]
     assert "as '\\\\boxed{ANSWER}', 3 of 3 expected answers" in found["correct answers"][1]
 
@@ -124,12 +124,12 @@ def test_an_environment_with_tools_is_checked_without_a_model(rows):
 def test_right_answers_without_a_higher_reward_and_a_failed_constructor_are_reported(rows):
     found = checked("rl_envs.arithmetic.environment.ArithmeticEnvironment", rows, "format_reward=-1")
     assert list(found) == ["construction"]
-    assert found["construction"][0] is CheckStatus.FAILED
+    assert found["construction"][0] is DiagnosisStatus.FAILED
     (rows.parent / "constant_reward.py").write_text("def nothing(completion, expected_answer):\n    return 0.0\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(rows.parent))
         found = checked("constant_reward.nothing", rows)
-    assert found["correct answers"][0] is CheckStatus.FAILED
+    assert found["correct answers"][0] is DiagnosisStatus.FAILED
     assert "no form of the expected answer" in found["correct answers"][1]
 
 
@@ -218,7 +218,7 @@ class Counts(Lengths):
 
 def test_sessions_are_opened_and_closed(rows):
     found = checked(f"{__name__}.Counts", rows, "max_rollout_turns=3")
-    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == []
+    assert [name for name, (status, _) in found.items() if status is DiagnosisStatus.FAILED] == []
     trial = open_trial(f"{__name__}.Counts", ["max_rollout_turns=3"], rows=rows)
     environment, opened = trial.make(), []
     turns = list(play(environment, "x", trial.rows[0], random_player(0), max_turns=trial.max_turns, on_open=opened.extend))
@@ -251,7 +251,7 @@ def functions(rows, monkeypatch):
 
 def test_a_reward_that_a_function_leaves_out_counts_as_0_and_is_not_a_mistake(rows, functions):
     found = checked(f"{functions}.named", rows)
-    assert [name for name, (status, _) in found.items() if status is CheckStatus.FAILED] == []
+    assert [name for name, (status, _) in found.items() if status is DiagnosisStatus.FAILED] == []
     assert "their mean reward is 1" in found["correct answers"][1]
     assert "mean reward is 0.25" in checked(f"{functions}.named", rows, "reward_weights.right=0.25")["correct answers"][1]
 
@@ -259,9 +259,9 @@ def test_a_reward_that_a_function_leaves_out_counts_as_0_and_is_not_a_mistake(ro
 def test_an_environment_that_does_not_read_the_expected_answer_need_not_reward_it(rows, functions):
     for name in (f"{functions}.short", f"{__name__}.Lengths"):
         found = checked(name, rows)
-        assert CheckStatus.FAILED not in {status for status, _ in found.values()}
+        assert DiagnosisStatus.FAILED not in {status for status, _ in found.values()}
         status, detail = found["correct answers"]
-        assert status is CheckStatus.NOTE
+        assert status is DiagnosisStatus.NOTE
         assert "does not read the metadata" in detail
 
 
@@ -276,20 +276,20 @@ class NeverRight(Lengths):
 
 def test_an_environment_that_reads_the_expected_answer_and_never_rewards_it_fails(rows):
     status, detail = checked(f"{__name__}.NeverRight", rows)["correct answers"]
-    assert (status, "no form of the expected answer" in detail) == (CheckStatus.FAILED, True)
+    assert (status, "no form of the expected answer" in detail) == (DiagnosisStatus.FAILED, True)
 
 
 def test_a_constant_answer_that_is_rewarded_on_most_problems_fails_and_near_misses_are_noted(rows, functions):
     found = checked(f"{functions}.any_number", rows)
-    assert found["constant answers"][0] is CheckStatus.FAILED
+    assert found["constant answers"][0] is DiagnosisStatus.FAILED
     assert "the answer '0' is rewarded like the expected one on 3 of 3 problems" in found["constant answers"][1]
-    assert found["near misses"][0] is CheckStatus.NOTE
+    assert found["near misses"][0] is DiagnosisStatus.NOTE
     assert "'ANSWER plus 1' 3 of 3" in found["near misses"][1]
     found = checked(f"{functions}.near", rows)
-    assert found["constant answers"][0] is not CheckStatus.FAILED
+    assert found["constant answers"][0] is not DiagnosisStatus.FAILED
     assert "'ANSWER or OTHER' 3 of 3, 'OTHER, ANSWER' 0 of 3, 'not ANSWER' 0 of 3, '-ANSWER' 3 of 3" in found["near misses"][1]
     found = checked("math", rows)
-    assert (found["constant answers"][0], found["near misses"][0]) == (CheckStatus.OK, CheckStatus.OK)
+    assert (found["constant answers"][0], found["near misses"][0]) == (DiagnosisStatus.OK, DiagnosisStatus.OK)
 
 
 def test_junk_that_follows_an_instruction_is_shown(rows):
@@ -297,7 +297,7 @@ def test_junk_that_follows_an_instruction_is_shown(rows):
     row = {"prompt": "Why?", "instruction_id_list": ["length_constraints:number_words"], "kwargs": [instruction]}
     rows.write_text(json.dumps(row) + "\n")
     status, detail = checked("instruction_following", rows)["constant answers"]
-    assert status is CheckStatus.NOTE
+    assert status is DiagnosisStatus.NOTE
     assert "'a a a a a a a a a a a a a a a ...' has the highest mean reward, 1." in detail
 
 
@@ -331,7 +331,7 @@ def test_a_class_named_by_its_path_is_played_and_checked_until_it_ends(rows):
     assert "a run needs `max_rollout_turns`" in found["turns"][1]
     assert "highest mean reward, 1." in found["constant answers"][1]
     status, detail = checked(f"{__name__}.BreaksLater", rows)["turns"]
-    assert (status, "observation of row 0" in detail) == (CheckStatus.FAILED, True)
+    assert (status, "observation of row 0" in detail) == (DiagnosisStatus.FAILED, True)
 
 
 @pytest.fixture

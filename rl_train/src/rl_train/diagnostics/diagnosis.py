@@ -12,6 +12,8 @@ class DiagnosisStatus(StrEnum):
     """Severity of a result."""
 
     OK = "ok"
+    NOTE = "note"
+    """Neither good nor bad."""
     WARNING = "warning"
     """Runs work, but something is unusual."""
     FAILED = "failed"

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.rewards.environment import FunctionEnvironment
 from rl_train.rewards.functions import BATCH_ARGUMENTS, ROW_ARGUMENTS
 from rl_train.rollouts.records import EXPECTED_KEYS, expected_answer
 from rl_train.workbench.play import repeated_answers
-from rl_train.workbench.results import CheckFailedError, CheckResult, CheckStatus, check_result
+from rl_train.workbench.results import CheckFailedError, check_result
 from rl_train.workbench.trial import EnvironmentTrial, TrialRow
 
 ANSWER_FORMS = ("{0}", "\\boxed{{{0}}}", "<answer>{0}</answer>", "Prediction: {0}", "The answer is {0}.")
@@ -41,7 +42,7 @@ _NOTED = 0.3
 _SHOWN_CHARS = 30
 
 
-def answer_checks(trial: EnvironmentTrial, environment: EnvironmentInterface) -> Iterator[CheckResult]:
+def answer_checks(trial: EnvironmentTrial, environment: EnvironmentInterface) -> Iterator[Diagnosis]:
     """Compare the rewards of expected answers, constant answers and near misses, for the rows of each dataset."""
     by_source: defaultdict[str, list[TrialRow]] = defaultdict(list)
     for row in trial.rows:
@@ -49,7 +50,7 @@ def answer_checks(trial: EnvironmentTrial, environment: EnvironmentInterface) ->
     for source, rows in by_source.items():
         for result in _SourceCheck(trial, environment, rows).results():
             name = f"{result.name} of {source}" if source else result.name
-            yield CheckResult(status=result.status, name=name, detail=result.detail)
+            yield Diagnosis(status=result.status, name=name, found=result.found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class _SourceCheck:
         self._read: set[str] = set()
         """Keys of the metadata that the environment reads."""
 
-    def results(self) -> Iterator[CheckResult]:
+    def results(self) -> Iterator[Diagnosis]:
         if not (yield from check_result("correct answers", self._correct_answers)):
             return
         if not self._solved:
@@ -99,10 +100,10 @@ class _SourceCheck:
     def _rewards(self, rows: Sequence[TrialRow], answers: Sequence[str]) -> list[float | None]:
         return repeated_answers(self._environment, self._trial, rows, answers)
 
-    def _correct_answers(self) -> tuple[CheckStatus, str]:
+    def _correct_answers(self) -> tuple[DiagnosisStatus, str]:
         given = [(row, str(answer)) for row in self._rows if (answer := expected_answer(row.metadata)) is not None]
         if not given:
-            return CheckStatus.NOTE, "the rows have no expected answer, so none was tried"
+            return DiagnosisStatus.NOTE, "the rows have no expected answer, so none was tried"
         rows = [TrialRow(messages=row.messages, metadata=_watched(row.metadata, self._read)) for row, _ in given]
         wrong = self._rewards(rows, [WRONG_ANSWERS[1]] * len(rows))
         for form in ANSWER_FORMS:
@@ -117,10 +118,10 @@ class _SourceCheck:
         self._read |= _parameters(self._environment)
         if not self._read:
             self._solved = []
-            return CheckStatus.NOTE, "the environment does not read the metadata of its rows, so no answer is the right one"
+            return DiagnosisStatus.NOTE, "the environment does not read the metadata of its rows, so no answer is the right one"
         if self._solved:
             mean = sum(each.reward for each in self._solved) / len(self._solved)
-            return CheckStatus.OK, (
+            return DiagnosisStatus.OK, (
                 f"as {self._form.format('ANSWER')!r}, {len(self._solved)} of {len(given)} expected answers got more than a "
                 f"wrong one; their mean reward is {mean:g}"
             )
@@ -128,13 +129,13 @@ class _SourceCheck:
         problem = f"no form of the expected answer got a higher reward than {WRONG_ANSWERS[1]!r} (tried {tried})"
         if self._reads_expected:
             raise CheckFailedError(f"{problem}.")
-        return CheckStatus.NOTE, f"{problem}; the environment reads neither {' nor '.join(EXPECTED_KEYS)}"
+        return DiagnosisStatus.NOTE, f"{problem}; the environment reads neither {' nor '.join(EXPECTED_KEYS)}"
 
     @property
     def _reads_expected(self) -> bool:
         return not self._read.isdisjoint(EXPECTED_KEYS)
 
-    def _constant_answers(self) -> tuple[CheckStatus, str]:
+    def _constant_answers(self) -> tuple[DiagnosisStatus, str]:
         answers = dict.fromkeys([*CONSTANTS, *(each.expected for each in self._solved)])
         found = [self._paid(repr(_cut(answer)), partial(_always, answer)) for answer in answers]
         found.append(self._paid("the question", lambda solved: str(solved.row.messages[-1]["content"])))
@@ -146,23 +147,23 @@ class _SourceCheck:
             )
             if self._reads_expected:
                 raise CheckFailedError(problem)
-            return CheckStatus.NOTE, problem
+            return DiagnosisStatus.NOTE, problem
         worst = f"{most.label} is, on {most.paid} of {most.rows}," if most.paid else "none is"
         detail = (
             f"of {len(found)} answers that do not depend on the problem, if they are wrong, {worst} rewarded "
             f"like the expected one; the highest mean reward is {best.mean:g}, of {best.label}"
         )
         mean = sum(each.reward for each in self._solved) / len(self._solved)
-        return CheckStatus.NOTE if best.mean > _NOTED * mean else CheckStatus.OK, detail
+        return DiagnosisStatus.NOTE if best.mean > _NOTED * mean else DiagnosisStatus.OK, detail
 
-    def _near_misses(self) -> tuple[CheckStatus, str]:
+    def _near_misses(self) -> tuple[DiagnosisStatus, str]:
         others = {each.expected: self._other(each) for each in self._solved}
         found = [self._paid(label, partial(_changed, change, others)) for label, change in _NEAR_MISSES.items()]
         shown = ", ".join(f"{each.label!r} {each.paid} of {each.rows}" for each in found)
         is_noted = any(each.is_on_most for each in found)
-        return CheckStatus.NOTE if is_noted else CheckStatus.OK, f"rewarded like the expected answer ANSWER: {shown}"
+        return DiagnosisStatus.NOTE if is_noted else DiagnosisStatus.OK, f"rewarded like the expected answer ANSWER: {shown}"
 
-    def _constant_answers_without_expected(self) -> tuple[CheckStatus, str]:
+    def _constant_answers_without_expected(self) -> tuple[DiagnosisStatus, str]:
         in_forms = [form.format(answer) for form in ANSWER_FORMS[1:] for answer in ("0", "1", "yes")]
         answers = {repr(_cut(answer)): [answer] * len(self._rows) for answer in (*CONSTANTS, *in_forms)}
         answers["the question"] = [str(row.messages[-1]["content"]) for row in self._rows]
@@ -172,9 +173,9 @@ class _SourceCheck:
             if rewards:
                 means[label] = sum(rewards) / len(rewards)
         if not means:
-            return CheckStatus.NOTE, "no row was scored"
+            return DiagnosisStatus.NOTE, "no row was scored"
         best = max(means, key=lambda label: means[label])
-        return CheckStatus.NOTE, (
+        return DiagnosisStatus.NOTE, (
             f"of {len(means)} answers that do not depend on the problem, {best} has the highest mean reward, {means[best]:g}. "
             "If good answers do not get much more, training learns such answers"
         )

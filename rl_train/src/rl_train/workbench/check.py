@@ -13,15 +13,16 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import messages_of
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 from rl_train.workbench.answers import WRONG_ANSWERS, answer_checks
 from rl_train.workbench.local_rollouts import LocalRollouts
 from rl_train.workbench.play import play, random_player
-from rl_train.workbench.results import CheckFailedError, CheckResult, CheckStatus, check_result
+from rl_train.workbench.results import CheckFailedError, check_result
 from rl_train.workbench.trial import UNDECLARED_TURNS, EnvironmentTrial
 
 
-def check_environment(trial: EnvironmentTrial) -> Iterator[CheckResult]:
+def check_environment(trial: EnvironmentTrial) -> Iterator[Diagnosis]:
     """Run all checks; a check that needs one that failed is left out.
 
     Args:
@@ -50,7 +51,7 @@ class _EnvironmentCheck:
         self._trial, self._environment, self._make = trial, environment, make
         self._answers = [WRONG_ANSWERS[i % len(WRONG_ANSWERS)] for i in range(len(trial.rows))]
 
-    def results(self) -> Iterator[CheckResult]:
+    def results(self) -> Iterator[Diagnosis]:
         if not (yield from check_result("step", self._step)):
             return
         yield from check_result("metadata and messages", self._isolation)
@@ -58,7 +59,7 @@ class _EnvironmentCheck:
         yield from check_result("independence of rows", self._independence)
         yield from check_result("pickling", self._pickling)
         yield from check_result("metrics", self._metrics)
-        yield from check_result("turns", self._turns, passed=CheckStatus.NOTE)
+        yield from check_result("turns", self._turns, passed=DiagnosisStatus.NOTE)
         if self._trial.reads_tool_calls:
             yield from check_result("tool calls", self._tool_calls)
         yield from answer_checks(self._trial, self._environment)

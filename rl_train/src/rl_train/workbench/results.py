@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from enum import StrEnum
 
-
-class CheckStatus(StrEnum):
-    """Result of a check: a note is neither good nor bad."""
-
-    OK = "ok"
-    NOTE = "note"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckResult:
-    """What one check found."""
-
-    status: CheckStatus
-    name: str
-    detail: str
+from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 
 
 class CheckFailedError(Exception):
@@ -29,8 +12,8 @@ class CheckFailedError(Exception):
 
 
 def check_result(
-    name: str, check: Callable[[], str | tuple[CheckStatus, str]], *, passed: CheckStatus = CheckStatus.OK
-) -> Generator[CheckResult, None, bool]:
+    name: str, check: Callable[[], str | tuple[DiagnosisStatus, str]], *, passed: DiagnosisStatus = DiagnosisStatus.OK
+) -> Generator[Diagnosis, None, bool]:
     """Yields the result of a check, and returns whether it passed; an exception is a failure.
 
     Args:
@@ -41,11 +24,11 @@ def check_result(
     try:
         found = check()
     except CheckFailedError as error:
-        yield CheckResult(status=CheckStatus.FAILED, name=name, detail=str(error))
+        yield Diagnosis(status=DiagnosisStatus.FAILED, name=name, found=str(error))
         return False
     except (Exception, SystemExit) as error:  # of the environment, which may raise anything
-        yield CheckResult(status=CheckStatus.FAILED, name=name, detail=f"{type(error).__name__}: {error}")
+        yield Diagnosis(status=DiagnosisStatus.FAILED, name=name, found=f"{type(error).__name__}: {error}")
         return False
     status, detail = (passed, found) if isinstance(found, str) else found
-    yield CheckResult(status=status, name=name, detail=detail)
+    yield Diagnosis(status=status, name=name, found=detail)
     return True
