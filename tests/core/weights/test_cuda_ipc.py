@@ -12,7 +12,9 @@ from gpu_processes import MIB, read_buckets
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rl_core.errors import WeightSyncError
+from rl_core.weights import cuda_ipc
 from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid, open_buffer
+from rl_core.weights.handles import merge_handles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -36,6 +38,28 @@ def test_torch_rebuilds_from_the_arguments_that_are_changed_and_read_here():
 def test_a_cpu_receiver_reports_that_the_weights_are_on_a_gpu():
     with pytest.raises(WeightSyncError, match="computes on the CPU"):
         open_buffer({}, torch.device("cpu"))
+
+
+def test_each_engine_process_of_a_colocated_cluster_opens_the_buffer_of_its_gpu_on_any_node(monkeypatch):
+    gpus = [f"GPU-{node}-{index}" for node in range(2) for index in range(8)]
+    buffers = {gpu: torch.empty(0, dtype=torch.uint8) for gpu in gpus}
+
+    def rebuild(storage_device, gpu):
+        assert storage_device == 0, "each process sees only its own GPU"
+        return buffers[gpu]
+
+    per_rank = [
+        {"kind": "cuda_ipc", "devices": {gpu: {"name": f"buffer of {gpu}", "rebuild": rebuild, "arguments": (5, gpu)}}}
+        for gpu in gpus
+    ]
+    handles = merge_handles(per_rank)
+    for gpu in [*gpus, "GPU-2-0"]:
+        monkeypatch.setattr(cuda_ipc, "device_uuid", lambda device, gpu=gpu: gpu)
+        if gpu in buffers:
+            assert open_buffer(handles["devices"], torch.device("cuda", 0)) is buffers[gpu]
+        else:
+            with pytest.raises(WeightSyncError, match="on GPU GPU-2-0, but .*refit_transport: collective"):
+                open_buffer(handles["devices"], torch.device("cuda", 0))
 
 
 @pytest.fixture

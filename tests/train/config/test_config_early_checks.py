@@ -13,6 +13,7 @@ from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.loader import load_config
 from rl_train.config.rules.cluster import machine_has_the_cpus
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
+from rl_train.config.rules.sampling import default_transports
 from rl_train.config.torch_arguments import (
     LR_SCHEDULER,
     OPTIM,
@@ -255,6 +256,25 @@ def test_an_engine_without_a_common_weight_transport_is_refused(files, good):
         "by_reference, "
         "collective, disk, shared_memory. Set refit_transport to collective, or change a backend."
     )
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "on_gpus", "is_colocated", "first"),
+    [
+        (1, True, True, "shared_memory"),
+        (2, True, True, "shared_memory"),  # each engine process shares its GPU with a rank of the policy
+        (1, True, False, "collective"),
+        (2, True, False, "collective"),
+        (1, False, True, "shared_memory"),
+        (1, False, False, "shared_memory"),
+        (2, False, True, "collective"),
+        (2, None, True, "shared_memory"),  # the config may be of a cluster with GPUs
+        (2, None, False, "collective"),
+    ],
+)
+def test_weights_go_through_shared_memory_if_it_reaches_every_process_of_the_engine(num_nodes, on_gpus, is_colocated, first):
+    tried = default_transports(num_nodes, on_gpus=on_gpus, is_colocated=is_colocated)
+    assert (tried[0], tried[-1]) == (first, "collective")
 
 
 def test_a_refit_folder_that_no_transport_uses_is_refused(files, good):

@@ -26,8 +26,7 @@ from rl_train.assembly.contracts import check_class, check_environment_class, fi
 from rl_train.config.rules.sampling import (
     HELD_DIGESTS,
     IN_PROCESS_TRANSPORTS,
-    MANY_NODES_TRANSPORTS,
-    ONE_NODE_TRANSPORTS,
+    default_transports,
     without_canary,
 )
 from rl_train.config.schedule_lengths import with_schedule_lengths
@@ -329,7 +328,7 @@ class Builder:
         elif self.cluster is None:
             names = IN_PROCESS_TRANSPORTS
         else:
-            names = ONE_NODE_TRANSPORTS if self.cluster.node_count() == 1 else MANY_NODES_TRANSPORTS
+            names = default_transports(self.cluster.node_count(), on_gpus=self.cluster.use_gpus)
         return [self.registry.find("weight_transport", name).load() for name in names]
 
     def loggers(self, folder: Path) -> list[Logger]:

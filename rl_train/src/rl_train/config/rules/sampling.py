@@ -15,10 +15,23 @@ from rl_train.config.static_attribute import static_attribute
 HELD_DIGESTS = "held_weight_digests"
 """Capability of a generation backend whose weight digests cover the tensors that it computes with."""
 IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
-ONE_NODE_TRANSPORTS = ("shared_memory", "collective")
-MANY_NODES_TRANSPORTS = ("collective",)
-"""Transports that are tried if `refit_transport` is not set, the cheapest first."""
+"""Transports that are tried in one process if `refit_transport` is not set, the cheapest first."""
 _GENERATION = ("policy", "generation")
+
+
+def default_transports(num_nodes: int, *, on_gpus: bool | None, is_colocated: bool = True) -> tuple[str, ...]:
+    """Transports that are tried between processes if `refit_transport` is not set, the cheapest first.
+
+    Shared memory of the host reaches the engine on one node. Shared memory of GPUs reaches it on any number of nodes, but only
+    if each of its processes computes on a GPU of the policy.
+
+    Args:
+        num_nodes: number of nodes of policy and engine.
+        on_gpus: whether they compute on GPUs; None if that is only known when the cluster starts.
+        is_colocated: whether policy and engine share their GPUs.
+    """
+    shares_memory = is_colocated if on_gpus else num_nodes == 1 or (on_gpus is None and is_colocated)
+    return ("shared_memory", "collective") if shares_memory else ("collective",)
 
 
 @rule("algorithm", "policy.generation", applies_to=TRAINING)
@@ -144,7 +157,7 @@ def backends_have_a_common_transport(config: CheckedConfig) -> Iterator[Problem]
     if run.cluster.backend == "in_process":
         tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
     else:
-        tried = ONE_NODE_TRANSPORTS if run.cluster.num_nodes == 1 else MANY_NODES_TRANSPORTS
+        tried = default_transports(run.cluster.num_nodes, on_gpus=run.cluster.use_gpus)
     policy = _capabilities(registry, Kind.POLICY, run.policy.backend)
     engine = _capabilities(registry, Kind.GENERATION, generation.backend)
     if policy is None or engine is None or {*tried} & {*policy} & {*engine}:
