@@ -240,6 +240,7 @@ OBSERVED = [
     ("clipped_pg", loss_of, "kl_input_clamp_value", 0.1, WITH_KL),
     ("clipped_pg", loss_of, "kl_output_clamp_value", 0.1, WITH_KL),
     ("clipped_pg", loss_of, "use_kl_in_reward", True, WITH_KL),
+    ("clipped_pg", loss_of, "ratio_to", "sampler", {}),
     ("clipped_pg", loss_of, "use_importance_sampling_correction", True, {}),
     ("clipped_pg", loss_of, "truncated_importance_sampling_type", "icepop", {**CORRECTED, **BOUNDED}),
     ("clipped_pg", loss_of, "truncated_importance_sampling_ratio", 1.1, CORRECTED),

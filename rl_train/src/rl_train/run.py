@@ -30,6 +30,7 @@ from rl_train.rollouts.segments import join_segments
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_versions import by_weight_version
 
 _log = logging.getLogger("rlcore")
 
@@ -202,7 +203,7 @@ class Run:
     def record_training(self, result: Mapping[str, Any], batch: BatchedDataDict[Any]) -> None:
         """Record the result of `PolicyInterface.train` and the number of tokens."""
         self.metrics.add({name: result[name] for name in ("loss", "grad_norm", "lr", "num_optimizer_steps")})
-        self.metrics.add(result["metrics"])
+        self.metrics.add(by_weight_version(result["metrics"]))
         self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})
         self.metrics.add({"tokens/skipped": result.get("skipped_valid_toks", 0.0)})
         dropped = int((join_segments(batch)["sample_mask"] == 0).sum())

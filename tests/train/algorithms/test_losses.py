@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn, GRPOLossFn, NLLLossFn
 from rl_train.algorithms.losses.config import CISPOLossConfig, DAPOLossConfig, DrGRPOLossConfig, GRPOLossConfig, GSPOLossConfig
+from rl_train.weight_versions import by_weight_version
 
 
 def random_batch(seed, rows=4, length=6):
@@ -65,7 +66,8 @@ def clipped_pg_by_loop(logprobs, data, config):
         now = [float(logprobs[b, t]) for t in trained]
         before = [float(data["prev_logprobs"][b, t]) for t in trained]
         said = [float(data["generation_logprobs"][b, t]) for t in trained]
-        log_ratios = [x - y for x, y in zip(now, before, strict=True)]
+        compared = said if config.ratio_to == "sampler" else before
+        log_ratios = [x - y for x, y in zip(now, compared, strict=True)]
         differences = [x - y for x, y in zip(before, said, strict=True)]
         tokens = []
         for t, place in enumerate(trained):
@@ -116,6 +118,9 @@ CONFIGS = {
         **BOUNDS,
     ),
     "cispo": CISPOLossConfig(ratio_clip_min=0.1, ratio_clip_max=0.1),
+    "to the sampler": ClippedPGLossConfig(ratio_to="sampler", ratio_clip_c=1.2, reference_policy_kl_penalty=0.1),
+    "gspo to the sampler": GSPOLossConfig(ratio_to="sampler", ratio_clip_min=0.02, ratio_clip_max=0.04),
+    "cispo to the sampler": CISPOLossConfig(ratio_to="sampler", ratio_clip_min=0.1, ratio_clip_max=0.1),
     "cispo with icepop": CISPOLossConfig(**BOUNDS, truncated_importance_sampling_type="icepop"),
 }
 
@@ -200,6 +205,69 @@ def one_row(*, now, before, advantage, said=None):
         }
     )
     return now, data, torch.tensor(1.0), torch.tensor(float(now.numel()))
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gradient_of_the_ratio_to_the_sampler_is_that_of_the_loop_and_needs_no_scores(seed, on_policy):
+    logprobs, data, seqs, toks = random_batch(seed, rows=3, length=4)
+    loss_fn = ClippedPGLossFn(CONFIGS["to the sampler"])
+    loss_fn.on_policy = on_policy
+    without = BatchedDataDict({key: column for key, column in data.items() if key != "prev_logprobs"})
+    assert loss_fn.required_keys <= set(without)
+    x = logprobs.double().requires_grad_()
+    loss_fn(x, without, seqs, toks)[0].backward()
+    # Central differences of 1e-5 in float64 are good to about 1e-9; the batch itself is float32, exact in both.
+    for at in range(x.numel()):
+        step = torch.zeros_like(x).flatten().index_fill(0, torch.tensor(at), 1e-5).view_as(x)
+        above, below = (clipped_pg_by_loop(x.detach() + sign * step, data, loss_fn.config) for sign in (1, -1))
+        assert float(x.grad.flatten()[at]) == pytest.approx((above - below) / 2e-5, abs=1e-6)
+
+
+def test_the_ratio_to_the_sampler_clips_a_token_that_older_weights_sampled_by_hand():
+    # The sampler gave e^-1.4, the policy before the step e^-1.0: the ratio of e^0.4 is clipped to 1.2, that to the policy is 1.
+    row = one_row(now=[-1.0], before=[-1.0], said=[-1.4], advantage=2.0)
+    loss, metrics = ClippedPGLossFn(ClippedPGLossConfig(ratio_to="sampler"))(*row)
+    assert float(loss) == pytest.approx(-2.4)
+    assert float(metrics["ratio/mean"]) == pytest.approx(math.exp(0.4))
+    assert float(ClippedPGLossFn()(*row)[0]) == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize("ratio_to", ["policy", "sampler"])
+def test_mismatch_covers_tokens_of_the_current_weights_and_staleness_the_others(ratio_to):
+    data, seqs, toks = random_batch(3, rows=6)[1:]
+    logprobs, sampled = data["prev_logprobs"], data["generation_logprobs"]
+    trained = data["token_mask"] * data["sample_mask"].unsqueeze(-1) > 0
+    data["stale_mask"] = (torch.arange(6) % 3 == 0).float().expand(6, 6).contiguous()
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(ratio_to=ratio_to))
+    loss_fn.on_policy = loss_fn.has_stale_tokens = True
+    assert "stale_mask" in loss_fn.required_keys
+    shares = [loss_fn(logprobs[i : i + 2], data.slice(i, i + 2), seqs, toks)[1] for i in range(0, 6, 2)]
+    whole = {
+        name: float({"max": max}.get(loss_fn.metric_reductions.get(name), sum)(share[name] for share in shares))
+        for name in shares[0]
+    }
+    found = by_weight_version(whole)
+    d = (logprobs - sampled).double()
+    current, stale = d[trained & (data["stale_mask"] == 0)], d[trained & (data["stale_mask"] > 0)]
+    assert len(current)
+    assert len(stale)
+    # k3 of the sampler to the policy; float32 metrics.
+    assert found["mismatch/kl"] == pytest.approx(float((current.exp() - 1 - current).mean()), rel=1e-5)
+    assert found["staleness/kl"] == pytest.approx(float((stale.exp() - 1 - stale).mean()), rel=1e-5)
+    assert found["mismatch/mult_prob_error"] == pytest.approx(float(current.abs().exp().mean()), rel=1e-5)
+    assert found["mismatch/max"] == pytest.approx(float(current.abs().max()))
+    assert found["staleness/token_frac"] == pytest.approx(len(stale) / len(d[trained]))
+
+
+def test_a_mean_over_no_token_is_left_out():
+    row = one_row(now=[-1.0, -2.0], before=[-1.0, -2.0], said=[-1.5, -1.5], advantage=1.0)
+    row[1]["stale_mask"] = torch.ones(1, 2)
+    loss_fn = ClippedPGLossFn()
+    loss_fn.on_policy = loss_fn.has_stale_tokens = True
+    found = by_weight_version({name: float(value) for name, value in loss_fn(*row)[1].items()})
+    assert {name for name in found if name.startswith(("mismatch/", "staleness/"))} == {"staleness/kl", "staleness/token_frac"}
+    assert by_weight_version({"mismatch/kl": 0.5}) == {"mismatch/kl": 0.5}
 
 
 def test_clip_higher_by_hand():
@@ -370,6 +438,8 @@ REFUSED = {
     ),
     "GSPO with a mean over tokens": ({"sequence_level_importance_ratios": True}, "token_level_loss to false"),
     "a constant length with a mean over tokens": ({"constant_length_normalizer": 8}, "token_level_loss to false"),
+    "REINFORCE with a ratio to the sampler": ({"disable_ppo_ratio": True, "ratio_to": "sampler"}, "ratio_to would have no"),
+    "two corrections": ({"use_importance_sampling_correction": True, "ratio_to": "sampler"}, "a second time"),
     "a penalty of nothing": ({"use_kl_in_reward": True}, "reference_policy_kl_penalty is 0"),
     "bounds without a correction": ({"truncated_importance_sampling_type": "icepop"}, "has no effect without"),
     "bounds that cross": ({**BOUNDS, "truncated_importance_sampling_ratio_min": 1.5}, "must be below"),

@@ -5,7 +5,7 @@ Follows https://arxiv.org/abs/2402.03300 (outcome supervision) with these depart
      (the paper's is `loss_fn.token_level_loss: false`);
   2. no KL penalty unless `loss_fn.reference_policy_kl_penalty` is set; the paper uses 0.04;
   3. rewards of a group are not divided by their standard deviation if they are equal up to rounding;
-  4. if a step makes one optimizer step, the importance ratio is 1, so the scoring pass is skipped.
+  4. the scoring pass is skipped if a step makes one optimizer step (the ratio is 1) or the ratio is to the sampler.
 
 DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ and GDPO use this module with another loss, estimator or
 reward, see docs/algorithms/grpo.md.

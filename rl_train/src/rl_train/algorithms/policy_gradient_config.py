@@ -108,6 +108,13 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
                 "would not learn from rewards. Use a policy-gradient loss.",
             )
 
+        to_sampler = isinstance(run.loss_fn, ClippedPGLossConfig) and run.loss_fn.ratio_to == "sampler"
+        if to_sampler and not self.skip_logprobs_when_on_policy:
+            yield (
+                (run.algorithm_name, "skip_logprobs_when_on_policy"),
+                "with loss_fn.ratio_to: sampler, the loss does not use the log-probabilities of a scoring pass. Remove it.",
+            )
+
     def _penalty_conflicts(self, run: RunConfig) -> Iterator[tuple[KeyPath, str]]:
         adaptive = run.loss_fn.adaptive_kl if isinstance(run.loss_fn, ClippedPGLossConfig) else None
         if adaptive is not None and MAX_KL_ERROR * self.rows_per_step >= adaptive.horizon:

@@ -9,7 +9,7 @@ token may have a KL penalty to the reference policy. Departures:
   3. tokens between turns are not actions and are not discounted: a token leads to the next *sampled* one;
   4. the length limit is part of the task: a truncated answer has no further reward, unless `gae.bootstrap_truncated` is set;
   5. advantages are normalized over all tokens of a step, not within each minibatch;
-  6. if a step makes one optimizer step, the importance ratio is 1, so the scoring pass is skipped.
+  6. the scoring pass is skipped if a step makes one optimizer step (the ratio is 1) or the ratio is to the sampler.
 
 Notation: P prompts, G samples per prompt, B = P·G rows, T tokens.
 """

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_train.weight_versions import trained_tokens
 
 
 def staleness(batch: BatchedDataDict[Any], version: int) -> torch.Tensor:
@@ -16,9 +17,8 @@ def staleness(batch: BatchedDataDict[Any], version: int) -> torch.Tensor:
         batch: rollouts with `token_versions`, `token_mask` and `sample_mask`.
         version: the policy's weight version.
     """
-    trained = (batch["token_mask"] > 0) & (batch["sample_mask"] > 0).unsqueeze(-1)
     newest = torch.iinfo(torch.int64).max
-    oldest = torch.where(trained, batch["token_versions"], newest).amin(-1)
+    oldest = torch.where(trained_tokens(batch), batch["token_versions"], newest).amin(-1)
     return version - oldest[oldest < newest]
 
 

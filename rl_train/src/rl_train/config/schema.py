@@ -40,6 +40,11 @@ class LossConfig(ComponentSection):
         return 0
 
     @property
+    def corrects_for_older_weights(self) -> bool:
+        """Whether the loss may train on tokens that were sampled with older weights than those before the step."""
+        return False
+
+    @property
     def sequence_level_key(self) -> str | None:
         """The key that makes the loss count rows instead of tokens; None if there is none.
 

@@ -16,6 +16,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction, Reduction
 from rl_train.logprob_agreement import sampling_error
+from rl_train.weight_versions import trained_tokens
 
 ROW_NUMBERS = "row_numbers"
 COMPARISON = "comparison"
@@ -152,12 +153,6 @@ class CheckedLoss(LossFunction):
             f"{name}/refused": refused.float(),
             f"{name}/doubtful": (enough & (mean > allowed)).float(),
         }
-
-
-def trained_tokens(data: BatchedDataDict[Any]) -> torch.Tensor:
-    """[B, T] bool: the tokens that the loss counts."""
-    trained: torch.Tensor = (data["token_mask"] > 0) & (data["sample_mask"] > 0).unsqueeze(-1)
-    return trained
 
 
 def counted(data: BatchedDataDict[Any]) -> dict[str, torch.Tensor]:

@@ -31,11 +31,14 @@ from rl_train.training_checks.counts import ExpectedCounts
 from rl_train.training_checks.disagreement import disagreement
 from rl_train.training_checks.weight_changes import WeightChanges, is_certain_to_change, is_expected_to_change
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_versions import stale_mask
 
 _log = logging.getLogger("rlcore")
 
 CANARY_PERIOD = 10
-"""Steps without a comparison of engine and policy between two canaries."""
+"""Steps without sampled tokens between two canaries."""
+ENOUGH_TOKENS = 256
+"""A step with fewer comparable tokens, because older weights sampled others, runs the canary."""
 
 
 @dataclass(kw_only=True)
@@ -83,18 +86,27 @@ class TrainingChecks:
         first, self._trained_step = self._trained_step != self.step(), self.step()
         return first
 
-    def count(self, numbers: Numbers | None) -> None:
-        """Record a comparison, or request the canary if there was none in this step."""
+    def count(self, numbers: Numbers | None, *, is_stale: bool) -> None:
+        """Record a comparison; if there was none in this step, or one of too few tokens, the canary runs in the next refit.
+
+        Args:
+            numbers: the comparison.
+            is_stale: whether older weights sampled some of the step's tokens, which were not compared.
+        """
         if self.agreement is not None and numbers is not None and numbers.tokens:
             self._compared_step = self.step()
             self.agreement.record(numbers)
             self.record({"agreement/mean": numbers.mean, "agreement/worst_row": numbers.worst_row})
             self.record({"agreement/tokens": numbers.tokens})
-        elif self.weights is not None and self._compared_step != self.step():
+            is_due = is_stale and numbers.tokens < ENOUGH_TOKENS
+        elif self._compared_step != self.step():
             self._compared_step = self.step()
-            if self._uncompared % CANARY_PERIOD == 0:
-                self.weights.request_canary()
-            self._uncompared += 1
+            is_due = is_stale or self._uncompared % CANARY_PERIOD == 0
+            self._uncompared += not is_stale
+        else:
+            return
+        if is_due and self.weights is not None:
+            self.weights.request_canary()
 
     def confirm(self, numbers: Numbers, label: str) -> None:
         """Let the canary decide about a step that is beyond the limit for rounded arithmetic.
@@ -155,10 +167,11 @@ class _Watched:
     def _train(
         self, rows: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int, kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
+        is_stale = self.is_policy and stale_mask(rows, self.model.weight_version) is not None
         if COMPARISON not in rows:
             result = self.train(rows, CheckedLoss(loss_fn, None), **kwargs)
             if self.is_policy:
-                self.checks.count(None)
+                self.checks.count(None, is_stale=is_stale)
             return result
         limits, first = self.checks.limits(), rows.slice(0, min(rows_per_step, rows.size))
         version = self.model.weight_version
@@ -179,7 +192,7 @@ class _Watched:
         numbers = _numbers(result)
         if any(each.refused for each in numbers.values()):
             raise self._disagreement(first, numbers, limits, version)
-        self.checks.count(numbers.get("engine"))
+        self.checks.count(numbers.get("engine"), is_stale=is_stale)
         return result
 
     def _compare(

@@ -11,7 +11,8 @@ from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.policy import PolicyInterface
 from rl_train.logprob_agreement import TokenDifferences
 from rl_train.training_checks.agreement import Numbers, rule_of
-from rl_train.training_checks.checked_loss import WITH_ENGINE, Limits, trained_tokens
+from rl_train.training_checks.checked_loss import WITH_ENGINE, Limits
+from rl_train.weight_versions import trained_tokens
 
 
 def disagreement(

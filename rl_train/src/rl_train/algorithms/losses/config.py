@@ -60,6 +60,9 @@ class ClippedPGLossConfig(LossConfig):
     """Clamp the log-ratio of the KL estimate to plus and minus this value. With null, k3 still clamps it to 20."""
     kl_output_clamp_value: float | None = Field(default=10.0, gt=0.0)
     """Clamp the KL estimate of a token to plus and minus this value."""
+    ratio_to: Literal["policy", "sampler"] = "policy"
+    """What the importance ratio compares the current policy with: `policy`, the policy before the step, or `sampler`, the
+    log-probabilities that the engine returned. `sampler` needs no scoring pass, and its ratio covers older weights too."""
     use_importance_sampling_correction: bool = False
     """Whether to weight each token by the ratio of its probability under the training backend to that under the sampler."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
@@ -74,6 +77,10 @@ class ClippedPGLossConfig(LossConfig):
     def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
         """The estimator in use: `reference_policy_kl_type`, or its default."""
         return self.reference_policy_kl_type or ("k1" if self.use_kl_in_reward else "k3")
+
+    @property
+    def corrects_for_older_weights(self) -> bool:
+        return self.ratio_to == "sampler" or self.use_importance_sampling_correction
 
     @property
     def sequence_level_key(self) -> str | None:
@@ -97,6 +104,13 @@ class ClippedPGLossConfig(LossConfig):
             for key in ("ratio_clip_c", "use_cispo", "sequence_level_importance_ratios"):
                 if getattr(self, key):
                     raise ValueError(f"disable_ppo_ratio removes the ratio that {key} needs: remove one of them")
+            if self.ratio_to == "sampler":
+                raise ValueError("disable_ppo_ratio removes the ratio, so ratio_to would have no effect: remove one of them")
+        if self.ratio_to == "sampler" and self.use_importance_sampling_correction:
+            raise ValueError(
+                "ratio_to: sampler includes the difference to the sampler in the clipped ratio, and "
+                "use_importance_sampling_correction would correct for it a second time: remove one of them"
+            )
         if self.use_cispo and self.ratio_clip_c is not None:
             raise ValueError("use_cispo bounds the ratio itself, so ratio_clip_c would have no effect: remove one of them")
         if self.use_cispo and self.sequence_level_importance_ratios:

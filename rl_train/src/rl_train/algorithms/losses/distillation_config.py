@@ -31,6 +31,11 @@ class DistillationLossConfig(LossConfig):
     """Whether to average the loss over all tokens. If false, average over the tokens of each sequence, then over sequences."""
 
     @property
+    def corrects_for_older_weights(self) -> bool:
+        """Only a divergence of whole distributions does not depend on what sampled the tokens."""
+        return self.topk is not None
+
+    @property
     def num_candidates(self) -> int:
         return self.topk or 0
 

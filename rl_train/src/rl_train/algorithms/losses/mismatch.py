@@ -1,7 +1,8 @@
 """Differences between the log-probabilities of trainer and sampler, and importance weights that correct for them.
 
 Two backends never compute exactly the same log-probabilities, so samples come from a slightly different distribution than the
-trained policy. With w = p_trainer / p_sampler at each sampled token (both with the weights used for sampling):
+trained policy. Tokens that older weights sampled also differ by the optimizer steps since then. With
+w = p_trainer / p_sampler at each sampled token, where p_trainer is that of the weights before the step:
 
     tis           min(w, high)                                 https://fengyao.notion.site/off-policy-rl
     icepop        w if low <= w <= high, else 0             https://arxiv.org/abs/2510.18855
@@ -22,21 +23,34 @@ from rl_train.algorithms.losses.reduce import row_means, token_mean
 
 
 def mismatch_metrics(
-    previous: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, global_valid_toks: torch.Tensor
+    previous: torch.Tensor,
+    sampled: torch.Tensor,
+    mask: torch.Tensor,
+    global_valid_toks: torch.Tensor,
+    *,
+    stale: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Mismatch of sampler and policy: contributions to means over trained tokens, and `mismatch/max`, reduced by max.
+
+    With `stale`, the means must be divided by the share of the tokens that they cover (`by_weight_version`).
 
     Args:
         previous: [B, T] log p under the policy before the step, in nats.
         sampled: [B, T] log p as the sampler reported it.
         mask: [B, T] float32, `token_mask * sample_mask`.
         global_valid_toks: scalar, number of trained tokens in the global batch.
+        stale: [B, T] float32, 1 on tokens that older weights sampled, which `staleness/kl` covers instead of `mismatch/*`.
     """
-    difference = (previous - sampled).abs()
-    return {
-        "mismatch/kl": token_mean(calculate_kl(sampled, previous, "k3"), mask, global_valid_toks),
-        "mismatch/mult_prob_error": token_mean(difference.clamp(max=LOG_RATIO_BOUND).exp(), mask, global_valid_toks),
-        "mismatch/max": torch.where(mask > 0, difference, torch.zeros_like(difference)).max(),
+    difference, kl = (previous - sampled).abs(), calculate_kl(sampled, previous, "k3")
+    current, metrics = mask, {}
+    if stale is not None:
+        current = mask * (1.0 - stale)
+        metrics["staleness/kl"] = token_mean(kl, mask * stale, global_valid_toks)
+        metrics["staleness/token_frac"] = token_mean(stale, mask, global_valid_toks)
+    return metrics | {
+        "mismatch/kl": token_mean(kl, current, global_valid_toks),
+        "mismatch/mult_prob_error": token_mean(difference.clamp(max=LOG_RATIO_BOUND).exp(), current, global_valid_toks),
+        "mismatch/max": torch.where(current > 0, difference, torch.zeros_like(difference)).max(),
     }
 
 
@@ -51,7 +65,7 @@ def sampling_weights(
 
     Returns:
         [B, T] weights without a gradient, and contributions to `mismatch/weight_mean` and to `mismatch/truncated_frac` (tokens
-        clipped to a bound) or `mismatch/masked_frac` (masked tokens).
+        clipped to a bound) or `mismatch/masked_frac` (masked tokens). They cover all trained tokens, of any weights.
     """
     log_weight = bounded_log_ratio(previous, sampled, mask).detach()
     weight = log_weight.exp()

@@ -35,7 +35,13 @@ class ClippedPGLossFn(LossFunction):
 
     ratio = exp(log p now - log p before the step), with the difference clamped to plus and minus 20 nats (`LOG_RATIO_BOUND`).
     With `on_policy` the two are equal, so `prev_logprobs` is not needed and the ratio is 1 with the gradient of log p.
+    With `ratio_to: sampler`, the log-probability of the sampler replaces that before the step; `prev_logprobs` is not needed.
+
+    Attributes:
+        has_stale_tokens: whether the batch has `stale_mask`; metrics are then split by it, see `mismatch_metrics`.
     """
+
+    has_stale_tokens: bool = False
 
     metric_reductions: ClassVar[Mapping[str, Reduction]] = {
         "ratio/mean": "token_mean",
@@ -49,6 +55,8 @@ class ClippedPGLossFn(LossFunction):
         "mismatch/weight_mean": "token_mean",
         "mismatch/truncated_frac": "token_mean",
         "mismatch/masked_frac": "token_mean",
+        "staleness/kl": "token_mean",
+        "staleness/token_frac": "token_mean",
     }
 
     def __init__(self, config: ClippedPGLossConfig | None = None) -> None:
@@ -64,8 +72,10 @@ class ClippedPGLossFn(LossFunction):
     def required_keys(self) -> frozenset[str]:
         """`advantages`, `generation_logprobs`, and what the ratio and the penalty compare with."""
         keys = {"advantages", "generation_logprobs"}
-        if not self.on_policy:
+        if not self.on_policy and self.config.ratio_to == "policy":
             keys.add("prev_logprobs")
+        if self.has_stale_tokens:
+            keys.add("stale_mask")
         if self.has_kl_penalty:
             keys.add("reference_policy_logprobs")
         return frozenset(keys)
@@ -90,15 +100,17 @@ class ClippedPGLossFn(LossFunction):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss and its metrics from `advantages` [B, T] and log-probabilities [B, T], float32; see `LossFunction`."""
         mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
-        previous = next_token_logprobs.detach() if self.on_policy else data["prev_logprobs"]
-        ratio = self._ratio(next_token_logprobs, previous, mask)
+        sampled, to_sampler = data["generation_logprobs"], self.config.ratio_to == "sampler"
+        previous = next_token_logprobs.detach() if self.on_policy else sampled if to_sampler else data["prev_logprobs"]
+        ratio = self._ratio(next_token_logprobs, sampled if to_sampler else previous, mask)
 
         per_token = self._surrogate(next_token_logprobs, ratio, data["advantages"])
-        metrics = mismatch_metrics(previous, data["generation_logprobs"], mask, global_valid_toks)
+        metrics: dict[str, torch.Tensor] = {}
+        if self.on_policy or not to_sampler:  # otherwise, the log-probabilities before the step are unknown
+            stale = data["stale_mask"] if self.has_stale_tokens else None
+            metrics = mismatch_metrics(previous, sampled, mask, global_valid_toks, stale=stale)
         if self.config.use_importance_sampling_correction:
-            weights, weight_metrics = sampling_weights(
-                previous, data["generation_logprobs"], mask, self.config, global_valid_toks
-            )
+            weights, weight_metrics = sampling_weights(previous, sampled, mask, self.config, global_valid_toks)
             per_token = per_token * weights
             metrics |= weight_metrics
         loss = self._mean(per_token, mask, global_valid_seqs, global_valid_toks)
