@@ -17,3 +17,10 @@ def visible(text: str) -> str:
 def is_blank(text: str) -> bool:
     """Whether a text shows nothing: it has no letter, digit, punctuation mark or symbol."""
     return not any(unicodedata.category(each)[0] in "LNPS" for each in visible(text))
+
+
+def read_tagged(text: str, tag: str) -> str | None:
+    """The text in the last pair of tags `<tag>` and `</tag>`; None if there is no pair."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    before = text.rpartition(closing)[0].rpartition(opening)  # a search for pairs could take quadratic time
+    return before[2].partition(closing)[0] if before[1] else None

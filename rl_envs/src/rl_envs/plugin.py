@@ -84,6 +84,30 @@ def rlcore_environments() -> list[Component]:
             needs=REASONING_GYM,
             install=INSTALL_REASONING_GYM,
         ),
+        Component(
+            "gymnasium",
+            target="rl_envs.text_games.gymnasium:GymnasiumEnvironment",
+            config="rl_envs.text_games.config:GymnasiumConfig",
+            summary="Gymnasium: an environment that is drawn as text, played by naming its actions",
+            needs=("gymnasium>=1.4,<2",),
+            install="pip install 'rl-envs[gymnasium]'",
+        ),
+        Component(
+            "textarena",
+            target="rl_envs.text_games.textarena:TextArenaEnvironment",
+            config="rl_envs.text_games.config:TextArenaConfig",
+            summary="TextArena: a text game for one player",
+            needs=("textarena>=0.7.4,<0.8",),
+            install="pip install 'rl-envs[textarena]'",
+        ),
+        Component(
+            "skyrl_gym",
+            target="rl_envs.text_games.skyrl_gym:SkyRLGymEnvironment",
+            config="rl_envs.text_games.config:SkyRLGymConfig",
+            summary="SkyRL Gym: a text environment of its registry",
+            needs=("skyrl-gym>=0.4,<0.5",),
+            install="pip install 'rl-envs[skyrl-gym]'",
+        ),
     ]
 
 
@@ -116,5 +140,11 @@ def rlcore_datasets() -> list[Component]:
             summary="Generated problems of any Reasoning Gym task",
             needs=REASONING_GYM,
             install=INSTALL_REASONING_GYM,
+        ),
+        Component(
+            "text_game",
+            target="rl_envs.text_games.dataset:TextGameDataset",
+            config="rl_envs.text_games.config:TextGameDatasetConfig",
+            summary="Seeds of games for the environments `gymnasium` and `textarena`",
         ),
     ]

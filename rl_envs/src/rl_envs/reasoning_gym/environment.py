@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.environments import Score, ScorerEnvironment, final_text
 from rl_core.errors import ConfigError, DataError
+from rl_envs.completions import read_tagged
 from rl_envs.grading_process import Ending, GradingProcess
 from rl_envs.reasoning_gym.config import ReasoningGymEnvironmentConfig
 
@@ -104,9 +105,7 @@ class ReasoningGymEnvironment(ScorerEnvironment):
 
 def read_answer(completion: str, tag: str | None) -> str | None:
     """The text in the last pair of tags, or the whole completion if there is no tag; None if it is missing or blank."""
-    completion = final_text(completion)
+    answer = final_text(completion)
     if tag is not None:
-        opening, closing = f"<{tag}>", f"</{tag}>"
-        before = completion.rpartition(closing)[0].rpartition(opening)  # a search for pairs could take quadratic time
-        completion = before[2].partition(closing)[0] if before[1] else ""
-    return completion.strip() or None
+        answer = read_tagged(answer, tag) or ""
+    return answer.strip() or None

@@ -1,0 +1,1 @@
+"""Text games of other libraries: Gymnasium, TextArena and SkyRL Gym, each through one small adapter."""
