@@ -14,10 +14,11 @@ from typing import Any
 import sympy
 
 from rl_envs.math.forms import has_form_of
-from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of
+from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of, with_parameter_of
 from rl_envs.math.inequalities import as_interval, without_variable
 from rl_envs.math.lists import (
     EQUALS,
+    as_vector,
     elements,
     in_order_of_names,
     is_named,
@@ -26,6 +27,7 @@ from rl_envs.math.lists import (
     stated,
     without_name,
     without_point_names,
+    without_set_name,
 )
 from rl_envs.math.notation import compact, has_text, normalize, plain, split_top, without_layout
 from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, is_rounding_of, read_clock, read_number, read_numeral
@@ -103,6 +105,10 @@ class _Comparer:
             return Comparison.DIFFERENT
         expected, answer = _as_intervals(without_variable(expected), without_variable(answer))
         expected, answer = without_point_names(expected, answer)
+        vector = as_vector(expected)
+        if vector is not None and (given := as_vector(answer) or answer.removesuffix("^T")).startswith("("):
+            found = self._collection(vector, given)
+            return Comparison.DIFFERENT if found is None else found
         if any("\\begin" in text or _ORDER.search(stated(text)) for text in (expected, answer)):
             return self._whole(expected, answer)
         for structured in (self._approximation, self._plus_minus, self._collection, self._equation, self._ratio):
@@ -137,20 +143,28 @@ class _Comparer:
 
     def _collection(self, expected: str, answer: str) -> Comparison | None:
         r"""Tuples, intervals, sets, unions and bare lists; None if both are single."""
+        names = [text != without_set_name(text) for text in (expected, answer)]
+        if any(names) and not all(names):
+            expected, answer = without_set_name(expected), without_set_name(answer)
         unions = split_top(expected, _UNION), split_top(answer, _UNION)
+        if len(unions[0]) > 1 and len(unions[1]) == 1 and elements(answer)[0] == "":
+            unions = unions[0], elements(answer)[1]
         if max(map(len, unions)) > 1:
             return self._unordered(*unions)
         gold, given = elements(expected), elements(answer)
         if len(gold[1]) == 1 and len(given[1]) == 1 and "\\{" not in (gold[0][:2], given[0][:2]):
             return None
+        if given[0] == "\\{\\}" and gold[0] == "()" and all(map(_is_equation, given[1])):
+            given = "", given[1]
         if len(gold[1]) != len(given[1]) or not kinds_agree(gold[0], given[0]):
             return Comparison.DIFFERENT
         named = [any("=" in part for part in parts) for parts in (gold[1], given[1])]
         if named[0] != named[1]:
-            values = in_order_of_names(gold[1] if named[0] else given[1])
+            values = in_order_of_names(gold[1] if named[0] else given[1], share_letter=gold[0] == "\\{\\}")
             if values is None:
                 return Comparison.DIFFERENT
-            return self._ordered(values, given[1]) if named[0] else self._ordered(gold[1], values)
+            compared = self._unordered if gold[0] == "\\{\\}" else self._ordered
+            return compared(values, given[1]) if named[0] else compared(gold[1], values)
         is_ordered = gold[0][:2] not in ("", "\\{") or given[0][:2] not in ("", "\\{")
         return (self._ordered if is_ordered else self._unordered)(gold[1], given[1])
 
@@ -193,6 +207,8 @@ class _Comparer:
     def _stated_value(self, expected: str, given: Sequence[str]) -> Comparison:
         """`3 + 2 = 5` means 5, if its sides are equal."""
         last = self.of(expected, given[-1])
+        if last is Comparison.UNEVALUATED and len(given) > 1 and read_number(expected) is not None:
+            last, given = self.of(expected, given[0]), given[::-1]  # `12 = 3 \times 4` states 12, too
         if last is Comparison.EQUAL and len(given) > 1:
             lenient = _Comparer(allow_unevaluated=True)
             return _equal_if(all(lenient.of(given[-1], side) is Comparison.EQUAL for side in given[:-1]))
@@ -255,8 +271,10 @@ class _Comparer:
         asks_percent = self._units is None or PERCENT in self._units
         if as_unit is Comparison.EQUAL and (expected_is_percent or (asks_percent and abs(gold.value) > 1)):
             return Comparison.EQUAL
+        if given.undone - gold.undone and not self._allow_unevaluated:
+            return Comparison.UNEVALUATED
         factor = 100 if expected_is_percent else sympy.Rational(1, 100)
-        return self._undone_or(_equal_if(given.value * factor == gold.value), given.undone - gold.undone)
+        return _equal_if(given.value * factor == gold.value)
 
     def _value(self, expected: str, answer: str) -> Comparison:
         gold, given = read_number(expected), read_number(answer)
@@ -280,6 +298,7 @@ class _Comparer:
             return Comparison.DIFFERENT
         if not isinstance(expected_tree, sympy.Expr) or not isinstance(answer_tree, sympy.Expr):
             return _equal_if(is_verified(expected_tree, answer_tree))
+        answer_tree = with_parameter_of(expected_tree, answer_tree)
         found = _equal_if(has_same_value(expected_tree, answer_tree, gold, given))
         if found is Comparison.EQUAL and not self._has_form(expected_tree, answer_tree):
             return self._undone_or(found, frozenset({"form"}))
@@ -320,6 +339,10 @@ def _as_intervals(expected: str, answer: str) -> tuple[str, str]:
     if _ORDER.search(expected) and _ORDER.search(answer):
         return expected, answer
     return (expected if read[0] is None else read[0][1]), (answer if read[1] is None else read[1][1])
+
+
+def _is_equation(part: str) -> bool:
+    return is_named(split_top(part, EQUALS))
 
 
 def _both_signs(text: str) -> list[str] | None:

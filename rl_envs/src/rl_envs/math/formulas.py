@@ -22,6 +22,8 @@ _MISREAD = re.compile(r"[^A-Za-z0-9\s+\-*/^_=<>()\[\]{}|!.,;:&\\]|\d\s+\.?\d|\d\
 _LETTER_RUN = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{4,}|(?<=\{)(?<!\\text\{)(?<!\\begin\{)(?<!\\end\{)[A-Za-z]{4,}")
 _POINTS = (0.731, -1.377, 2.113, -0.419, 3.571)
 _DIGITS = 30
+_INTEGERS, _CONSTANTS = frozenset("klmn"), frozenset("CcKk")
+"""Names of parameters: of periodic solutions, and constants of integration."""
 _IMAGINARY = sympy.Symbol("i")
 
 
@@ -62,6 +64,17 @@ def has_same_value(expected: Any, answer: Any, gold: Number | None, given: Numbe
         return False
     value = value_of(other)
     return value is not None and is_rounded(value, decimal)
+
+
+def with_parameter_of(expected: Any, answer: Any) -> Any:
+    r"""The answer with the expected name of its parameter: `2\pi k` for `2\pi n`, `x^2 + C` for `x^2 + K`."""
+    named, given = list(expected.free_symbols - answer.free_symbols), list(answer.free_symbols - expected.free_symbols)
+    if len(named) != 1 or len(given) != 1:
+        return answer
+    pair = {str(named[0]), str(given[0])}
+    is_integer = pair <= _INTEGERS and expected.has(sympy.pi)
+    is_constant = str(named[0]) in "Cc" and pair <= _CONSTANTS and named[0] in expected.args and given[0] in answer.args
+    return answer.subs(given[0], named[0]) if is_integer or is_constant else answer
 
 
 def is_identity(one: Any, other: Any) -> bool:

@@ -3,14 +3,16 @@ r"""Reads inequalities of one variable as intervals: `2 \le x < 5` is `[2,5)`.""
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from rl_envs.math.notation import compact, split_top
+from rl_envs.math.number_literals import read_number
 
 _SIGN = r"<|>|\\(?:le|ge|lt|gt)(?![A-Za-z])"
 _HAS_SIGN = re.compile(_SIGN)
 _CLOSED = ("\\le", "\\ge")
 _RISING = ("<", "\\lt", "\\le")
-_ALTERNATIVES = r",|\\cup(?![A-Za-z])|\\(?:lor|vee)(?![A-Za-z])"
+_ALTERNATIVES = r"[,;]|\\cup(?![A-Za-z])"
 _BOTH = r"\\(?:land|wedge)(?![A-Za-z])"
 _NO_START, _NO_END = "(-\\infty,", ",\\infty)"
 _VARIABLE = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?|\\(?!infty)[a-z]+")
@@ -18,8 +20,17 @@ _MEMBER = re.compile(r"([A-Za-z](?:_\{?\w+\}?)?)\s*\\in(?![A-Za-z])\s*(.+)")
 _BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*(?:\\mathbb\{R\}|\\R)\s*)?(?:\\mid|\\vert|:|\|)(.+)\\\}")
 
 
+_ALL_EXCEPT = re.compile(
+    r"(?:\\mathbb\{R\}|\(-\\infty,\s*\\infty\))\s*(?:\\setminus|\\backslash|-|\\text\{\s*except\s*\})\s*\\\{(.+)\\\}"
+    r"|\\text\{\s*[Aa]ll real(?: number)?s except (?:for )?(?:\}|(?=-?\d+\}$))(.+?)\}?"
+)
+_EXCLUDED = re.compile(rf"({_VARIABLE.pattern})\s*\\ne(?![A-Za-z])\s*(.+)")
+
+
 def without_variable(text: str) -> str:
     r"""`[0, 1)` for `x \in [0, 1)`, and `x > 3` for `\{x \mid x > 3\}`."""
+    if match := _ALL_EXCEPT.fullmatch(text):
+        return _around(match.group(1) or match.group(2)) or text
     for pattern in (_BUILDER, _MEMBER):
         match = pattern.fullmatch(text)
         if match is not None:
@@ -29,6 +40,11 @@ def without_variable(text: str) -> str:
 
 def as_interval(text: str) -> tuple[str, str] | None:
     r"""The variable and the interval, or union of intervals, of an inequality or of alternatives; None for anything else."""
+    if match := _EXCLUDED.fullmatch(text):
+        variable = compact(match.group(1)).casefold()
+        values = re.sub(rf"(?<=,)\s*{re.escape(match.group(1))}\s*\\ne(?![A-Za-z])", " ", match.group(2))
+        union = _around(values)
+        return None if union is None else (variable, union)
     both = [_one_interval(part) for part in split_top(text, _BOTH)]
     if len(both) == 2:
         return _intersection(both[0], both[1])
@@ -37,6 +53,21 @@ def as_interval(text: str) -> tuple[str, str] | None:
     if len(intervals) < len(parts) or len({variable for variable, _ in intervals}) != 1:
         return None
     return intervals[0][0], "\\cup ".join(interval for _, interval in intervals)
+
+
+def _around(values: str) -> str | None:
+    r"""The union of intervals between listed values, `(-\infty,2)\cup (2,\infty)` for 2; None unless they are numbers."""
+    numbers = {}
+    for part in split_top(values, ","):
+        for value in (part.replace("\\pm", sign).strip() for sign in ("", "-")):
+            number = read_number(value)
+            if number is None:
+                return None
+            numbers[number.value] = value
+            if "\\pm" not in part:
+                break
+    ends = ["-\\infty", *(numbers[value] for value in sorted(numbers)), "\\infty"]
+    return "\\cup ".join(f"({start},{end})" for start, end in pairwise(ends))
 
 
 def _intersection(one: tuple[str, str] | None, other: tuple[str, str] | None) -> tuple[str, str] | None:

@@ -19,9 +19,15 @@ _MATRIX = r"[A-Z]\^\{?(?:-1|T|\\top)\}?"
 _LEFT_SIDE = re.compile(
     rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}|{_MATRIX}"
     rf"|[fghpqFGHQ](?:\^\{{?-1\}}?|'+)?\s*\(\s*(?:{_NUMBER}|[A-Za-z])\s*\)"  # a function at a point
-    r"|\|[A-Z]{2}\||\\overline\s*\{[A-Z]{2}\}|m?\s*\\angle\s*[A-Z]{1,3}"
+    r"|\|[A-Zz]\||\|[A-Z]{2}\||\\det\s*\(?\s*[A-Z]\s*\)?|\\(?:vec|overrightarrow)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
+    r"|[A-Z]\s*\\(?:cup|cap|setminus|times)\s*[A-Z]|\\int(?![A-Za-z])[^=]*d\s*[a-z]|\([a-z],\s*[a-z](?:,\s*[a-z])?\)"
+    r"|\\overline\s*\{[A-Z]{2}\}|m?\s*\\angle\s*[A-Z]{1,3}"
     r"|\\frac\{d(?:\^\{\d\})?\s*[a-z]?\}\{d\s*[a-z](?:\^\{\d\})?\}(?:\s*[a-z]\s*\([a-z]\))?"  # a derivative
     r"|\\lim_\{[^{}]*\}\s*[a-z](?:\s*\([a-z]\)|_\{?n\}?))"
+)
+_VECTOR = re.compile(
+    r"\\langle(?![A-Za-z])(.*)\\rangle"
+    r"|[(\[]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{[clr]\})?([^&]*)\\end\{(?:[pbB]?matrix|array)\}\s*[)\]]?"
 )
 _POINT = re.compile(r"(?:\\text\{\s*)?([A-Z])\s*\}?((?:_\{?\w+\}?|')*)\s*[:=]?\s*(\(.*\))")
 
@@ -48,11 +54,18 @@ def elements(text: str) -> tuple[str, list[str]]:
     return ("", parts or [text]) if shared is None else ("\\{\\}", shared)
 
 
-def in_order_of_names(parts: Sequence[str]) -> list[str] | None:
-    """`y = 3, x = 2` is the pair (2, 3): the values in the alphabetical order of their names; None without distinct names."""
+def in_order_of_names(parts: Sequence[str], *, share_letter: bool = False) -> list[str] | None:
+    """`y = 3, x = 2` is the pair (2, 3): the values in the alphabetical order of their names; None without distinct names.
+
+    Args:
+        parts: Equations.
+        share_letter: Whether the names must be one letter with different indices, such as `x_1` and `x_2`.
+    """
     sides = [split_top(part, EQUALS) for part in parts]
     names = [left_side(side) for side in sides]
     if len(set(names)) < len(names) or not all(len(side) == 2 and is_named(side) for side in sides):
+        return None
+    if share_letter and len({name.partition("_")[0] for name in names}) > 1:
         return None
     return [value for _, (_, value) in sorted(zip(names, sides, strict=True))]
 
@@ -91,8 +104,26 @@ def _point(text: str) -> tuple[str, str | None]:
 
 
 def left_side(sides: Sequence[str]) -> str:
-    """The left side without spaces."""
-    return compact(sides[0])
+    """The left side without spaces; `y` for `f(x)`."""
+    name = compact(sides[0])
+    return "y" if name == "f(x)" else name
+
+
+def without_set_name(text: str) -> str:
+    r"""`\{1, 2\}` for `A = \{1, 2\}`."""
+    sides = split_top(text, EQUALS)
+    enclosed = brackets(sides[-1])
+    is_set = len(sides) == 2 and is_named(sides) and enclosed is not None and enclosed[0] == "\\{"
+    return sides[1] if is_set else text
+
+
+def as_vector(text: str) -> str | None:
+    r"""`(1,2)` for `\langle 1, 2 \rangle` and for a column; None for anything else."""
+    match = _VECTOR.fullmatch(stated(text))
+    if match is None:
+        return None
+    parts = split_top(match.group(1), ",") if match.group(1) else [part for part in split_top(match.group(2), r"\\\\") if part]
+    return f"({','.join(parts)})" if len(parts) > 1 else None
 
 
 def without_name(sides: Sequence[str]) -> Sequence[str]:

@@ -8,7 +8,7 @@ from rl_envs.math.number_literals import REDUCTION, reducible
 
 _ASKED = re.compile(
     r"\bsimplif|\bsimplest|\blowest[ -]terms?\b|\birreducible|\brelatively prime|\bco-?prime|\bcommon fraction"
-    r"|\breduce (?:the|your|it|to)\b|\breduced (?:form|fraction|to)\b",
+    r"|\brationali[sz]|\breduce (?:the|your|it|to)\b|\breduced (?:form|fraction|to)\b",
     re.IGNORECASE,
 )
 _FRACTION = re.compile(

@@ -13,7 +13,8 @@ _CHARACTERS = str.maketrans(
     {
         "−": "-", "–": "-", "×": "\\times ", "⋅": "\\cdot ", "·": "\\cdot ", "÷": "\\div ", "≤": "\\le ", "≥": "\\ge ",
         "≠": "\\ne ", "≈": "\\approx ", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ", "∪": "\\cup ", "∈": "\\in ",
-        "√": "\\sqrt", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "²": "^{2}", "³": "^{3}", "±": "\\pm ",
+        "√": "\\sqrt", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "±": "\\pm ", "∓": "\\mp ",
+        "º": "^\\circ ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "…": "\\ldots ", "’": "'",
         "\u00a0": " ", "\u202f": " ", "\n": " ", "\t": " ", "“": '"', "”": '"',
     }
 )  # fmt: skip
@@ -24,8 +25,21 @@ _SWITCHES = (
     "displaystyle|textstyle|limits|bf|rm|it|sf|tt|bfseries|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     "|ensuremath"
 )
-_LABEL = r"(?:[Tt]he )?(?:[Ff]inal )?(?:[Aa]nswer|[Ss]olution|[Rr]esult)\s*(?:is\b:?|:)"
-_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|max|min|det"
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_LABEL = (
+    r"(?:[Tt]he )?(?:[Ff]inal )?(?:[Aa]nswer|[Ss]olution|[Rr]esult|[Ss]um|[Pp]roduct|[Dd]ifference|[Qq]uotient|[Rr]emainder"
+    r"|[Tt]otal|[Vv]alue)\s*(?:is\b:?|:)"
+)
+_DEGREE = (
+    r"(?:\^\s*(?:\\degree|o)(?![A-Za-z])|\\degree(?![A-Za-z])|\^\s*\{\s*(?:\\(?:text|mathrm)\s*\{\s*o\s*\}|o|\\degree)\s*\})"
+)
+_INTEGER = r"([a-zA-Z])\s*(?:\\in\s*\\mathbb\{[ZNRC]\}|(?:\\text\{\s*)?is\s+an(?:y)?\s+(?:integer|constant)\s*\}?)"
+_DECLARATION = re.compile(
+    rf"(?:[,;]\s*|\(\s*|(?=\s*\\text\{{))(?:\\text\{{[,\s]*(?:where|for|with)[^{{}}\d]*\}})?\s*{_INTEGER}\s*\)?$"
+)
+"""What a parameter stands for at the end of an answer: `, k \\in \\mathbb{Z}`."""
+_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|gcd|lcm|det"
 _LAYOUT: Sequence[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -36,9 +50,13 @@ _LAYOUT: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (r"\\hspace\*?\s*\{[^{}]*\}", " "),
         (rf"\\(?:{_STYLES})(?![A-Za-z])(?!\s*\{{)", " "),
-        (r"(?<=\d)(?:\\,|\{,\}|\\!,|,\\!)(?=\d{3}(?!\d))", ","),
+        (r"(?<=\d)(?:\\,|\{,\}|\\!,|,\\!|')(?=\d{3}(?!\d))", ","),
         (r"(?<!\\)\\[,;:> ]|\\q?quad(?![A-Za-z])|~", " "),
         (r"\\!", ""),
+        (r"\\\\\s*\[-?[\d.]+\s*[a-z]{2}\]", r"\\\\"),
+        (r"(?<!\\)\\\s*$|^\s*=(?=[^=]*$)", ""),
+        (r"\\textdollar(?![A-Za-z])", r"\\$"),
+        (rf"(?<=\d)\s*{_DEGREE}", r"^\\circ "),
         (r"\s+", " "),
         (rf"^\\(?:{_STYLES})\s*\{{\s*{_LABEL}\s*\}}\s*(?=.)", ""),
         (rf"^(\\(?:{_STYLES})\s*\{{)?\s*{_LABEL}\s*(?=.)", r"\1"),
@@ -50,7 +68,7 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
     for pattern, replacement in (
         (rf"\\(?:{_STYLES}|operatorname)\s*\{{", r"\\text{"),
         (r"\\text\{([\d.,]+)\}", r"\1"),
-        (rf"\\text\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+        (rf"\\text\{{\s*({_FUNCTIONS}|(?:max|min)(?=\s*\}}\s*[({{]))\s*\}}", r"\\\1 "),
         (r"\\text\{\s*\}", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
@@ -60,10 +78,14 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
         (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
+        (rf"(?<![\\A-Za-z])({_FUNCTIONS}|(?:max|min)(?=\s*[({{\\]))(?![A-Za-z])", r"\\\1 "),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
         (r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty "),
         (r"\*\*", "^"),
+        (r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times "),
+        (r"(?<![\d.])(\d{1,3})\.(\d{3})\.(\d{3})(?![\d.])", r"\1\2\3"),
+        (r"(\.\d*)(?:\\(?:bar|dot|overline)\s*\{?\s*(\d+)\s*\}?|\((\d+)\)(?=$))", r"\1\\overline{\2\3}"),
+        (r"(?<![\d.])(\d+)\s*(?:\\text\{\s*(?:in|out of)\s*\}|\s(?:in|out of)\s)\s*(\d+)$", r"\\frac{\1}{\2}"),
         (r"\^\s*(-?\d+)", r"^{\1}"),
         (r"_\s*(\d+)", r"_{\1}"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
@@ -75,14 +97,23 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"(?<![\w)}])\+\s*(?=\\infty)", ""),
         (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|(?<=\s)to)\s*(?=\d)", ":"),
+        (r"\\colon(?![A-Za-z])", ":"),
+        (r"\+\s*/\s*-", r"\\pm "),
+        (r"^<([^<>]*,[^<>]*)>$", r"\\langle \1\\rangle "),
+        (r"(^|\\(?:cup|in)\s*)\]([^\[\]()]*,[^\[\]()]*)(?=[\[\]])", r"\1(\2"),
+        (r"(?<=[\[(])([^\[\]()]*,[^\[\]()]*)\[(?=\s*(?:\\cup|$))", r"\1)"),
+        (r"\\(?:lor|vee)(?![A-Za-z])|\\text\{\s*,?\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])", ";"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"^([^,]*(?:[<>]|\\[lg][et]\b)[^,]*?)(?:\\text\{\s*and\s*\}|\band\b)([^,]*(?:[<>]|\\[lg][et]\b))", r"\1\\land \2"),
-        (r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
-        (r",\s*,", ","),
+        (r"\\text\{\s*,?\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])", ","),
+        (r",\s*([,;])", r"\1"),
         (r"\s+", " "),
     )
 ]
+_CASES = re.compile(
+    r"(?:\\begin\{cases\}|\\\{\s*\\begin\{array\}\{l+\})([^&]*?)(?:\\\\\s*)?\\end\{(?:cases|array)\}(?!\s*\\\})"
+)
 _TEXT_MACRO = re.compile(rf"\\(?:{_STYLES})\s*\{{([^{{}}]*)\}}")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)\s*(\\text\{{)?\s*({'|'.join(_SCALES)})s?\b(?(2)\s*(\}})?)")
@@ -103,6 +134,7 @@ def without_delimiters(text: str) -> str:
 def without_layout(text: str) -> str:
     r"""The text without what only changes how it looks: delimiters, spacing, `\left`, outer braces, a final period."""
     text = without_delimiters(text).translate(_CHARACTERS)
+    text = _SUPERSCRIPT.sub(lambda digits: f"^{{{digits.group().translate(_SUPERSCRIPTS)}}}", text)
     for pattern, replacement in _LAYOUT:
         text = pattern.sub(replacement, text)
     return without_delimiters(_without(r"\{", _FINAL.sub("", text).strip()))
@@ -110,9 +142,14 @@ def without_layout(text: str) -> str:
 
 def normalize(text: str) -> str:
     r"""The text without layout, in one notation: `\frac{a}{b}`, `^{n}` for `**n`, `\pi` for `pi`, `5000000` for `5 million`."""
-    text = without_layout(text)
+    text = _CASES.sub(lambda rows: rows.group(1).replace("\\\\", ","), without_layout(text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    declared = _DECLARATION.search(text)
+    if declared and declared.group(1) in text[: declared.start()]:
+        text = text[: declared.start()].strip()
+    if "\\pm" not in text:
+        text = text.replace("\\mp", "\\pm")
     return _without(r"(?:\\text)?\{", _FINAL.sub("", _SCALED.sub(_written_out, text)).strip())
 
 

@@ -23,8 +23,13 @@ _MIXED = re.compile(
 _SCIENTIFIC = re.compile(
     rf"([+-]?\s*(?:{_DIGITS})?(?:\.[0-9]+)?)\s*(?:(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{{?\s*([+-]?[0-9]+)\s*\}}?|[eE]([+-]?[0-9]+))"
 )
-_REPEATING = re.compile(rf"([+-]?)\s*({_DIGITS})\.([0-9]*)\\overline\s*\{{\s*([0-9]+)\s*\}}")
-_BASED = re.compile(r"(?:\\text\{\s*)?\(?([0-9][0-9A-Za-z ]*)\)?\}?\s*_\s*\{?\s*(?:\\text\{\s*)?([0-9]+|[a-z]+)\s*\}*")
+_REPEATING = re.compile(rf"([+-]?)\s*({_DIGITS})?\.([0-9]*)\\overline\s*\{{\s*([0-9]+)\s*\}}")
+_CONTINUED = re.compile(r"([+-]?\s*[0-9]*\.[0-9]*?)(?:([0-9])\2{2,}|([0-9]{2,6}?)\3+)(?:\.\.\.|\\(?:[lc]?dots)(?![A-Za-z]))")
+"""A decimal that goes on: `0.8333...`. One digit is repeated at least three times, more digits at least twice."""
+_BASED = re.compile(
+    r"(?:\\text\{\s*)?\(?([0-9A-F][0-9A-Za-z ]*?)\)?\}?\s*"
+    r"(?:_\s*\{?\s*\(?(?:\\text\{\s*)?(?:base\s*\}?\s*)?|(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*)([0-9]+|[a-z]+)[)\s}]*"
+)
 _CLOCK = re.compile(
     r"([0-9]{1,2})(?::([0-5][0-9]))?(?::([0-5][0-9]))?\s*(?:\\text\{\s*)?(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE
 )
@@ -102,6 +107,8 @@ def read_clock(text: str, *, is_expected: bool) -> Clock | None:
     if match is None or (is_expected and match.group(2) is None and match.group(4) is None):
         return None
     hour, minute, second, half = match.groups()
+    if half is not None and not 1 <= int(hour) <= 12:
+        return None
     return Clock(hour=int(hour), minute=int(minute or 0), second=int(second or 0), half=half and half.lower())
 
 
@@ -175,11 +182,12 @@ def _scientific(text: str) -> Number | None:
 
 
 def _repeating(text: str) -> Number | None:
-    match = _REPEATING.fullmatch(text)
+    text = _CONTINUED.sub(lambda digits: rf"{digits.group(1)}\overline{{{digits.group(2) or digits.group(3)}}}", text)
+    match = _REPEATING.fullmatch(text.replace(" ", ""))
     if match is None:
         return None
     sign, whole, first, period = match.groups()
-    start = Fraction(f"{_whole(whole)}.{first}0")
+    start = Fraction(f"{_whole(whole or '0')}.{first}0")
     return Number(value=_signed(sign, start + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(first))))
 
 

@@ -19,7 +19,7 @@ _IN_TEXT = {
     "binomial": re.compile(r"\\binom(?![a-z])"),
     "gcd": re.compile(r"\\gcd(?![a-z])"),
     "lcm": re.compile(r"\\lcm(?![a-z])|(?<![a-z])lcm(?![a-z])"),
-    "division": re.compile(r"\\div(?![a-z])|(?<=[\d)}])\s*:\s*(?=[\d({\\])"),
+    "division": re.compile(r"\\div(?![a-z])|\}\s*\{\s*-?\s*1\s*\}|/\s*-?1(?![\d.])|(?<=[\d)}])\s*:\s*(?=[\d({\\])"),
     "remainder": re.compile(r"\\[bp]?mod(?![a-z])"),
     "product": re.compile(
         r"(?<![\d.}])1\s*(?:\\times|\\cdot|\*)(?![a-z])|(?:\\times|\\cdot|\*)\s*1(?![\d.])|(?<![\d.}_^{])1\s?(?=[A-Za-z])"
@@ -84,11 +84,14 @@ def _is_multiple_of_sum(term: Any) -> bool:
 
 
 def _of_product(node: Any) -> set[str]:
-    above, below = 1, 1
+    above, below, common = 1, 1, 1
     count_above, count_below = 0, 0
     for factor in _flat(node, sympy.Mul):
         if isinstance(factor, sympy.Float):
             count_above, count_below = count_above + 1, count_below + 1
+        elif isinstance(factor, sympy.Add):
+            content = factor.doit().as_content_primitive()[0]
+            common *= int(content) if content.is_Integer else 1
         elif isinstance(factor, sympy.Rational):
             above, below = above * abs(factor.p), below * factor.q
             count_above, count_below = count_above + (abs(factor.p) != 1), count_below + (factor.q != 1)
@@ -98,11 +101,15 @@ def _of_product(node: Any) -> set[str]:
     kinds = {"product"} if count_above > 1 else set()
     if count_below > 1:
         kinds.add("division")
+    if common > 1 and (count_above or count_below):
+        kinds.add(REDUCTION)
     return kinds | (reducible(above, below) if below not in (0, 1) else frozenset())
 
 
 def _of_power(node: Any) -> set[str]:
     base, exponent = node.base, node.exp
+    if exponent == -1 and not base.free_symbols and any(_is_root(node) for node in sympy.preorder_traversal(base)):
+        return {REDUCTION}
     if base.is_Float or not base.is_Rational or not exponent.is_Rational:
         is_number = base.is_Float and exponent.is_Rational
         return {"power"} if is_number or (exponent == 0) else set()
@@ -111,7 +118,11 @@ def _of_power(node: Any) -> set[str]:
     roots = [sympy.integer_nthroot(abs(part), exponent.q) for part in (base.p, base.q)]
     if all(is_exact for _, is_exact in roots):
         return {"root"}
-    return {REDUCTION} if exponent > 0 and not sympy.Pow(base, exponent).is_Pow else set()
+    return {REDUCTION} if exponent < 0 or not sympy.Pow(base, exponent).is_Pow else set()
+
+
+def _is_root(node: Any) -> bool:
+    return isinstance(node, sympy.Pow) and node.exp.is_Rational and not node.exp.is_Integer
 
 
 def _flat(node: Any, kind: type) -> list[Any]:

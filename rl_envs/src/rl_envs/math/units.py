@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 _MEASURES = {
     "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
@@ -36,6 +37,13 @@ _NAMES = {alias: name for name, aliases in _MEASURES.items() for alias in (name,
 RATES = {"mi/h": "mph", "km/h": "kmh"}
 """Rates with their names."""
 PERCENT = "percent"
+_TEMPERATURES = ("celsius", "fahrenheit")
+_SUBUNITS = {
+    "week": ("day", 7), "day": ("h", 24), "h": ("min", 60), "min": ("s", 60), "year": ("month", 12), "ft": ("inch", 12),
+    "lb": ("oz", 16), "dollar": ("cent", 100), "km": ("m", 1000), "m": ("cm", 100), "kg": ("g", 1000),
+}  # fmt: skip
+"""The unit that may follow a unit, and how many of it are one: `2 h 30 min`."""
+_TWO_UNITS = re.compile(r"(\d{1,12}) ?([a-z.]+),?(?: and)? (\d{1,12}(?:\.\d{1,12})?) ?([a-z.]+)")
 _LETTERS_OF_UNITS = frozenset("mglsh")
 """Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
 _ATTACHED = "mm|cm|km|kg|mg|ml|lb|lbs|oz|ft|mph|pm|am"
@@ -50,7 +58,7 @@ _WORDS = re.compile(r"(?<=[\d}%)])\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\
 _LETTERS = re.compile(rf"(?<=\d)({_ATTACHED})$")
 _TERM = r"[a-z]+(?:\^(?:2|3|-1|-2))?"
 _UNIT = re.compile(rf"({_TERM})(?:[ /]({_TERM}))?(?:[ /]({_TERM}))?")
-_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent)\s*\}|(?<=[\d}])\s*percent)$")
+_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|per ?cent)\s*\}|(?<=[\d}])\s*per ?cent)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,7 @@ def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None
         expected: the expected answer, if `text` is the model's. It may have any unit (`14 \text{ zebras}`), the model's answer
             only this or a listed one.
     """
-    if (amount := _amount(text)) is not None:
+    if (amount := _amount(text) or _sum_of_units(text)) is not None:
         return amount
     if percent := _PERCENT.search(text):
         return Quantity(value=text[: percent.start()].strip(), is_percent=True)
@@ -85,6 +93,8 @@ def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None
             continue
         unit, in_text = canonical(match.group()), "\\text" in match.group()
         written = match.group().strip()
+        if expected is not None and expected.unit in _TEMPERATURES and unit == expected.unit[0]:
+            return Quantity(value=text[: match.start()].strip(), unit=expected.unit)
         if len(written) == 1 and not (read_letters and written in _LETTERS_OF_UNITS):
             continue
         if is_listed(unit) or (in_text if expected is None else unit == expected.unit):
@@ -104,6 +114,22 @@ def _amount(text: str) -> Quantity | None:
     return None
 
 
+def _sum_of_units(text: str) -> Quantity | None:
+    r"""`\frac{5}{2}` hours for `2 h 30 min`; None for anything else."""
+    words = " ".join(re.sub(_TEXT, r" \1 ", text).lower().replace(" ,", ",").split())
+    match = _TWO_UNITS.fullmatch(words)
+    if match is None:
+        return None
+    whole, unit, part, smaller = match.groups()
+    unit, smaller = _name(unit), _name(smaller)
+    smaller = "min" if (unit, smaller) == ("h", "m") else smaller
+    expected, number = _SUBUNITS.get(unit, ("", 0))
+    if smaller != expected or Fraction(part) >= number:
+        return None
+    value = Fraction(whole) + Fraction(part) / number
+    return Quantity(value=str(value), unit=unit)
+
+
 def canonical(unit: str) -> str:
     r"""The canonical spelling of a unit: `cm^2` for `square centimeters` and `\text{ cm}^2`."""
     unit = re.sub(_TEXT, r"\1", _RATE.sub(r"\1/\2", unit))
@@ -111,7 +137,8 @@ def canonical(unit: str) -> str:
     text = re.sub(r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2", text)
     text = re.sub(r"\bcubic\s+([a-z]+)", r"\1^3", text)
     text = re.sub(r"\s*(?:\bper\b|/)\s*", "/", text.strip(" ."))
-    text = re.sub(r"(years?) old\b", r"\1", text)
+    text = re.sub(r"degrees? (celsius|fahrenheit|c$|f$)", r"\1", text)
+    text = re.sub(r"(?<=[a-z]) (?:old|tall|long|wide|high|deep|of [a-z]+)$", "", text)
     text = " ".join(re.sub(r"[a-z][a-z.]*", lambda word: _name(word.group()), text).split())
     return RATES.get(text, text)
 
@@ -130,7 +157,7 @@ def is_among(unit: str, units: Sequence[str]) -> bool:
 
 def are_different(expected: str | None, answer: str | None) -> bool:
     """Whether two canonical units disagree. One may be left out, or be the general `unit`, if the other one is listed."""
-    if expected == answer:
+    if expected == answer or (expected in _TEMPERATURES and answer == "degree"):
         return False
     if "unit" in (_base(expected), _base(answer)) or None in (expected, answer):
         return expected is not None and not is_listed(expected)

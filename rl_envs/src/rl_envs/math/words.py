@@ -13,13 +13,26 @@ _SYMBOLS = {
     "no solution": "\\emptyset", "no solutions": "\\emptyset", "no real solution": "\\emptyset", "empty set": "\\emptyset",
     "no real solutions": "\\emptyset", "the empty set": "\\emptyset", "all real numbers": "(-\\infty,\\infty)",
     "all reals": "(-\\infty,\\infty)", "\\mathbb{r}": "(-\\infty,\\infty)", "\\r": "(-\\infty,\\infty)",
-    "dne": "does not exist", "not defined": "undefined",
+    "dne": "does not exist", "not defined": "undefined", "limit does not exist": "does not exist",
+    "the limit does not exist": "does not exist", "none": "\\emptyset", "infinity": "\\infty", "positive infinity": "\\infty",
+    "negative infinity": "-\\infty", "minus infinity": "-\\infty", "-infinity": "-\\infty",
 }  # fmt: skip
+_NOTHING = re.compile(r"(?:there (?:is|are) )?no (?:real |such |integer )?(?:solutions?|roots?|numbers?|values?)(?: exists?)?")
+_BELOW_TWENTY = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_NUMBER = re.compile(
+    rf"(?:({'|'.join(_TENS)})(?:[- ]({'|'.join(_BELOW_TWENTY[1:10])}))?|({'|'.join(_BELOW_TWENTY)}))"
+    r"( (?:hundred|thousand|million|billion))?"
+)
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
 _SHORTEST_WORD = 4
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "max", "min"})
 _ARTICLE = re.compile(r"(?:an?|the) ")
-_CHOICE = re.compile(r"\(?([A-Z])[).]?")
+_CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) )?\(?([A-Z])[).]?")
+_LETTER_IN_BRACKETS = 3
 _CHOICE_AND_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(?:\\ )?\s*([^()]{1,60})")
 _ALTERNATIVE = re.compile(r"[,;/]|\b(?:or|and|not|but|[A-Z])\b|\\(?:or|lor|vee)\b")
 _MONTH = re.compile(
@@ -34,8 +47,15 @@ _LETTERS = re.compile(r"[A-Z]{2,}|[A-Za-z]{3,}")
 
 
 def symbol_of(text: str) -> str:
-    r"""The symbol that an answer names, `\emptyset` for "no solution"; any other text unchanged."""
-    return _SYMBOLS.get(plain(text).casefold(), text)
+    r"""What an answer names: `\emptyset` for "no solution", 12 for "twelve"; any other text unchanged."""
+    words = plain(text).casefold().strip("'\"")
+    if _NOTHING.fullmatch(words):
+        return "\\emptyset"
+    if number := _NUMBER.fullmatch(words):
+        tens, ones, below_twenty, scale = number.groups()
+        above = 10 * (_TENS.index(tens) + 2) if tens else 0
+        return f"{above + _BELOW_TWENTY.index(below_twenty or ones or 'zero')}{scale or ''}"
+    return _SYMBOLS.get(words, text)
 
 
 def is_words(text: str) -> bool:
@@ -49,14 +69,17 @@ def is_words(text: str) -> bool:
 
 def has_same_words(expected: str, answer: str) -> bool:
     """Whether two texts have the same words, ignoring case and an article before them."""
-    one, other = (_ARTICLE.sub("", plain(text).casefold(), count=1) for text in (expected, answer))
+    one, other = (_ARTICLE.sub("", plain(text).casefold().strip("'\""), count=1) for text in (expected, answer))
     return one == other
 
 
 def is_same_choice(expected: str, answer: str) -> bool:
     r"""Whether both are the same letter of a multiple-choice question: `C` and `(C)`, also with the text of the choice."""
     letter = _CHOICE.fullmatch(plain(expected))
-    found = _CHOICE.fullmatch(plain(answer)) or _CHOICE_AND_TEXT.fullmatch(plain(answer))
+    given = plain(answer)
+    found = _CHOICE.fullmatch(given.upper() if len(given) <= _LETTER_IN_BRACKETS else given) or _CHOICE_AND_TEXT.fullmatch(
+        given
+    )
     if letter is None or found is None:
         return False
     chosen, *text = [group for group in found.groups() if group is not None]
