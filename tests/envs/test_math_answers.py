@@ -89,6 +89,17 @@ def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, spl
             [(r"\text{composite}", r"\boxed{\text{composite number}}")],  # words are compared as a whole
             {(True, True): 73, (True, False): 1, (False, False): 114},
         ),
+        (
+            "third_independent.jsonl",
+            [
+                ("8 - i", r"\boxed{8 - 1i}"),  # a product with 1 is a calculation
+                (  # a multiple of a name may be a given of the question
+                    r"\begin{pmatrix} 3 & 6 \\ 0 & 3 \end{pmatrix}",
+                    r"\boxed{3A = \begin{pmatrix} 3 & 6 \\ 0 & 3 \end{pmatrix}}",
+                ),
+            ],
+            {(True, True): 142, (True, False): 2, (False, False): 361},
+        ),
         ("forms.jsonl", [], {(True, True): 83, (False, False): 193}),
     ],
 )

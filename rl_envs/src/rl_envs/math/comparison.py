@@ -41,6 +41,7 @@ _UNION = r"\\cup(?![A-Za-z])"
 _APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _DATE_OR_RANGE = re.compile(r"\d+(?:-\d+)+|\d+/\d+/\d+")
 """An expected answer that is not a difference or a quotient: `2024-01-05`, `3-4`, `1/5/2024`."""
+_ONE_MATRIX = re.compile(r"[(\[]?\s*\\begin\{\w+\}(?:(?!\\begin).)*\\end\{\w+\}\s*[)\]]?")
 _ORDER = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
 
 
@@ -321,6 +322,8 @@ class _Comparer:
         if trees[0] is None:
             return Comparison.DIFFERENT
         undone = undone_arithmetic(answer, trees[1]) - undone_arithmetic(expected, trees[0])
+        if _ONE_MATRIX.fullmatch(expected) and not _ONE_MATRIX.fullmatch(answer):
+            undone |= {"matrix"}
         return self._undone_or(_equal_if(has_same_letters(expected, answer) and is_verified(*trees)), undone)
 
     def _undone_or(self, found: Comparison, undone: frozenset[str]) -> Comparison:

@@ -24,7 +24,7 @@ _POINTS = (0.731, -1.377, 2.113, -0.419, 3.571)
 _DIGITS = 30
 _INTEGERS, _CONSTANTS = frozenset("klmn"), frozenset("CcKk")
 """Names of parameters: of periodic solutions, and constants of integration."""
-_IMAGINARY = sympy.Symbol("i")
+IMAGINARY = sympy.Symbol("i")
 
 
 def formula_of(text: str) -> Any:
@@ -84,7 +84,7 @@ def is_identity(one: Any, other: Any) -> bool:
 
 def value_of(formula: Any) -> Fraction | None:
     """The value of a formula to 30 digits; None if it has variables or is not a real number."""
-    value = None if formula.free_symbols - {_IMAGINARY} else _number_at(_exact(formula), {})
+    value = None if formula.free_symbols - {IMAGINARY} else _number_at(_exact(formula), {})
     return _as_fraction(value) if value is not None and value.is_real else None
 
 
@@ -133,7 +133,7 @@ def _exact(formula: Any) -> Any:
     """The formula with decimals as exact fractions, and `i` as the imaginary unit."""
     exact = {number: sympy.Rational(str(number)) for number in formula.atoms(sympy.Float)}
     formula = formula.xreplace(exact).doit()
-    return formula.subs(_IMAGINARY, sympy.I)
+    return formula.subs(IMAGINARY, sympy.I)
 
 
 def _as_fraction(value: Any) -> Fraction:

@@ -23,7 +23,7 @@ _LEFT_SIDE = re.compile(
     r"|[A-Z]\s*\\(?:cup|cap|setminus|times)\s*[A-Z]|\\int(?![A-Za-z])[^=]*d\s*[a-z]|\([a-z],\s*[a-z](?:,\s*[a-z])?\)"
     r"|\\overline\s*\{[A-Z]{2}\}|m?\s*\\angle\s*[A-Z]{1,3}"
     r"|\\frac\{d(?:\^\{\d\})?\s*[a-z]?\}\{d\s*[a-z](?:\^\{\d\})?\}(?:\s*[a-z]\s*\([a-z]\))?"  # a derivative
-    r"|\\lim_\{[^{}]*\}\s*[a-z](?:\s*\([a-z]\)|_\{?n\}?))"
+    r"|\\lim_\{[^{}]*\}[^=]*)"
 )
 _VECTOR = re.compile(
     r"\\langle(?![A-Za-z])(.*)\\rangle"

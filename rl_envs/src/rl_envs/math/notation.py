@@ -98,6 +98,7 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\(?:varnothing|empty)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"(?<=\d)\s*(?:\\text\{\s*to\s*\}|(?<=\s)to)\s*(?=\d)", ":"),
         (r"\\colon(?![A-Za-z])", ":"),
+        (r"\+\s*\\text\{\s*(?:a )?constant\s*\}", "+ C"),
         (r"\+\s*/\s*-", r"\\pm "),
         (r"^<([^<>]*,[^<>]*)>$", r"\\langle \1\\rangle "),
         (r"(^|\\(?:cup|in)\s*)\]([^\[\]()]*,[^\[\]()]*)(?=[\[\]])", r"\1(\2"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 
+from rl_envs.math.formulas import IMAGINARY
 from rl_envs.math.number_literals import REDUCTION, reducible
 
 _IN_TEXT = {
@@ -101,7 +102,8 @@ def _of_product(node: Any) -> set[str]:
     kinds = {"product"} if count_above > 1 else set()
     if count_below > 1:
         kinds.add("division")
-    if common > 1 and (count_above or count_below):
+    roots = sum(_is_root(factor) and factor.base.is_Rational for factor in _flat(node, sympy.Mul))
+    if roots > 1 or (common > 1 and (count_above or count_below)):
         kinds.add(REDUCTION)
     return kinds | (reducible(above, below) if below not in (0, 1) else frozenset())
 
@@ -110,6 +112,8 @@ def _of_power(node: Any) -> set[str]:
     base, exponent = node.base, node.exp
     if exponent == -1 and not base.free_symbols and any(_is_root(node) for node in sympy.preorder_traversal(base)):
         return {REDUCTION}
+    if base == IMAGINARY and exponent.is_Integer and exponent > 1:
+        return {"power"}
     if base.is_Float or not base.is_Rational or not exponent.is_Rational:
         is_number = base.is_Float and exponent.is_Rational
         return {"power"} if is_number or (exponent == 0) else set()
