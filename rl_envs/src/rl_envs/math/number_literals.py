@@ -25,7 +25,7 @@ _SCIENTIFIC = re.compile(
 )
 _REPEATING = re.compile(rf"([+-]?)\s*({_DIGITS})?\.([0-9]*)\\overline\s*\{{\s*([0-9]+)\s*\}}")
 _CONTINUED = re.compile(r"([+-]?\s*[0-9]*\.[0-9]*?)(?:([0-9])\2{2,}|([0-9]{2,6}?)\3+)(?:\.\.\.|\\(?:[lc]?dots)(?![A-Za-z]))")
-"""A decimal that goes on: `0.8333...`. One digit is repeated at least three times, more digits at least twice."""
+"""A decimal that continues: `0.8333...`. One digit is repeated at least three times, more digits at least twice."""
 _BASED = re.compile(
     r"(?:\\text\{\s*)?\(?([0-9A-F][0-9A-Za-z ]*?)\)?\}?\s*"
     r"(?:_\s*\{?\s*\(?(?:\\text\{\s*)?(?:base\s*\}?\s*)?|(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*)([0-9]+|[a-z]+)[)\s}]*"
