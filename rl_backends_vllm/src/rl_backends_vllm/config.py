@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from rl_backends_vllm.engine_arguments import OWNED, known_engine_arguments
 from rl_core.config.model_paths import model_path_problem
 from rl_core.config.schema import GenerationConfig, PolicyConfig, Section, TokenizerConfig
+from rl_core.config.section import Devices
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 
@@ -61,9 +62,10 @@ class VllmEngineConfig(Section):
     in_flight: Literal["recompute", "restart"] = "recompute"
     """How rows in progress are handled at a refit: `recompute` keeps their tokens and recomputes their KV cache; `restart`
     samples them again from the start."""
-    sleep_level: Literal[0, 1, 2] = 0
-    """What `finish_generation` frees on a GPU: nothing (0), the KV cache, with weights moved to host memory (1), or both (2).
-    It has no effect on a CPU."""
+    sleep_level: Literal[0, 1, 2] | None = None
+    """What the engine frees on a GPU before the policy needs its memory: nothing (0), the KV cache, with weights moved to host
+    memory (1), or both (2), so that the next refit sends all weights. By default, 2 in training, and 0 otherwise. It has no
+    effect on a CPU."""
 
     @model_validator(mode="after")
     def _check_batched_tokens(self) -> Self:
@@ -114,6 +116,13 @@ class VllmConfig(GenerationConfig):
         yield from super().conflicts(run)
         if self.model_name is not None and (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem
+
+    def for_devices(self, devices: Devices) -> Self:
+        """This section with `sleep_level`."""
+        if self.vllm_cfg.sleep_level is not None:
+            return self
+        level = 2 if devices.use_gpus and devices.trains else 0
+        return self.model_copy(update={"vllm_cfg": self.vllm_cfg.model_copy(update={"sleep_level": level})})
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values from the policy (model, data type, tokenizer, length). Weights are not loaded."""

@@ -90,7 +90,7 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enforce_eager": bool(config.enforce_eager),
             "kv_cache_memory_bytes": kv_bytes,
-            "enable_sleep_mode": config.sleep_level > 0,
+            "enable_sleep_mode": bool(config.sleep_level),
         }
     _check_cpu_support(config, hf_config)
     stated = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)

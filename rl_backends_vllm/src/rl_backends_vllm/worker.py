@@ -169,7 +169,7 @@ class VllmGenerationWorker(GenerationWorker):
             self._wake(tag)
 
     def finish_generation(self) -> None:
-        level = self._config.vllm_cfg.sleep_level
+        level = self._config.vllm_cfg.sleep_level or 0
         if level == 0 or self._asleep or not can_sleep(self.context.device):
             return
         self._running.sleep(level)
@@ -228,10 +228,12 @@ class VllmGenerationWorker(GenerationWorker):
 
     def weight_digests(self) -> dict[str, str]:
         """Name to the digest of each received weight, which must be equal in all processes of this replica."""
+        self._wake("weights")
         return same_digests_on_every_replica(self._running.refit("weight_digests"))
 
     def weight_fingerprint(self) -> str:
         """The combined digest of the received weights; WeightSyncError names the tensors that differ between processes."""
+        self._wake("weights")
         fingerprints: list[str] = self._running.refit("weight_fingerprint")
         if len(set(fingerprints)) > 1:
             self.weight_digests()  # names the tensors

@@ -29,6 +29,7 @@ from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.segments import join_segments
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
+from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_versions import by_weight_version
 
@@ -61,6 +62,8 @@ class Run:
     """The engine that samples."""
     weights: WeightSynchronizer | None = None
     """Sends the policy's weights to the engine and verifies them."""
+    memory: DeviceMemory | None = None
+    """The device memory that policy, companion models and engine share; None if the policy has it alone."""
     rollouts: RolloutSource | None = None
     """Source of rollouts."""
     batches: TrainingBatches | None = None
@@ -101,6 +104,14 @@ class Run:
         """
         if self.checkpoints is not None:
             self.checkpoints.keep(name, component)
+
+    def free_memory_for(self, model: object) -> None:
+        """Let the engine sleep and offload all models but `model`, which then has the device memory that they share.
+
+        Call it between phases that use different models; `weights.sync` frees it for the engine. No rollout may be in progress.
+        """
+        if self.memory is not None:
+            self.memory.free_for_model(model)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Record how long a block takes, as `time/<phase>_s`."""

@@ -29,8 +29,11 @@ class Recorded(Builder):
     """Records what would be started, without starting anything."""
 
     def note(self, what):
-        self.run.append(what)
-        return SimpleNamespace(finish_generation=lambda: self.run.append("the engine sleeps"))
+        self.run.started.append(what)
+        return SimpleNamespace(
+            finish_generation=lambda: self.run.started.append("the engine sleeps"),
+            offload_after_refit=lambda: self.run.started.append(f"the {what} leaves"),
+        )
 
     def policy(self):
         return self.note("policy")
@@ -47,16 +50,25 @@ class Recorded(Builder):
 
 def test_on_gpus_the_engine_has_measured_its_memory_and_sleeps_before_anything_else_loads():
     started = []
-    builder = Recorded(run=started, registry=None, exits=ExitStack(), cluster=SimpleNamespace(use_gpus=True))
+    builder = Recorded(
+        run=SimpleNamespace(value=object(), teacher=None, started=started),
+        registry=None,
+        exits=ExitStack(),
+        cluster=SimpleNamespace(use_gpus=True),
+    )
     workers = builder.start(samples=True)
-    assert started[:2] == ["engine", "the engine sleeps"]
-    assert sorted(started[2:]) == ["critic", "policy"]
+    assert started == ["engine", "the engine sleeps", "policy", "the policy leaves", "critic"]
     assert workers.generation is not None
     assert workers.companions.keys() == {"critic"}
 
 
 def test_on_gpus_a_run_that_samples_nothing_has_no_engine():
     started = []
-    builder = Recorded(run=started, registry=None, exits=ExitStack(), cluster=SimpleNamespace(use_gpus=True))
+    builder = Recorded(
+        run=SimpleNamespace(value=object(), teacher=None, started=started),
+        registry=None,
+        exits=ExitStack(),
+        cluster=SimpleNamespace(use_gpus=True),
+    )
     assert builder.start(samples=False).generation is None
     assert "engine" not in started

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -32,8 +33,25 @@ class Section(BaseModel):
         return getattr(self, key)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices that a component runs on, from which it derives defaults.
+
+    Attributes:
+        use_gpus: whether it runs on GPUs.
+        trains: whether a run trains on them, so that policy and engine share them.
+    """
+
+    use_gpus: bool
+    trains: bool = False
+
+
 class ComponentSection(Section):
     """Section of a component, which may add its own checks."""
+
+    def for_devices(self, devices: Devices) -> Self:
+        """This section with the values of keys that are null, if their defaults depend on the devices."""
+        return self
 
     def conflicts(self, run: Any) -> Iterator[tuple[KeyPath, str]]:
         """Checks the section against the rest of the run: each wrong key, relative to this section, and the reason.

@@ -39,18 +39,17 @@ def train(config: DistillationConfig, run: Run) -> None:
     loss_fn.on_policy = rows_per_update is None or rows_per_update >= config.rows_per_step
 
     def score(batch: BatchedDataDict[Any]) -> None:
+        run.free_memory_for(teacher)
         if loss_fn.candidates_key is not None:
             topk = scored(teacher.get_topk_logprobs, batch, run.config.loss_fn.num_candidates)
             batch["teacher_topk_token_ids"] = topk["topk_token_ids"]
             batch["teacher_topk_logprobs"] = topk["topk_logprobs"]
         if "teacher_logprobs" in loss_fn.required_keys:
             batch["teacher_logprobs"] = scored(teacher.get_logprobs, batch)["logprobs"]
-        teacher.offload_after_refit()
+        run.free_memory_for(policy)
         if "prev_logprobs" in loss_fn.required_keys:
             batch["prev_logprobs"] = scored(policy.get_logprobs, batch)["logprobs"]
 
-    # The teacher is offloaded to CPU memory when idle, like a reference policy.
-    teacher.offload_after_refit()
     validate(run, step=0, score=score)
     for step in run.steps():
         with run.timed("refit"):

@@ -48,6 +48,7 @@ def train(config: GRPOConfig, run: Run) -> None:
             batch = rollouts.batch
 
         with run.timed("score"):
+            run.free_memory_for(policy)
             run.metrics.add(score(batch))
             advantages = estimate(batch)
             batch["advantages"], clipped = clip_advantages(advantages.values, batch["token_mask"], config)

@@ -51,7 +51,9 @@ def train(config: PPOConfig, run: Run) -> None:
             batch = rollouts.batch
 
         with run.timed("score"):
+            run.free_memory_for(policy)
             run.metrics.add(score(batch))
+            run.free_memory_for(critic)
             batch["prev_values"] = scored(critic.get_values, batch)["values"]
             targets = compute_gae_targets(batch, config.gae)
             batch["returns"] = targets.returns
@@ -65,6 +67,7 @@ def train(config: PPOConfig, run: Run) -> None:
         run.metrics.add(staleness_metrics(batch, policy.weight_version))
         if step > config.critic_warmup_steps:
             with run.timed("train"):
+                run.free_memory_for(policy)
                 run.record_training(train_epochs(policy, batch, loss_fn, passes=passes, seed=seed), batch)
 
         run.metrics.add(rollouts.metrics | targets.metrics | clipped)

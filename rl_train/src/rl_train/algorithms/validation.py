@@ -75,6 +75,8 @@ def _validation_loss(
     for batch in batches:
         if score is not None:
             score(batch)
+        else:
+            run.free_memory_for(run.policy)
         result = run.policy.train(batch, run.loss_fn, eval_mode=True, gbs=batch.size)
         reported = {"loss": (result["loss"], of_loss)}
         for area, unit in REPORTED.items():

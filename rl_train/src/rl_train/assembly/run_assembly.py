@@ -37,6 +37,7 @@ from rl_train.rollouts.source import OnDemandSource, RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import checkpoint_store
+from rl_train.weight_sync.device_memory import DeviceMemory
 
 _log = logging.getLogger("rlcore")
 
@@ -70,7 +71,7 @@ def build_run(
     before_models(config)
     with with_key("cluster"):
         cluster = _cluster(config, exits)
-    builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster)
+    builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster, trains=True)
     workers = builder.start(samples=config.algorithm.runtime_needs.samples)
     workers.wait_ready()
     warn_about_engine_limit(config, workers.generation)
@@ -111,7 +112,9 @@ def assemble_run(
     evaluations: dict[str, Evaluation] = {}
     if workers.generation is not None:
         run.generation = workers.generation
-        run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer)
+        companions = tuple(workers.companions.values())
+        run.memory = DeviceMemory(workers.policy, workers.generation, companions=companions, limited=builder.uses_gpus)
+        run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.rollouts = _rollout_source(config, collector, loaders)
         if run.rollouts is not None:
@@ -199,6 +202,7 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
         save_optimizer=section.save_optimizer,
         tokenizer=run.tokenizer,
         schedule_lengths=schedule_lengths(config),
+        free_memory_for=run.free_memory_for,
     )
     checkpoints.check_disk_space(num_saves=-(-config.algorithm.max_num_steps // section.save_period))
     return checkpoints

@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.section import Devices
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade, local_device
@@ -37,7 +38,8 @@ from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.user_code import reporting_errors
-from rl_train.weight_sync.canary import PROMPT_TOKENS, Canary, CanaryCalibration, TemperatureCorrection, make_canary
+from rl_train.weight_sync.canary import Canary, CanaryCalibration, TemperatureCorrection, make_canary, rows_of_two_microbatches
+from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.waiting import wait_together
 
@@ -75,6 +77,7 @@ class Builder:
         exits: closes every component.
         cluster: where workers run; None in one process.
         scoring_temperature: temperature at which models score tokens; `RunConfig.scoring_temperature` by default.
+        trains: whether the run trains, so that the engine leaves its GPUs to the models in between.
     """
 
     run: RunConfig
@@ -82,6 +85,7 @@ class Builder:
     exits: ExitStack
     cluster: RayVirtualCluster | None
     scoring_temperature: float | None = None
+    trains: bool = False
 
     @classmethod
     def without_training(cls, run: RunConfig, registry: Registry, exits: ExitStack) -> Builder:
@@ -97,6 +101,8 @@ class Builder:
 
     def start(self, *, samples: bool) -> Workers:
         """Start policy, companion models and, if the run samples, engine and environments, in parallel."""
+        if self.uses_gpus:
+            return self._start_on_gpus(samples=samples)
         if self.cluster is None:
             policy = self.policy()
             return Workers(
@@ -105,8 +111,6 @@ class Builder:
                 environments=self.environments() if samples else {},
                 companions=self.companions(),
             )
-        if self.cluster.use_gpus:
-            return self._start_on_gpus(samples=samples)
         with ThreadPoolExecutor(max_workers=4) as starting:
             policy_starting = starting.submit(self.policy)
             companions_starting = starting.submit(self.companions)
@@ -119,15 +123,21 @@ class Builder:
             companions=companions_starting.result(),
         )
 
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether models and engine run on GPUs, which they then share."""
+        return local_device() == "cuda" if self.cluster is None else self.cluster.use_gpus
+
     def _start_on_gpus(self, *, samples: bool) -> Workers:
-        if not samples:
-            return Workers(policy=self.policy(), generation=None, environments={}, companions=self.companions())
-        policy, generation = self.policy_and_engine()
-        return Workers(policy=policy, generation=generation, environments=self.environments(), companions=self.companions())
+        policy, generation = self.policy_and_engine() if samples else (self.policy(), None)
+        if any(getattr(self.run, name) is not None for name in COMPANIONS):
+            policy.offload_after_refit()  # a companion needs the same memory to load
+        environments = self.environments() if samples else {}
+        return Workers(policy=policy, generation=generation, environments=environments, companions=self.companions())
 
     def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
         """Start policy and engine. On GPUs the engine starts first and sleeps, because it measures free memory."""
-        if self.cluster is None or not self.cluster.use_gpus:
+        if not self.uses_gpus:
             return self.policy(), self.generation()
         generation = self.generation()
         generation.finish_generation()
@@ -172,6 +182,7 @@ class Builder:
         section = self.run.policy.generation
         assert section is not None
         component = self.registry.find("generation", section.backend)
+        section = section.for_devices(Devices(use_gpus=self.uses_gpus, trains=self.trains))
         generation: GenerationInterface = self._create(
             component, Kind.GENERATION, "policy.generation.backend", config=section.for_policy(self.run.policy)
         )
@@ -224,7 +235,12 @@ class Builder:
         return environment
 
     def weights(
-        self, policy: ColocatablePolicyInterface, generation: GenerationInterface, tokenizer: Any = None
+        self,
+        policy: ColocatablePolicyInterface,
+        generation: GenerationInterface,
+        tokenizer: Any = None,
+        *,
+        memory: DeviceMemory | None = None,
     ) -> WeightSynchronizer:
         """Creates the weight synchronizer, which uses the first transport that both backends support.
 
@@ -232,6 +248,7 @@ class Builder:
             policy: the sender.
             generation: the receiver.
             tokenizer: its vocabulary is used for canary prompts; None disables the canary.
+            memory: see `WeightSynchronizer`.
 
         Raises:
             ConfigError: no check would cover the tensors that this engine computes with, or it has its own weights.
@@ -262,6 +279,7 @@ class Builder:
             num_receivers=generation.num_workers,
             wait=wait_together,
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
+            memory=memory,
         )
         self.exits.callback(synchronizer.close)
         return synchronizer
@@ -303,7 +321,7 @@ class Builder:
             greedy=bool(section.sampling_filters()),
             calibration=calibration,
             sides=sides,
-            scored_rows=_two_scoring_microbatches(model) * getattr(policy, "data_ranks", 1),
+            scored_rows=rows_of_two_microbatches(model) * getattr(policy, "data_ranks", 1),
             temperature_correction=TemperatureCorrection(factor=factor, vocab_size=getattr(policy, "facts", {})["vocab_size"])
             if factor != 1.0
             else None,
@@ -339,14 +357,6 @@ class Builder:
                 loggers.append(self.registry.find("logger", name).load()(config=section, folder=folder))
                 self.exits.callback(loggers[-1].finish)
         return loggers
-
-
-def _two_scoring_microbatches(model: PolicyConfig) -> int:
-    """Number of the canary's rows that one rank scores in at least two microbatches."""
-    if model.sequence_packing.enabled or model.dynamic_batching.enabled:
-        budget = model.sequence_packing.logprob_mb_tokens if model.sequence_packing.enabled else None
-        return -(-(budget or model.dynamic_batching.logprob_mb_tokens) // PROMPT_TOKENS) + 1
-    return 2 * model.logprob_batch_size
 
 
 def capabilities_of(component: Component) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ class Checkpoints:
         save_optimizer: whether checkpoints can be resumed.
         tokenizer: saved with the weights, so that the folder is a complete model.
         schedule_lengths: optimizer steps of the learning-rate schedules that follow the length of the run, by model.
+        free_memory_for: called with each model before it is saved or loaded, see `Run.free_memory_for`.
     """
 
     store: CheckpointStore
@@ -48,6 +49,7 @@ class Checkpoints:
     save_optimizer: bool
     tokenizer: Any
     schedule_lengths: Mapping[str, int] = field(default_factory=dict)
+    free_memory_for: Callable[[object], None] = lambda _: None
     _algorithm_state: dict[str, Stateful] = field(default_factory=dict, init=False)
     _found: Mapping[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
@@ -112,6 +114,7 @@ class Checkpoints:
 
     def _fill(self, folder: Path, step: int) -> None:
         for name, model in self.models.items():
+            self.free_memory_for(model)
             weights = folder / name / "weights"
             weights.mkdir(parents=True)
             model.save_checkpoint(weights, folder / name / "optimizer" if self.save_optimizer else None)
@@ -142,6 +145,7 @@ class Checkpoints:
         """
         state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change, verify=verify)
         for name, model in self.models.items():
+            self.free_memory_for(model)
             model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
         for name, part in self.parts.items():
             _load_part(part, name, state, checkpoint)

@@ -82,7 +82,6 @@ class Collector:
             row.reward_weights = self.reward_weights.get(row.task_name, {})
         self.generation.prepare_for_generation()
         run_blocking(lambda: self._play(trajectories, stream, greedy))
-        self.generation.finish_generation()
 
     async def _play(self, trajectories: Sequence[Trajectory], stream: SampleStream, greedy: bool) -> None:
         sampler = self._sampler(len(trajectories), greedy)

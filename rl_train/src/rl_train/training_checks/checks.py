@@ -148,6 +148,8 @@ class _Watched:
             return self.train(data, loss_fn, eval_mode=True, **kwargs)
         if not isinstance(loss_fn, LossFunction) or "token_mask" not in data:
             return self.train(data, loss_fn, **kwargs)  # refused by the model
+        if self.is_policy and self.checks.weights is not None:
+            self.checks.record(self.checks.weights.score_canary())
         rows_per_step = self._rows_per_step(data, loss_fn, kwargs.get("gbs"))
         comparison = self._comparison(data, loss_fn, rows_per_step)
         rows = _with_columns(data, loss_fn, comparison)

@@ -23,12 +23,13 @@ the run is stopped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rl_core.config.schema import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import WeightSyncError
@@ -159,33 +160,51 @@ class Canary:
             WeightSyncError: the difference exceeds the tolerance or is not a number; names the token with the largest one.
         """
         generation.prepare_for_generation()
-        rows = self.more_rows if thorough else self.rows
+        return self._check(policy, lambda rows: self._sample(generation, rows), thorough=thorough)
+
+    def sample(
+        self, generation: GenerationInterface, *, thorough: bool = False
+    ) -> Callable[[ColocatablePolicyInterface], float]:
+        """Sample now; returns `check` for a policy that scores the rows later, when the engine has freed its memory."""
+        generation.prepare_for_generation()
+        more = self._sample(generation, self.more_rows)
+        few = more if thorough else self._sample(generation, self.rows)
+        return lambda policy: self._check(policy, lambda rows: few if rows is self.rows else more, thorough=thorough)
+
+    def _check(
+        self,
+        policy: ColocatablePolicyInterface,
+        sampled: Callable[[BatchedDataDict[Any]], BatchedDataDict[Any]],
+        *,
+        thorough: bool,
+    ) -> float:
+        def compare(rows: BatchedDataDict[Any]) -> TokenDifferences:
+            return self._compare(policy, sampled(rows), at_least=self.scored_rows if rows is self.more_rows else 0)
+
         if self.tolerance is not None:
-            return self._check_difference(self._compare(policy, generation, rows), self.tolerance, "")
+            return self._check_difference(compare(self.more_rows if thorough else self.rows), self.tolerance, "")
         allowed = self.calibration.tolerance(self.sides)
         if allowed is None:
-            first = self._check_difference(
-                self._compare(policy, generation, self.more_rows), FIRST_TOLERANCE, " at the first sync"
-            )
+            first = self._check_difference(compare(self.more_rows), FIRST_TOLERANCE, " at the first sync")
             self.calibration.record(self.sides, first)
             return first
         if not thorough:
-            error = self._compare(policy, generation, rows).mean
+            error = compare(self.rows).mean
             if error <= allowed:
                 return error
         rule = f", {MARGIN:g} times the error of the first sync" if allowed > LEAST_TOLERANCE else ""
-        return self._check_difference(self._compare(policy, generation, self.more_rows), allowed, rule)
+        return self._check_difference(compare(self.more_rows), allowed, rule)
 
-    def _compare(
-        self, policy: ColocatablePolicyInterface, generation: GenerationInterface, rows: BatchedDataDict[Any]
-    ) -> TokenDifferences:
+    def _sample(self, generation: GenerationInterface, rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         output = generated(generation, rows, greedy=self.greedy)
         # An engine that labels new rows as old would exempt them from every comparison with the current policy.
         check_version(generation, output)
+        return output
+
+    def _compare(self, policy: ColocatablePolicyInterface, output: BatchedDataDict[Any], *, at_least: int) -> TokenDifferences:
         data = rows_to_score(output)
         if self.temperature_correction is None:
-            among = _with_other_rows(data, self.scored_rows if rows is self.more_rows else 0)
-            scores = scored(policy.get_logprobs, among)["logprobs"][: data.size]
+            scores = scored(policy.get_logprobs, _with_other_rows(data, at_least))["logprobs"][: data.size]
         else:
             scores = self.temperature_correction.logprobs(policy, data)
         return TokenDifferences(output["output_ids"], scores, output["logprobs"], compared=sampled_tokens(output))
@@ -245,6 +264,14 @@ def make_canary(
         temperature_correction=temperature_correction,
         scored_rows=scored_rows,
     )
+
+
+def rows_of_two_microbatches(model: PolicyConfig) -> int:
+    """Number of the canary's rows that one rank scores in at least two microbatches."""
+    if model.sequence_packing.enabled or model.dynamic_batching.enabled:
+        budget = model.sequence_packing.logprob_mb_tokens if model.sequence_packing.enabled else None
+        return -(-(budget or model.dynamic_batching.logprob_mb_tokens) // PROMPT_TOKENS) + 1
+    return 2 * model.logprob_batch_size
 
 
 def _with_other_rows(rows: BatchedDataDict[Any], count: int) -> BatchedDataDict[Any]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, get_args
+from typing import Any
 
 from rl_core.cluster.ports import free_port
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
@@ -19,8 +19,11 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.weights.fingerprint import Kind, describe_differences
 from rl_train.weight_sync.canary import Canary, CanaryCalibration
+from rl_train.weight_sync.device_memory import DeviceMemory
+from rl_train.weight_sync.fingerprint_kind import kind_of
 from rl_train.weight_sync.sent_weights import SentWeights
 from rl_train.weight_sync.transport_choice import choose_transport
+from rl_train.weight_sync.waiting import wait_for_each
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class WeightSynchronizer(WeightOwner):
         num_receivers: int = 1,
         wait: Callable[[Sequence[Any], float], Any] | None = None,
         rendezvous: Callable[[], tuple[str, int]] | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Choose the transport; nothing is opened before the first `sync`.
 
@@ -77,12 +81,14 @@ class WeightSynchronizer(WeightOwner):
             num_receivers: number of generation workers.
             wait: waits for pending calls (`wait_together`); needed by transports that call both sides at once.
             rendezvous: address and free port on the node of the policy's rank 0; this machine's loopback by default.
+            memory: the device memory that policy and engine share; by default, one that is large enough for both.
 
         Raises:
             MissingCapabilityError: both sides support no common transport, or not the named one.
         """
         self._policy = policy
         self._generation = generation
+        self._memory = memory or DeviceMemory(policy, generation)
         generation.weight_owner = self
         self._turn = threading.RLock()
         """Held during a refit."""
@@ -92,6 +98,8 @@ class WeightSynchronizer(WeightOwner):
         self._prove = prove
         self._make_canary, self.has_canary = canary, canary is not None
         self._canary: Canary | None = None
+        self._unscored: Callable[[ColocatablePolicyInterface], float] | None = None
+        """Scores the canary's rows of the last refit, if the policy had to leave the device first."""
         self._canary_restarts: int | None = None
         """Restarts of the engine when the canary last ran."""
         self.calibration = calibration if calibration is not None else CanaryCalibration()
@@ -107,12 +115,13 @@ class WeightSynchronizer(WeightOwner):
         chosen = choose_transport(
             transports, policy_supports=policy_capabilities, generation_supports=generation_capabilities, name=transport
         )
+        self._memory.shares_weights = chosen.shares_memory
         self._transport = chosen(
             TransportContext(
                 buffer_bytes=buffer_bytes,
                 deadline_s=deadline_s,
                 folder=folder or Path(gettempdir()),
-                wait=wait or _results,
+                wait=wait or wait_for_each,
                 rendezvous=rendezvous or free_loopback_port,
                 num_receivers=num_receivers,
                 on_sent=self._start_policy_digest,
@@ -167,12 +176,28 @@ class WeightSynchronizer(WeightOwner):
         with self._turn:
             if self.is_stale:  # an engine that discards its weights when it sleeps
                 self.sync()
-            self._policy.offload_before_refit()
+            self._memory.free_for_engine()
+            self._unscored = None
             with _attributed(self.transport_name):
                 self._canary = self._canary or self._make_canary()
-                error = self._canary.check(self._policy, self._generation, thorough=True)
-            self._generation.finish_generation()
-        return error
+                score = self._canary.sample(self._generation, thorough=True)
+                self._memory.free_for_model(self._policy)
+                return score(self._policy)
+
+    def score_canary(self) -> dict[str, float]:
+        """Score the canary's rows that the policy could not score in the last `sync`; call it before an optimizer step.
+
+        Returns:
+            `refit/canary_error`, in nats per token; nothing if there are no such rows.
+
+        Raises:
+            WeightSyncError: the canary failed.
+        """
+        score, self._unscored = self._unscored, None
+        if score is None:
+            return {}
+        with _attributed(self.transport_name):
+            return {"refit/canary_error": score(self._policy)}
 
     def check_sent(self) -> None:
         """Check that the policy sends other weights than before its last optimizer steps; `sync` does it where weights move.
@@ -226,6 +251,8 @@ class WeightSynchronizer(WeightOwner):
             self._is_refitting = False
 
     def _restart_or_raise(self, error: Exception, before: int) -> None:
+        if self._memory.limited:
+            self._memory.free_for_engine()  # a new worker of an engine needs its whole share of free memory
         self._generation.restart_dead(error)
         if self._generation.restarts == before:
             raise error
@@ -233,20 +260,25 @@ class WeightSynchronizer(WeightOwner):
     def _sync_once(self, engine: GenerationInterface, only_if_stale: bool) -> dict[str, float]:
         started = time.perf_counter()
         seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0}
-        canary_metrics: dict[str, float] = {}
-        if only_if_stale and not self.is_stale and self._already_equal(seconds):
-            if not self._digests_cover:
-                canary_metrics = self._run_canary_on_idle_engine(seconds)
-            return self._metrics(seconds, started, moved=0, happened=False) | canary_metrics
+        if only_if_stale and self._memory.is_with_engine and not self.is_stale:
+            return self._metrics(seconds, started, moved=0, happened=False)
+        self._memory.free_for_refit(engine)
+        canary_metrics, moved = self.score_canary(), 0
         try:
+            is_equal = only_if_stale and not self.is_stale and self._already_equal(seconds)
             with _attributed(self.transport_name):
-                moved = self._refit(engine, seconds)
-                with _timed(seconds, "canary_s"):
-                    canary_metrics = self._run_canary(engine)
+                if not is_equal:
+                    moved = self._refit(engine, seconds)
         finally:
             self._policy.finish_refit()
-        self._policy.offload_after_refit()
-        return self._metrics(seconds, started, moved=moved, happened=True) | canary_metrics
+        self._memory.free_for_engine()
+        with _attributed(self.transport_name):
+            if not is_equal:
+                self._empty_cache(engine, seconds)
+            if not (is_equal and self._digests_cover):
+                with _timed(seconds, "canary_s"):
+                    canary_metrics |= self._run_canary(engine)
+        return self._metrics(seconds, started, moved=moved, happened=not is_equal) | canary_metrics
 
     def close(self) -> None:
         """Leave process groups, free buffers and release the engine; calling it twice is fine."""
@@ -256,7 +288,6 @@ class WeightSynchronizer(WeightOwner):
 
     def _refit(self, engine: GenerationInterface, seconds: dict[str, float]) -> int:
         with _timed(seconds, "prepare_s"):
-            self._policy.offload_before_refit()
             manifest = self._policy.prepare_refit_info() or {}
             dtypes = engine.prepare_refit_info(manifest)
             self._dtypes = dtypes or {name: dtype for name, (_, dtype) in manifest.items()}
@@ -268,12 +299,15 @@ class WeightSynchronizer(WeightOwner):
             # Memory that is shared was compared once; the engine checks in each refit that it is still the policy's.
             if self._prove and not (self._transport.shares_memory and self._synced_version is not None):
                 self._prove_fingerprint(engine)
+        return moved
+
+    def _empty_cache(self, engine: GenerationInterface, seconds: dict[str, float]) -> None:
+        with _timed(seconds, "prove_s"):
             if not engine.invalidate_kv_cache():
                 raise WeightSyncError(
                     "The generation backend could not empty its prefix cache after the refit, so it would continue from keys "
                     "and values of older weights. Let its running requests finish, or abort them, before a refit."
                 )
-        return moved
 
     def _run_canary(self, engine: GenerationInterface) -> dict[str, float]:
         """Run the canary unless fingerprints cover what the engine computes with and its workers have passed it before."""
@@ -281,16 +315,14 @@ class WeightSynchronizer(WeightOwner):
             return {}
         is_first = self._canary is None
         self._canary = self._canary or self._make_canary()
+        if self._memory.limited:
+            self._unscored = self._canary.sample(engine, thorough=is_first)
+            self._canary_restarts = self._generation.restarts
+            return {}
         error = self._canary.check(self._policy, engine, thorough=is_first)
+        self._memory.free_for_engine()
         self._canary_restarts = self._generation.restarts
         return {"refit/canary_error": error}
-
-    def _run_canary_on_idle_engine(self, seconds: dict[str, float]) -> dict[str, float]:
-        self._policy.offload_before_refit()
-        with _timed(seconds, "canary_s"), _attributed(self.transport_name):
-            metrics = self._run_canary(self._generation)
-        self._policy.offload_after_refit()
-        return metrics
 
     def _prove_version(self, engine: GenerationInterface) -> None:
         policy_version, engine_version = self._policy.weight_version, engine.weight_version
@@ -364,26 +396,4 @@ def _attributed(transport: str) -> Iterator[None]:
 def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
-    seconds[part] = time.perf_counter() - started
-
-
-def _results(pending: Sequence[Any], deadline_s: float) -> None:
-    """Wait for `concurrent.futures` futures, if no worker group provides pending calls."""
-    end = time.monotonic() + deadline_s
-    for call in pending:
-        call.result(timeout=max(end - time.monotonic(), 0.0))
-
-
-def kind_of(fingerprint: str) -> Kind:
-    """The kind of a combined digest.
-
-    Raises:
-        WeightSyncError: it is not a combined digest of this module.
-    """
-    kind = fingerprint.partition(":")[0]
-    if kind not in get_args(Kind):
-        raise WeightSyncError(
-            f"The fingerprint {fingerprint!r} does not start with any of {', '.join(get_args(Kind))}: it was not created by "
-            "rl_core.weights.fingerprint, so it cannot be compared."
-        )
-    return kind  # type: ignore[return-value]
+    seconds[part] += time.perf_counter() - started

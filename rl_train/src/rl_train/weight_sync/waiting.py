@@ -33,3 +33,10 @@ def _expired(call: PendingCall) -> str | None:
     except DeadlineExceededError as error:
         return str(error)
     return None
+
+
+def wait_for_each(pending: Sequence[Any], deadline_s: float) -> None:
+    """Wait for `concurrent.futures` futures, if no worker group provides pending calls."""
+    end = time.monotonic() + deadline_s
+    for call in pending:
+        call.result(timeout=max(end - time.monotonic(), 0.0))
