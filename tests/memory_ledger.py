@@ -1,7 +1,7 @@
 """A ledger of GPU and host memory, by phase of a run.
 
 `counting_workers` keeps it: workers that follow the rules by which the workers of `hf`, `megatron` and `vllm` allocate, move
-and free tensors, for the manifest of a real model. `tests/train/memory/test_ledger_against_workers.py` compares the rules with the real workers.
+and free tensors, for the manifest of a real model. `test_ledger_against_workers.py` compares the sizes with a real worker.
 
 Counted are tensors, and for activations the estimate of https://arxiv.org/abs/2205.05198, section 4: 34 bytes per token and
 hidden unit of a layer without attention scores; 2 between layers that are recomputed. CUDA contexts, NCCL buffers and

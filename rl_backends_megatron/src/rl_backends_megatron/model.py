@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,17 @@ class Chunks:
 
     modules: list[HeadlessGPT]
     config: TransformerConfig
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All weights and buffers."""
+        for module in self.modules:
+            yield from module.parameters()
+            yield from module.buffers()
+
+    def master_weights(self) -> Iterator[torch.Tensor]:
+        """The float32 copies that this rank's optimizer updates; none of weights that are float32 themselves."""
+        masters = (getattr(each, "main_param", None) for module in self.modules for each in module.parameters())
+        return (master for master in masters if master is not None)
 
 
 def head_dim(hf: Any) -> int:

@@ -17,6 +17,7 @@ from rl_backends_megatron.hf_folder import copy_generation_config, read_config, 
 from rl_backends_megatron.loading import LoadedModel, build_model
 from rl_backends_megatron.model import DTYPES
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput, filler_microbatch
+from rl_backends_megatron.offloading import Offloader
 from rl_backends_megatron.optimizer import FrozenModel, TrainableModel
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.reference import ReferencePolicy
@@ -57,6 +58,8 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         with cpu_shim():
             frozen = self.config.frozen
             self._trainable = FrozenModel(self._model.chunks) if frozen else TrainableModel(self._model.chunks, self.config)
+        self._weights = Offloader(self._model.chunks.tensors)
+        self._masters = Offloader(self._model.chunks.master_weights)
         self._model.load_initial_weights(self._trainable.set_weight)
         self._microbatcher = Microbatcher(self.config, self._ranks)
         self._head = self._make_head()
@@ -77,7 +80,10 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         return scores[: len(batches)]
 
     def _models_to_score(self, *, reference: bool) -> AbstractContextManager[Sequence[Any]]:
-        return self._reference_policy().on_device() if reference else nullcontext(self._trainable.models)
+        if reference:
+            return self._reference_policy().on_device()
+        self._weights.restore()
+        return nullcontext(self._trainable.models)
 
     def _read_scores(self, output: torch.Tensor, inputs: ModelInput, *, topk: int | None) -> Mapping[str, torch.Tensor]:
         """The scores of one microbatch, from the output of the last pipeline stage."""
@@ -113,6 +119,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
             )
 
     def sample(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
+        self._weights.restore()
         if self._sampler is None:
             self._sampler = self._make_sampler()
         with cpu_shim():
@@ -122,6 +129,8 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         return completions
 
     def prepare_for_training(self) -> None:
+        self._weights.restore()
+        self._masters.restore()
         self._trainable.restore_gradients()
         self._trainable.move_state(self._ranks.device)
 
@@ -131,14 +140,20 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
 
     def offload_before_refit(self) -> None:
         if self._ranks.device.type == "cuda":
-            self._trainable.move_state("cpu")
-            self._trainable.free_gradients()
-            # Memory in torch's cache is not available to an engine on the same GPU.
-            torch.cuda.empty_cache()
+            self._offload_state()
+            self._weights.restore()
 
     def offload_after_refit(self) -> None:
-        """The same as `offload_before_refit`: weights are in the buffers of the gradient wrapper and stay on the device."""
-        self.offload_before_refit()
+        if self._ranks.device.type == "cuda":
+            self._weights.offload()
+            self._offload_state()
+
+    def _offload_state(self) -> None:
+        self._trainable.move_state("cpu")
+        self._trainable.free_gradients()
+        self._masters.offload()
+        # Memory in torch's cache is not available to an engine on the same GPU.
+        torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path) -> None:
         weights = self.iter_weights()
@@ -156,14 +171,20 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         if hf.model_type != self._model.hf.model_type:
             raise CheckpointError(f"{folder} is of another model: a {hf.model_type}, not a {self._model.hf.model_type}.")
         refuse_other_head(hf, self.config.head, name=str(folder))
+        self._weights.restore()
+        self._masters.restore()
         self._trainable.complete_weights()
         self._model.load_weights(folder, self._trainable.set_weight)
 
     def save_training_state(self, folder: Path) -> None:
+        self._weights.restore()
+        self._masters.restore()
         self._trainable.move_state(self._ranks.device)
         training_state.save(self._trained(), folder, self._ranks, self._fixed_settings())
 
     def load_training_state(self, folder: Path) -> None:
+        self._weights.restore()
+        self._masters.restore()
         self._trainable.move_state(self._ranks.device)
         training_state.load(self._trained(), folder, self._fixed_settings())
 
@@ -172,6 +193,8 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         return find_tokenizer(self.config.model_name, self.config.tokenizer, trust_remote_code=trust_remote_code)
 
     def find_non_finite(self) -> str | None:
+        self._weights.restore()
+        self._masters.restore()
         weights = (named for module in self._model.chunks.modules for named in module.named_parameters())
         in_weights = first_non_finite(weights, published=DTYPES[self.config.precision])
         return in_weights or first_non_finite(self._trainable.named_state())
@@ -179,6 +202,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.config.frozen:
             return
+        self._weights.restore()
         with cpu_shim():
             self._trainable.complete_weights()
         for number, module in enumerate(self._model.chunks.modules):
@@ -202,6 +226,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         return {name: (tuple(shape), dtype) for name, shape in self._model.bridge.manifest.items()}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        self._weights.restore()
         with cpu_shim():
             self._trainable.complete_weights()
         return self._model.bridge.export(names)

@@ -141,7 +141,10 @@ class Sites:
 RUNS = {
     "grpo": {},
     "ppo": {"ppo": {"ppo_epochs": 2}},
-    "distillation": {"loss_fn": {"topk": None, "divergence": "reverse_kl"}},
+    "distillation": {
+        "loss_fn": {"topk": None, "divergence": "reverse_kl"},
+        "policy": {"generation": {"val_temperature": 1.0}},
+    },
 }
 
 
