@@ -33,6 +33,7 @@ def train(config, run):
         if rows:
             with run.timed("train"):
                 batch = rollouts.batch.select_indices(rows)
+                run.free_memory_for(run.policy)  # on GPUs: the engine sleeps
                 run.policy.prepare_for_training()
                 run.record_training(run.policy.train(batch, run.loss_fn), batch)
                 run.policy.finish_training()

@@ -11,7 +11,7 @@ class Offloader:
     """Tensors that leave the device while nothing computes with them.
 
     Only the memory of a storage is freed: parameters that are views of one buffer, and buckets of the distributed optimizer,
-    are valid again after `restore`. The host memory is kept for the next `offload`, because pinning it takes longer than a copy.
+    are valid again after `restore`. Host memory is kept for the next `offload`, because pinning it takes longer than a copy.
 
     Args:
         tensors: returns the tensors; called at each `offload`.

@@ -104,9 +104,8 @@ class Builder:
         if self.uses_gpus:
             return self._start_on_gpus(samples=samples)
         if self.cluster is None:
-            policy = self.policy()
             return Workers(
-                policy=policy,
+                policy=self.policy(),
                 generation=self.generation() if samples else None,
                 environments=self.environments() if samples else {},
                 companions=self.companions(),
@@ -126,14 +125,14 @@ class Builder:
     @property
     def uses_gpus(self) -> bool:
         """Whether models and engine run on GPUs, which they then share."""
-        return local_device() == "cuda" if self.cluster is None else self.cluster.use_gpus
+        return self.cluster.use_gpus if self.cluster is not None else local_device() == "cuda"
 
     def _start_on_gpus(self, *, samples: bool) -> Workers:
         policy, generation = self.policy_and_engine() if samples else (self.policy(), None)
         if any(getattr(self.run, name) is not None for name in COMPANIONS):
             policy.offload_after_refit()  # a companion needs the same memory to load
-        environments = self.environments() if samples else {}
-        return Workers(policy=policy, generation=generation, environments=environments, companions=self.companions())
+        environments, companions = self.environments() if samples else {}, self.companions()
+        return Workers(policy=policy, generation=generation, environments=environments, companions=companions)
 
     def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
         """Start policy and engine. On GPUs the engine starts first and sleeps, because it measures free memory."""
@@ -307,9 +306,8 @@ class Builder:
         tokenizer: Any,
         calibration: CanaryCalibration,
     ) -> Canary:
-        model, section = self.run.policy, self.run.policy.generation
+        model, section, facts = self.run.policy, self.run.policy.generation, getattr(generation, "facts", {})
         assert section is not None
-        facts = getattr(generation, "facts", {})
         sides, exact = self.arithmetic(generation)
         factor = self._temperature / section.temperature
         return make_canary(
@@ -329,9 +327,8 @@ class Builder:
 
     def arithmetic(self, generation: GenerationInterface) -> tuple[str, bool]:
         """The arithmetic of policy and engine in words, and whether both compute in float32."""
-        model, section = self.run.policy, self.run.policy.generation
+        model, section, facts = self.run.policy, self.run.policy.generation, getattr(generation, "facts", {})
         assert section is not None
-        facts = getattr(generation, "facts", {})
         engine_precision = facts.get("precision", model.precision)
         sides = (
             f"policy {model.backend} {model.precision}, engine {section.backend} {engine_precision} on "
