@@ -1,5 +1,6 @@
 import asyncio
 import platform
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -195,3 +196,17 @@ def test_memory_that_was_freed_is_returned_when_generation_finishes(engine):
     engine.finish_generation()
     assert before - psutil.Process().memory_info().rss > 64 * 2**20
     assert all(bool((block == 1.0).all()) for block in kept)
+
+
+def test_the_weights_of_an_engine_on_a_gpu_leave_it_until_they_are_needed(engine, monkeypatch):
+    worker, moves = engine.group.worker, []
+    monkeypatch.setattr(worker, "context", replace(worker.context, device="cuda"))
+    monkeypatch.setattr(worker._model, "to", moves.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    engine.finish_generation()
+    assert moves == ["cpu"]
+    engine.prepare_for_generation()
+    assert moves == ["cpu", "cuda"]
+    worker._shared = {"weight": (torch.zeros(1), 0)}
+    engine.finish_generation()
+    assert moves == ["cpu", "cuda"]

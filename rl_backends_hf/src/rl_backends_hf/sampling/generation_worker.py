@@ -71,6 +71,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         }
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
+        self.prepare_for_generation()
         self.require_complete_weights()
         self.refuse_changed_weights()
         answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
@@ -79,6 +80,8 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
+        if arrivals:
+            self.prepare_for_generation()
         if not cancelled:
             self.refuse_changed_weights()
         return self._rows.poll(arrivals, cancelled=cancelled, wait_s=wait_s, weight_version=self.get_weight_version())
@@ -86,11 +89,23 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
     def close_sessions(self, sessions: Sequence[str]) -> None:
         self._rows.close_sessions(sessions)
 
+    def prepare_for_generation(self) -> None:
+        if self._can_move_weights:
+            self._model.to(self.context.device)
+
     def finish_generation(self) -> None:
         self._rows.release_if_idle()
         return_freed_memory()
         if self.context.device == "cuda":
+            if self._can_move_weights:
+                self._model.to("cpu")
             torch.cuda.empty_cache()
+
+    @property
+    def _can_move_weights(self) -> bool:
+        """Whether the weights may leave the GPU: no row or policy uses them, and their devices were not chosen when loading."""
+        chosen = self._config.hf_cfg.device_map is not None or is_quantized(self._model)
+        return self.context.device == "cuda" and not (chosen or self._shared or len(self._rows))
 
     def refit_begins(self) -> None:
         self._rows.pause()
@@ -101,6 +116,10 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         if not self.has_incomplete_weights:
             self._rows.resume()
         return True
+
+    def digests_of_weights(self) -> dict[str, str]:
+        self.prepare_for_generation()
+        return super().digests_of_weights()
 
     def named_weights(self) -> Mapping[str, torch.Tensor]:
         return self._names.view_by_name(self.replaceable_weights())
@@ -118,6 +137,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
                 "option from `policy.generation.hf_cfg`; `precision: bfloat16` needs half the memory of float32.",
                 key="policy.generation.hf_cfg",
             )
+        self.prepare_for_generation()
         dtypes = super().prepare_refit_info(info)
         self._rows.pause()
         return dtypes
