@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from cluster_workers import ContextFree, Worker, lives, wait_until
+from cluster_workers import ContextFree, Drawing, Worker, lives, wait_until
 
 from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, pending_call
 from rl_core.errors import (
@@ -264,3 +264,12 @@ def test_resources_in_use_are_distinguished_from_missing_resources(cluster):
     total = ray.cluster_resources()["CPU"]
     with pytest.raises(ResourceInsufficientError, match="the missing resources are in use"):
         RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=total)
+
+
+def test_each_training_call_of_any_worker_is_seeded_by_its_rank_and_weight_version(cluster):
+    with RayWorkerGroup(cluster, Drawing, num_workers=2, name="drawing") as group:
+        unbroken = [group.run_all("train") for _ in range(3)]
+    with RayWorkerGroup(cluster, Drawing, num_workers=2, name="drawing") as group:
+        group.run_all("load_checkpoint", 2)
+        assert group.run_all("train") == unbroken[2]
+    assert len({draw for calls in unbroken for rank in calls for draw in rank}) == 12

@@ -104,7 +104,8 @@ class ActorHost:
             worker_class, kwargs = cloudpickle.loads(pickled)
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(context.num_threads)
-            seed_process(context.seed, context.coords.get("data", context.rank))
+            self._seeds = context.seed, context.coords.get("data", context.rank)
+            seed_process(*self._seeds)
             self._worker = construct(worker_class, context, kwargs)
         except (Exception, SystemExit) as error:
             return _record(error)
@@ -116,6 +117,8 @@ class ActorHost:
         """Run a method and return its result, or None if it is not kept; `leading` precedes the positional arguments."""
         args, kwargs = arguments
         try:
+            if method == "train":  # any policy's dropout, also in a resumed run; in its own process, the run seeds each step
+                seed_process(*self._seeds, self._worker.get_weight_version())
             result = getattr(self._worker, method)(*leading, *args, **kwargs)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.process_seed import seed_process
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import WeightSample
@@ -182,9 +181,6 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         mbs: int | None = None,
     ) -> list[StepResult]:
         self.prepare_for_training()
-        if not self.context.run_in_process:  # the run seeds this process in each step
-            data_rank = self.context.coords.get("data", self.context.rank)
-            seed_process(self.context.seed, data_rank, self.get_weight_version())
         rows_per_step = max(1, data.size // len(counts))
         results = []
         for step, count in enumerate(counts):
