@@ -17,8 +17,7 @@ from rl_backends_hf.policy import HuggingFacePolicy
 from rl_core.cluster.ports import free_port
 from rl_core.errors import WeightSyncError
 from rl_core.http import HttpError
-from rl_serve.update_options import UpdateOptions
-from rl_serve.vllm_command import EXTENSION, vllm_command
+from rl_serve.update_options import EXTENSION, UpdateOptions, vllm_command
 from rl_train.launch.train import train
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer

@@ -19,12 +19,10 @@ from rl_core.interfaces.messages import Message
 from rl_serve.agent_turns import ended_error, row_of, sample_turn, stream_turn
 from rl_serve.bodies import BodyRoute
 from rl_serve.chat_format import ChatFormat, read_messages
-from rl_serve.completion_responses import CompletionResponses
-from rl_serve.deltas import ChatDeltas
-from rl_serve.disconnects import cancel_on_disconnect
+from rl_serve.deltas import ChatDeltas, CompletionResponses
 from rl_serve.engine import SampledRow, SamplingRow
 from rl_serve.errors import ApiError, add_error_handlers
-from rl_serve.event_streams import EventStream, errors_as_events
+from rl_serve.event_streams import EventStream, cancel_on_disconnect, errors_as_events
 from rl_serve.limits_middleware import LimitsMiddleware, bearer_key
 from rl_serve.listening import server_config
 from rl_serve.model_routes import add_model_routes

@@ -13,11 +13,10 @@ from rl_serve.bodies import BodyRoute
 from rl_serve.chat_service import ChatService
 from rl_serve.engine import EngineThread
 from rl_serve.errors import add_error_handlers
-from rl_serve.forwarded_updates import add_forwarded_updates
 from rl_serve.limits_middleware import LimitsMiddleware, check_local_name, key_check
 from rl_serve.local_routes import LocalRoutes
 from rl_serve.model_routes import add_model_routes
-from rl_serve.proxy_routes import ProxyRoutes
+from rl_serve.proxy_routes import ProxyRoutes, add_forwarded_updates
 from rl_serve.sampling import Limits
 from rl_serve.served_model import ServedModel
 from rl_serve.weights_api import WeightUpdates, add_weight_updates

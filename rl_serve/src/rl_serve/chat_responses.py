@@ -11,9 +11,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from rl_serve.chat_service import ChatService, CompleteChat, Completion, Transcript
-from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import DONE, EventStream, errors_as_events, server_sent_event
+from rl_serve.event_streams import DONE, EventStream, cancel_on_disconnect, errors_as_events, server_sent_event
 from rl_serve.requests import ChatRequest, ForwardedChatRequest
 from rl_serve.responses import ResponseHead, token_counts
 from rl_serve.sampling import Limits

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from rl_serve.listening import Address
-    from rl_serve.settings import ServeSettings
-
-PROXY_NAME = "nemo-skills"
-"""Default name of a proxy's model."""
 
 
 def serve(
@@ -66,10 +58,14 @@ def serve(
     """
     from rl_serve.allocator import return_large_blocks
     from rl_serve.listening import Address
+    from rl_serve.sampling import Limits
+    from rl_serve.serving import refuse_without_model, serve_model, serve_proxy
+    from rl_serve.update_options import read_update_options, vllm_command
 
     return_large_blocks()
     target, overrides = _target_in(arguments or [])
     address = Address.of(host, 7000 if port is None else port)
+    limits = Limits(max_concurrent_requests=max_concurrent)
     if target is None:
         model_options = {
             "--backend": backend is not None,
@@ -77,54 +73,15 @@ def serve(
             "--allow-weight-updates": allow_weight_updates is not None,
             "--print-vllm-command": print_vllm_command,
         }
-        _refuse_without_model(model_options, config or [], overrides)
-        _serve_proxy(config or [], overrides, address, has_port=port is not None, name=name, max_concurrent=max_concurrent)
+        refuse_without_model(model_options, config or [], overrides)
+        serve_proxy(config or [], overrides, address, has_port=port is not None, name=name, limits=limits)
         return
-    from rl_serve.update_options import read_update_options
-
     updates = read_update_options(target, allow_weight_updates, is_for_vllm=print_vllm_command)
     if print_vllm_command:
-        from rl_serve.vllm_command import vllm_command
-
         refused = {"--backend": backend, "--best": best, "--config": config, "KEY=VALUE": overrides}
         print(vllm_command(target, updates=updates, name=name, host=host, port=address.port, refused=refused))
         return
-    from rl_serve.app import create_app
-    from rl_serve.chat_service import open_chat_service
-    from rl_serve.engine import EngineThread
-    from rl_serve.listening import exit_on_sigterm, listening, run_server
-    from rl_serve.sampling import Limits
-    from rl_serve.served_model import is_run, started_model
-    from rl_serve.settings import load_chat_settings, split_overrides
-    from rl_serve.weights_api import WeightUpdates
-
-    own, others = split_overrides(overrides)
-    settings = load_chat_settings(config or [], own)
-    # Before the model is loaded, so that a port in use is reported at once.
-    with (
-        exit_on_sigterm(),
-        listening(address) as listener,
-        open_chat_service(settings, of_run=is_run(Path(target))) as service,
-        started_model(target, backend=backend, overrides=others, name=name, best=best) as model,
-    ):
-        service.use_tasks(model.tasks)
-        engine = EngineThread(model.generation)
-        try:
-            limits = Limits(max_concurrent_requests=max_concurrent)
-            app = create_app(
-                model,
-                engine,
-                limits=limits,
-                api_keys=address.api_keys,
-                service=service,
-                is_local=not address.api_keys,
-                updates=updates
-                if updates is None
-                else WeightUpdates(model.generation, engine, updates.folder, updates.admin_key),
-            )
-            run_server(app, listener, address, name=model.name)
-        finally:
-            engine.close()
+    serve_model(target, config or [], overrides, address, backend=backend, name=name, best=best, updates=updates, limits=limits)
 
 
 def _target_in(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -133,89 +90,3 @@ def _target_in(arguments: list[str]) -> tuple[str | None, list[str]]:
     if first and ("=" not in first or Path(first).exists()):
         return first, arguments[1:]
     return None, arguments
-
-
-def _refuse_without_model(options: Mapping[str, bool], files: list[Path], overrides: list[str]) -> None:
-    from rl_core.errors import ConfigError
-
-    if not files and not overrides:
-        raise ConfigError(
-            "Nothing to serve: name a model or a run, or the server to forward to, such as ++server.host=localhost "
-            "++server.port=5000."
-        )
-    for option, is_given in options.items():
-        if is_given:
-            raise ConfigError(f"{option} is an option of models and runs, but none is named. Remove it, or name one.")
-
-
-def _serve_proxy(
-    files: list[Path], overrides: list[str], address: Address, *, has_port: bool, name: str | None, max_concurrent: int
-) -> None:
-    from dataclasses import replace
-
-    from rl_core.errors import ConfigError
-    from rl_serve.app import create_proxy_app
-    from rl_serve.backend import Backend
-    from rl_serve.chat_service import open_chat_service
-    from rl_serve.listening import exit_on_sigterm, listening, run_server
-    from rl_serve.sampling import Limits
-    from rl_serve.settings import load_settings
-    from rl_serve.update_options import admin_key_of_environment
-
-    settings, shown = load_settings(files, overrides)
-    if has_port and "generate_port" in settings.model_fields_set and settings.generate_port != address.port:
-        raise ConfigError(f"--port {address.port} and generate_port {settings.generate_port} differ: set one of them.")
-    if not has_port:
-        address = replace(address, port=settings.generate_port)
-    label = name or PROXY_NAME
-    with exit_on_sigterm(), open_chat_service(settings) as service:
-        admin_key = admin_key_of_environment() if settings.server.server_type == "vllm" else None
-        backend = Backend(settings.server, concurrency=max_concurrent, admin_key=admin_key)
-        if settings.dry_run:
-            _print_dry_run(settings, shown, backend, address, label)
-            return
-        with listening(address) as listener:
-            limits = Limits(max_concurrent_requests=max_concurrent)
-            app = create_proxy_app(
-                backend,
-                name=label,
-                limits=limits,
-                api_keys=address.api_keys,
-                service=service,
-                is_local=not address.api_keys,
-                admin_key=admin_key,
-            )
-            run_server(app, listener, address, name=f"{label} from {settings.server.url}")
-
-
-def _print_dry_run(settings: ServeSettings, shown: str, backend: object, address: Address, name: str) -> None:
-    import asyncio
-
-    from rl_serve.backend import Backend
-    from rl_serve.errors import ApiError
-
-    assert isinstance(backend, Backend)
-
-    async def state() -> str:
-        try:
-            return f"serves {', '.join(await backend.names()) or 'no model'}"
-        except ApiError as error:
-            return f"not available now: {error.message}"
-        finally:
-            await backend.close()
-
-    print(shown, end="")
-    print("\nchecks:")
-    print(f"  settings: valid; listens on {address.url}/v1 as {name}")
-    print(f"  server {settings.server.url}: {asyncio.run(state())}")
-    if settings.prompt_config is not None:
-        from rl_serve.prompt_filler import PromptFiller
-
-        filling = PromptFiller.load(settings.prompt_config, settings.examples_type)
-        print(f"  prompt_config {settings.prompt_config}: needs {', '.join(filling.needs)}; an example:")
-        for message in filling.example():
-            print(f"    [{message['role']}]")
-            print("\n".join(f"    {line}" for line in message["content"].splitlines()))
-    if settings.code_execution:
-        print(f"  sandbox {settings.sandbox.backend}: works; at most {settings.max_code_rounds} rounds of code per answer")
-    print("dry_run: nothing was started.")

@@ -1,19 +1,22 @@
-"""Streams of completions: the deltas of each choice as its tokens arrive, which together are the choice of a whole response."""
+"""Responses of sampled completions: whole, or as streams of deltas that together are the choices of a whole response."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from rl_serve.chat_format import AssistantMessage, ChatFormat
 from rl_serve.engine import SampledRow
 from rl_serve.errors import ApiError
+from rl_serve.event_streams import DONE, server_sent_event
 from rl_serve.incremental_text import IncrementalText, cut_at_possible_stop
 from rl_serve.offered_tools import OfferedTools
-from rl_serve.responses import ChoiceFormat, ResponseHead
+from rl_serve.responses import ChoiceFormat, ResponseHead, usage
+from rl_serve.tokenizer_threads import TokenizerThreads
 
 
 class RowDeltas:
@@ -191,3 +194,41 @@ class ChatDeltas(Deltas):
             del found["delta"]["role"]
         self._started.add(index)
         return found
+
+
+class CompletionResponses:
+    """Makes the responses of one model.
+
+    Args:
+        model: its name in the API.
+        threads: decode completions.
+    """
+
+    def __init__(self, model: str, threads: TokenizerThreads) -> None:
+        self._model, self._threads = model, threads
+
+    async def whole(self, deltas: Deltas, rows: Mapping[int, SampledRow]) -> dict[str, Any]:
+        """The body of a response with all completions."""
+        found = await self._threads.run(lambda: [deltas.whole(index, row) for index, row in sorted(rows.items())])
+        return deltas.head(self._model, is_stream=False).body(found, usage=usage(deltas.choices.plan, rows))
+
+    async def events(
+        self, deltas: Deltas, arrivals: AsyncGenerator[tuple[int, SampledRow], None], *, has_usage: bool
+    ) -> AsyncGenerator[str, None]:
+        """The events of completions that arrive, each with all of its tokens so far.
+
+        Raises:
+            ApiError: as `Deltas.choice` and `arrivals`.
+        """
+        head = deltas.head(self._model, is_stream=True)
+        rows: dict[int, SampledRow] = {}
+        async with aclosing(arrivals):
+            async for index, row in arrivals:
+                rows[index] = row
+                # Only the end of a completion is decoded from its first token, so only that is done in a thread.
+                new = await self._threads.run(deltas.choice, index, row) if row.is_finished else deltas.choice(index, row)
+                if new is not None:
+                    yield server_sent_event(head.body([new]))
+        if has_usage:
+            yield server_sent_event(head.body([], usage=usage(deltas.choices.plan, rows)))
+        yield DONE

@@ -1,19 +1,22 @@
-"""Responses of server-sent events that end with an error as an event, and that release what they use."""
+"""Responses as server-sent events, which release what they use, and work that is cancelled when its client disconnects."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rl_serve.errors import ApiError
 
 _log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 DONE = "data: [DONE]\n\n"
 """The last event of a complete stream."""
 _LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -56,3 +59,27 @@ async def errors_as_events(events: AsyncGenerator[str, None]) -> AsyncGenerator[
         except Exception:
             _log.exception("a stream failed")
             yield server_sent_event(ApiError(500, "The server failed. Its log has the details.").body())
+
+
+async def cancel_on_disconnect(request: Request, work: Awaitable[ResultT]) -> ResultT:
+    """The result of `work`, which is cancelled if the client closes its connection.
+
+    Raises:
+        ApiError: the client closed the connection; this response is not read.
+    """
+    working = asyncio.ensure_future(work)
+    hanging_up = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait([working, hanging_up], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "The client closed the connection.")
+        return working.result()
+    finally:
+        for task in (working, hanging_up):
+            task.cancel()
+        await asyncio.gather(working, hanging_up, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

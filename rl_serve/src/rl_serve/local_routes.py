@@ -19,12 +19,10 @@ from rl_core.event_loop import in_thread
 from rl_serve.chat_format import ChatFormat, read_messages
 from rl_serve.chat_responses import ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
-from rl_serve.completion_responses import CompletionResponses
-from rl_serve.deltas import ChatDeltas, CompletionDeltas, Deltas
-from rl_serve.disconnects import cancel_on_disconnect
+from rl_serve.deltas import ChatDeltas, CompletionDeltas, CompletionResponses, Deltas
 from rl_serve.engine import EngineThread, SampledRow
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import EventStream, errors_as_events
+from rl_serve.event_streams import EventStream, cancel_on_disconnect, errors_as_events
 from rl_serve.health import SharedCheck, read_engine_state
 from rl_serve.offered_tools import NO_TOOLS, OfferedTools, read_offered_tools, requires_calls
 from rl_serve.requests import (

@@ -1,24 +1,24 @@
-"""The endpoints of a proxy, which forwards requests to an OpenAI-compatible server."""
+"""The endpoints of a proxy, which forwards requests and weight updates to an OpenAI-compatible server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from fastapi import Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rl_serve.backend import Backend
 from rl_serve.chat_format import read_messages
 from rl_serve.chat_responses import ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
-from rl_serve.disconnects import cancel_on_disconnect
 from rl_serve.errors import ApiError
-from rl_serve.event_streams import EventStream
+from rl_serve.event_streams import EventStream, cancel_on_disconnect
 from rl_serve.health import SharedCheck
 from rl_serve.requests import ForwardedChatRequest, ForwardedCompletionRequest, ForwardedTokensRequest, GenerateRequest
 from rl_serve.sampling import Limits
+from rl_serve.weights_api import PATHS, admin_check
 
 _NOT_FORWARDED = ("expected_answer", "n", "stream", "stream_options")
 
@@ -152,3 +152,27 @@ def _count(usage: Any, name: str) -> int:
 def _as_sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as JSON objects."""
     return [dict(message) for message in messages]
+
+
+def add_forwarded_updates(app: FastAPI, backend: Backend, *, admin_key: str) -> None:
+    """Add the endpoints of weight updates, which check the admin key, to an application that has not been started.
+
+    Args:
+        app: the proxy's application.
+        backend: the server whose weights are replaced; it has the same admin key.
+        admin_key: the key that requests need.
+    """
+    for path in PATHS:
+        app.post(path, dependencies=[Depends(admin_check(admin_key))])(_forwarder(backend, path.removeprefix("/")))
+
+
+def _forwarder(backend: Backend, path: str) -> Callable[[Request], Awaitable[JSONResponse]]:
+    async def forward(request: Request) -> JSONResponse:
+        """Forward the request unchanged."""
+        try:
+            body = await request.json() if await request.body() else {}
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, "Invalid JSON.", code="invalid_body") from error
+        return JSONResponse(await backend.post_admin(path, body))
+
+    return forward
