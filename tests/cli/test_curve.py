@@ -3,7 +3,8 @@
 import pytest
 
 from rl_core.errors import DataError
-from rlcore_cli.curve import Series, draw, read_series
+from rlcore_cli.curve import draw, read_series
+from rlcore_cli.report.run_folder import Curve
 
 
 def test_a_curve_has_the_steps_of_the_metric_without_a_truncated_last_line(tmp_path):
@@ -15,9 +16,9 @@ def test_a_curve_has_the_steps_of_the_metric_without_a_truncated_last_line(tmp_p
         '{"step": 3, "validation/accuracy": 0.75}\n'
         '{"step": 4, "validation/accu'
     )
-    assert read_series(path, "validation/accuracy") == Series(steps=[0, 3], values=[0.25, 0.75])
+    assert read_series(path, "validation/accuracy") == Curve(steps=[0, 3], values=[0.25, 0.75])
     path.write_text('{"step": 4, "validation/accuracy": 0.5}')
-    assert read_series(path, "validation/accuracy") == Series(steps=[], values=[])
+    assert read_series(path, "validation/accuracy") == Curve(steps=[], values=[])
 
 
 def test_a_line_that_is_damaged_in_the_middle_is_named(tmp_path):
@@ -28,7 +29,7 @@ def test_a_line_that_is_damaged_in_the_middle_is_named(tmp_path):
 
 
 def test_the_drawing_has_its_title_and_no_colours():
-    drawing = draw([("braille", Series(steps=[1, 2, 3], values=[0.0, 0.5, 1.0]))], "mean reward")
+    drawing = draw([("braille", Curve(steps=[1, 2, 3], values=[0.0, 0.5, 1.0]))], "mean reward")
     assert "mean reward" in drawing
     assert "\x1b" not in drawing
 
@@ -36,17 +37,17 @@ def test_the_drawing_has_its_title_and_no_colours():
 @pytest.mark.parametrize(("columns", "most"), [("40", 40), ("200", 72)])
 def test_a_drawing_is_no_wider_than_the_terminal(monkeypatch, columns, most):
     monkeypatch.setenv("COLUMNS", columns)
-    drawing = draw([("braille", Series(steps=[0, 50, 120], values=[0.25, 0.5, 1.0]))], "mean reward")
+    drawing = draw([("braille", Curve(steps=[0, 50, 120], values=[0.25, 0.5, 1.0]))], "mean reward")
     assert max(map(len, drawing.splitlines())) == most
 
 
 @pytest.mark.parametrize(("last", "ticks"), [(3, ["0", "1", "2", "3"]), (6, ["0", "1", "2", "3", "4", "5", "6"]), (5, None)])
 def test_steps_are_counted_in_whole_numbers(last, ticks):
-    drawing = draw([("A", Series(steps=[0, last], values=[0.5, 0.6])), ("B", Series(steps=[0], values=[0.5]))], "loss")
+    drawing = draw([("A", Curve(steps=[0, last], values=[0.5, 0.6])), ("B", Curve(steps=[0], values=[0.5]))], "loss")
     numbers = drawing.splitlines()[-2].split()
     assert all(number.isdigit() for number in numbers)
     assert ticks is None or numbers == ticks
 
 
 def test_a_single_step_is_drawn():
-    assert "5" in draw([("A", Series(steps=[5], values=[0.5]))], "loss").splitlines()[-2]
+    assert "5" in draw([("A", Curve(steps=[5], values=[0.5]))], "loss").splitlines()[-2]

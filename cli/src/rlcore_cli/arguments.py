@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rl_core.errors import UserError
+
 Config = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)]
 Bases = Annotated[
     list[Path] | None,
@@ -34,8 +36,6 @@ def integers(text: str | None, option: str, example: str) -> list[int] | None:
     Raises:
         UserError: It is not a list of integers.
     """
-    from rl_core.errors import UserError
-
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:

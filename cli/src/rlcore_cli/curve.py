@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl_train.metrics.jsonl import iter_jsonl
+from rlcore_cli.report.run_folder import Curve
 from rlcore_cli.report.scales import nice_ticks, thin
 
 WIDTH = 72
 HEIGHT = 14
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A metric and the steps at which it was recorded."""
-
-    steps: Sequence[int]
-    values: Sequence[float]
-
-
-def read_series(path: Path, name: str) -> Series:
+def read_series(path: Path, name: str) -> Curve:
     """The values of a metric in metrics.jsonl, without steps that lack it and without an incomplete last line.
 
     Raises:
         DataError: a line is corrupt.
     """
     kept = [row for row in iter_jsonl(path) if row.get(name) is not None]
-    return Series(steps=[row["step"] for row in kept], values=[row[name] for row in kept])
+    return Curve(steps=[row["step"] for row in kept], values=[row[name] for row in kept])
 
 
-def draw(curves: Sequence[tuple[str, Series]], title: str) -> str:
+def draw(curves: Sequence[tuple[str, Curve]], title: str) -> str:
     """Overlaid curves without colors, `WIDTH` columns wide or as wide as the terminal if that is less.
 
     Args:

@@ -10,17 +10,18 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import rl_core.plugins
+from rl_core.errors import PluginError, UnknownComponentError
+from rl_core.plugins.component import Component, Kind, did_you_mean, is_path
+from rl_core.plugins.manager import PluginManager, discover
+from rl_core.plugins.record import Plugin, Status
+from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
 from rlcore_cli.listing import print_table
-
-if TYPE_CHECKING:
-    from rl_core.plugins import Component
-    from rl_core.plugins.manager import PluginManager
-    from rl_core.plugins.record import Plugin
 
 _PLUGINS_FOLDER = Path(rl_core.plugins.__file__).parent
 _IMPORTLIB_FOLDER = Path(importlib.__file__).parent
@@ -44,9 +45,6 @@ def doctor(
         rlcore doctor
         rlcore doctor hf --deep
     """
-    from rl_core.plugins.component import Component, is_path
-    from rl_core.plugins.manager import discover
-
     if name is not None and is_path(name):
         healthy = _examine_target(Component.from_path(name))
     else:
@@ -63,9 +61,6 @@ def doctor(
 
 
 def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
-    from rl_core.errors import UnknownComponentError
-    from rl_core.plugins.component import did_you_mean
-    from rl_core.plugins.registry import Registry
 
     if name is None:
         return list(manager.plugins)
@@ -87,7 +82,6 @@ def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
 
 
 def _examine(plugin: Plugin, *, deep: bool) -> bool:
-    from rl_core.plugins.record import Status
 
     print(f"{plugin.name}  {plugin.label}  {plugin.status.value}")
     print(f"  path    {plugin.location}")
@@ -117,7 +111,6 @@ def _examine(plugin: Plugin, *, deep: bool) -> bool:
 
 
 def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:
-    from rl_core.plugins.requirements import unmet_needs
 
     print(f"  {kind} {component.name}  {component.target}")
     problem = unmet_needs(component.needs)
@@ -128,8 +121,6 @@ def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:
 
 def _examine_target(component: Component, kind: str | None = None) -> bool:
     """Imports config and target, in this order, prints the import time or the traceback of each, and checks the contract."""
-    from rl_core.errors import PluginError
-    from rl_core.plugins.component import Kind
     from rl_train.assembly.contracts import kind_problem
 
     healthy = True
@@ -157,7 +148,6 @@ def _examine_target(component: Component, kind: str | None = None) -> bool:
 
 def _load_config(component: Component, kind: str | None) -> object:
     """The config model; a kind with a section in configs requires its base class."""
-    from rl_core.plugins.component import Kind
     from rl_train.config.section_models import BASES, section_of
 
     if kind is None or Kind(kind) not in BASES:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rl_core.errors import UserError
 from rlcore_cli.check_env import ConfigFile, Name, RowsFile, Settings
 
 
@@ -50,7 +51,6 @@ def play_env(
         rlcore env play sliding_puzzle data.size=2 --player random --seed 3
         rlcore env play math --rows rows.jsonl --player script --script answers.txt
     """
-    from rl_core.errors import UserError
     from rl_train.workbench.play import play, random_player, scripted_player
     from rl_train.workbench.trial import open_trial
 
@@ -98,7 +98,6 @@ def play_env(
 
 
 def _lines_of(script: Path) -> list[str]:
-    from rl_core.errors import UserError
 
     try:
         return script.read_text(encoding="utf-8").splitlines()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rl_core.errors import UserError
 from rlcore_cli.arguments import Bases, Config, Overrides, config_files, integers
 
 if TYPE_CHECKING:
@@ -92,7 +93,6 @@ def evaluate(
 
 
 def _reject_unwritable(path: Path) -> None:
-    from rl_core.errors import UserError
 
     if path.is_dir():
         raise UserError(f"--json {path} is a folder. Give a file, such as {path / 'eval.json'}.")

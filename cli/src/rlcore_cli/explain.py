@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import mode
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from rl_core.errors import ConfigError
 from rlcore_cli.arguments import Overrides
-
-if TYPE_CHECKING:
-    from rl_core.config.introspection import Field
-    from rl_train.config.config_layout import SectionSchema
-    from rl_train.config.loader import LoadedConfig
-    from rl_train.config.schema_index import SchemaIndex
-
-
-_LONGEST_DEFAULT = 32
 
 
 def explain(
@@ -41,222 +32,14 @@ def explain(
         rlcore explain grpo
         rlcore explain loss_fn --component dpo
     """
-    from rl_core.errors import ConfigError
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
-    from rl_train.config.loader import load_config
-    from rl_train.config.schema_index import schema_index
-    from rl_train.config.sources import refuse_missing
-
     if overrides and config is None:
         raise ConfigError(f"Overrides ({', '.join(overrides)}) need a config file: give it with --config.")
-    registry = Registry(discover())
+    from rl_train.config.loader import load_config
+    from rl_train.config.sources import refuse_missing
+    from rlcore_cli.explanation import explain_anywhere, explain_in
+
     if config is not None:
         refuse_missing(config)
-        loaded = load_config(config, overrides or [], registry=registry, stages=())
-        _explain_in(loaded, key)
+        explain_in(load_config(config, overrides or [], stages=()), key)
     else:
-        _explain_anywhere(schema_index(registry), key, component)
-
-
-def _explain_in(loaded: LoadedConfig, key: str) -> None:
-    value: object = loaded.redacted
-    path = tuple(key.split("."))
-    for name in path:
-        if not (isinstance(value, dict) and name in value):
-            raise _no_key(key, [*loaded.resolved, *loaded.source], where=f"{loaded.path}:")
-        value = value[name]
-    if isinstance(value, dict) and value:
-        print(key)
-        _print_leaves(loaded, value, key)
-        return
-    print(f"{key} = {_yaml(value)}")
-    print(f"  {'from':<9} {loaded.source[key]}")
-    section = loaded.layout.enclosing_section(path)
-    field = None if section is None else section.find(path)
-    if field is not None and section is not None:
-        _print_field(field, [section])
-
-
-def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
-    from rl_train.config.dotted_keys import leaves
-    from rlcore_cli.listing import print_table
-
-    rows = ((name.removeprefix(f"{key}."), _yaml(value), str(loaded.source[name])) for name, value in leaves(section, key))
-    print_table([(f"  {name}", text, origin) for name, text, origin in rows])
-
-
-def _explain_anywhere(index: SchemaIndex, key: str, component: str | None) -> None:
-    from rl_core.config.introspection import all_fields
-
-    path = tuple(key.split("."))
-    sections = _sections_at(index, path, component)
-    if sections:
-        _print_sections(key, sections)
-        return
-    matches = index.find(path)
-    if not matches:
-        raise _no_key(key, _known_keys(index), where="")
-    by_declaration: dict[tuple[object, ...], list[tuple[SectionSchema, Field]]] = {}
-    for section, field in matches:
-        by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((section, field))
-    for group in by_declaration.values():
-        field = group[0][1]
-        print(key)
-        _print_field(field, [section for section, _ in group])
-        if field.model is not None:
-            _print_keys(list(all_fields(field.model, depth=0)))
-
-
-def _sections_at(index: SchemaIndex, path: tuple[str, ...], component: str | None) -> list[SectionSchema]:
-    """The sections with a key, or else those that it holds under names: `env`, `data.mix` and `logger.loggers`."""
-    from rl_train.config.slots import ANY, SLOTS, matches
-
-    sections = [section for section in index.sections if matches(section.path, path)]
-    if not sections and any(slot.path == (*path, ANY) for slot in SLOTS):
-        sections = [section for section in index.sections if section.path[:-1] == path]
-    by_name = [section for section in sections if section.component is not None and section.component.name == path[-1]]
-    if component is not None:
-        return _named(component, sections, ".".join(path))
-    if by_name and by_name[0].path[-1] != path[-1]:
-        return by_name  # `env.math`: a task without `name` uses the component that has the name of the task
-    return sections
-
-
-def _known_keys(index: SchemaIndex) -> list[str]:
-    from rl_core.config.source_tree import dotted
-
-    fields = [field for section in index.sections for field in section.fields()]
-    keys = {dotted(field.path) for field in fields}
-    keys |= {f"{dotted(field.path)}.{name}" for field in fields if field.model is None for name in _free_keys(field)}
-    return [*keys, *(dotted(section.path) for section in index.sections)]
-
-
-def _free_keys(field: Field) -> list[str]:
-    """The default keys of a free mapping, such as the arguments of an optimizer."""
-    return list(field.default) if isinstance(field.default, dict) else []
-
-
-def _named(component: str, sections: list[SectionSchema], key: str) -> list[SectionSchema]:
-    from rl_core.errors import ConfigError
-    from rl_core.plugins.component import did_you_mean
-
-    chosen = [section for section in sections if section.component is not None and section.component.name == component]
-    if not chosen:
-        names = sorted({section.component.name for section in sections if section.component is not None})
-        known = f" Components: {', '.join(names)}." if names else " No component has this section."
-        raise ConfigError(f"--component {component}: no such component for {key}.{did_you_mean(component, names)}{known}")
-    return chosen
-
-
-def _print_sections(key: str, sections: list[SectionSchema]) -> None:
-    """Prints the keys of one section; for several components, their common keys and one line for each component."""
-    from rlcore_cli.listing import print_table
-
-    is_child = sections[0].path[:-1] == tuple(key.split("."))
-    heading = f"{key}.{'<task>' if key == 'env' else '<name>'}" if is_child else key
-    if len(sections) == 1:
-        print(f"{heading}: {_reader(sections[0])}")
-        _print_keys(list(sections[0].fields(depth=0)))
-        return
-    by_section = [{field.name: field for field in section.fields(depth=0)} for section in sections]
-    common = {name: [fields[name] for fields in by_section] for name in by_section[0] if all(name in f for f in by_section)}
-    print(f"{heading}: section of one of {len(sections)} components")
-    if common:
-        print("\nCommon keys:")
-        print_table([_common_row(name, fields) for name, fields in common.items()])
-    print("\nComponents and their number of additional keys:")
-    rows = []
-    for section, fields in zip(sections, by_section, strict=True):
-        assert section.component is not None
-        rows.append((f"  {section.component.name}", str(len(fields) - len(common)), section.component.summary))
-    print_table(rows)
-    print(f"\nTo see the keys of one: rlcore explain {key} --component {rows[0][0].strip()}")
-
-
-def _common_row(name: str, fields: list[Field]) -> tuple[str, str, str]:
-    """A row of the table of common keys: a default only if all components have it, and the meaning that most of them share."""
-    defaults = [_short_default(field) for field in fields]
-    default = defaults[0] if len(set(defaults)) == 1 else "by component"
-    return f"  {name}", default, mode(_first_sentence(field.info.description) for field in fields)
-
-
-def _print_field(field: Field, sections: list[SectionSchema]) -> None:
-    from rl_core.config.introspection import NO_DEFAULT
-    from rl_train.config.rules.optimizers import allowed_argument
-
-    argument = allowed_argument(field.path)
-    has_no_default = argument is None or field.default is NO_DEFAULT
-    rows = {
-        "meaning": " ".join((field.info.description or "").split()),
-        "type": field.type_name if has_no_default else type(field.default).__name__,
-        "allowed": "" if field.model is not None else argument or field.allowed,
-        "default": _default(field),
-        "used by": "; ".join(dict.fromkeys(_reader(section) for section in sections)),
-        "defined": f"{field.owner.__module__}:{field.owner.__qualname__}",
-    }
-    for name, text in rows.items():
-        if text:
-            print(f"  {name:<9} {text}")
-
-
-def _default(field: Field) -> str:
-    from rl_core.config.introspection import NO_DEFAULT
-
-    if field.default is NO_DEFAULT:
-        return "none (required)"
-    return "" if isinstance(field.default, dict) and field.model is not None else _yaml(field.default)
-
-
-def _print_keys(fields: list[Field]) -> None:
-    from rlcore_cli.listing import print_table
-
-    print_table([(f"  {field.name}", _short_default(field), _first_sentence(field.info.description)) for field in fields])
-
-
-def _short_default(field: Field) -> str:
-    """The default for a table: `section` for a section; long values are shortened."""
-    from rl_core.config.introspection import NO_DEFAULT
-
-    if field.default is NO_DEFAULT:
-        return "required"
-    if field.model is not None:
-        return "null" if field.default is None else "section"
-    text = _yaml(field.default)
-    return text if len(text) <= _LONGEST_DEFAULT else f"{text[: _LONGEST_DEFAULT - 3]}..."
-
-
-def _reader(section: SectionSchema) -> str:
-    if section.component is None or section.kind is None:
-        return f"the core (section {section.path[0]})"
-    return f"{section.kind.label} {section.component.name} ({section.component.target})"
-
-
-def _no_key(key: str, known: list[str], *, where: str) -> Exception:
-    from rl_core.config.diagnostics import nearest
-    from rl_core.errors import ConfigError
-    from rl_train.config.aliases import MEANINGS
-
-    section, _, last = key.rpartition(".")
-    ends = [name.rpartition(".")[2] for name in known]
-    last = last if last in ends else MEANINGS.get(last, last)
-    in_section = [end for name, end in zip(known, ends, strict=True) if name.rpartition(".")[0] == section]
-    end = last if last in ends else nearest(last, in_section) or nearest(last, ends)
-    same_end = [name for name in known if name.rpartition(".")[2] == end]
-    # Those in the same section first.
-    top = key.partition(".")[0]
-    same_end.sort(key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top, "<" in name, name))
-    suggestion = same_end[0] if same_end else nearest(key, known)
-    hint = f" Did you mean {suggestion}?" if suggestion else ""
-    return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
-
-
-def _yaml(value: object) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _first_sentence(text: str | None) -> str:
-    sentence, dot, _ = " ".join((text or "").split()).partition(". ")
-    return sentence + dot.strip()
+        explain_anywhere(key, component)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rl_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from rlcore_cli.importing.apply import Imported
 
@@ -32,7 +34,6 @@ def import_config(
         rlcore import-config grpo_math.yaml --output config.yaml
         rlcore validate config.yaml data.train.path=questions.jsonl
     """
-    from rl_core.errors import ConfigError
     from rlcore_cli.importing.apply import import_config as run
     from rlcore_cli.importing.nemo_rl.table import NEMO_RL
 
@@ -52,7 +53,6 @@ def import_config(
 
 
 def _write(text: str, output: Path) -> None:
-    from rl_core.errors import ConfigError
 
     try:
         output.write_text(text, encoding="utf-8")

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from rl_core.plugins.component import Kind
+from rl_core.plugins.manager import PluginManager, discover
+from rl_core.plugins.record import Plugin, Registration
+from rl_core.plugins.registry import Registry
+from rl_core.plugins.requirements import unmet_needs
 from rlcore_cli.arguments import AsJson
-
-if TYPE_CHECKING:
-    from rl_core.plugins.manager import PluginManager
-    from rl_core.plugins.record import Plugin, Registration
-    from rl_core.plugins.registry import Registry
 
 NOT_INSTALLED = "not installed"
 
@@ -41,10 +41,6 @@ def list_backends(
         rlcore list-backends
         rlcore list-backends --all --json
     """
-    from rl_core.plugins import Kind
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
-
     manager = discover()
     kinds = list(Kind) if everything else [Kind.POLICY, Kind.GENERATION]
     rows = [_of_registration(r) for r in manager.registrations if r.kind in kinds]
@@ -74,8 +70,6 @@ def list_plugins(
         rlcore list-plugins
         rlcore list-plugins --all --timings
     """
-    from rl_core.plugins.manager import discover
-
     manager = discover()
     plugins = [plugin for plugin in manager.plugins if everything or plugin.distribution != "rl-core"]
     if as_json:
@@ -103,7 +97,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _of_registration(registration: Registration) -> dict[str, Any]:
-    from rl_core.plugins.requirements import unmet_needs
 
     component, plugin = registration.component, registration.plugin
     problem = unmet_needs(component.needs)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from rl_core.errors import UserError
 from rlcore_cli.arguments import AsJson
-
-if TYPE_CHECKING:
-    from rlcore_cli.compare.comparison import Comparison
+from rlcore_cli.compare.comparison import Comparison, compare_runs
+from rlcore_cli.compare.terminal import lines
+from rlcore_cli.report.run_folder import read_run_folder
 
 
 def compare(
@@ -27,11 +29,6 @@ def compare(
         rlcore compare runs/grpo_addition runs/grpo_addition-2
         rlcore compare runs/a runs/b runs/c --output compare.html
     """
-    from rl_core.errors import UserError
-    from rlcore_cli.compare.comparison import compare_runs
-    from rlcore_cli.compare.terminal import lines
-    from rlcore_cli.report.run_folder import read_run_folder
-
     if len(run_folders) < 2:
         raise UserError(
             f"Only one run given ({run_folders[0]}): `rlcore compare` needs at least two. `rlcore report` shows one run."
@@ -43,8 +40,6 @@ def compare(
 
         write_page(output, render_comparison(comparison))
     if as_json:
-        import json
-
         print(json.dumps(_plain(comparison), indent=2))
         return
     print("\n".join(lines(comparison, everything=everything)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, MetricComparison
-from rlcore_cli.curve import Series, draw
+from rlcore_cli.curve import draw
 from rlcore_cli.listing import aligned
 from rlcore_cli.report.panels import choose_panels
 from rlcore_cli.report.scales import format_number
@@ -30,8 +30,7 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
     for metric in [name for name in DRAWN if name in shared][:MOST_DRAWN]:
         yield ""
         runs = zip(comparison.letters, comparison.runs, strict=True)
-        curves = [(name[0], run.curve(metric)) for name, run in runs]
-        yield draw([(name, Series(steps=curve.steps, values=curve.values)) for name, curve in curves], metric)
+        yield draw([(name[0], run.curve(metric)) for name, run in runs], metric)
     yield ""
     yield from _differing("config", comparison, comparison.settings)
     if comparison.without_environment:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from rlcore_cli.report.run_folder import Curve
 from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, padded_range, thin
 
 WIDTH, HEIGHT = 420, 210
@@ -19,22 +20,16 @@ MOST_BARS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """One curve of a chart.
+class Line(Curve):
+    """One curve of a chart. Steps with NaN or infinite values are marked at the top of the chart.
 
     Attributes:
         label: Its name in the legend.
-        steps: [N], ascending.
-        values: [N], finite.
         colour: Index of the color, modulo `COLOURS`.
-        not_finite: Steps with NaN or infinite values, marked at the top of the chart.
     """
 
     label: str
-    steps: Sequence[int]
-    values: Sequence[float]
     colour: int
-    not_finite: Sequence[int] = ()
 
     @property
     def is_smoothed(self) -> bool:

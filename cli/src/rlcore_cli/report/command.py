@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rlcore_cli.report.ending import Ending
+from rl_train.metrics.jsonl import METRICS
+from rlcore_cli.report.ending import Ending, ending_of
+from rlcore_cli.report.run_folder import STATUS, read_run_folder
 
 PAGE = "report.html"
 Stamp = tuple[float, ...]
@@ -44,29 +46,19 @@ def report(
 
 
 def _follow(run_folder: Path, page: Path, *, seen: Stamp, max_mib: float, every: float) -> Ending:
-    import time
 
     while True:
         time.sleep(every)
         now = _stamp(run_folder)
         # A killed process changes no file, so the status of an unchanged folder is checked as well, without reading rollouts.
-        ending = _write(run_folder, page, max_mib=max_mib, live=True) if now != seen else _status(run_folder)
+        ending = _write(run_folder, page, max_mib=max_mib, live=True) if now != seen else ending_of(read_run_folder(run_folder))
         if ending.is_over:
             return _write(run_folder, page, max_mib=max_mib, live=False)
         seen = now
 
 
-def _status(run_folder: Path) -> Ending:
-    from rlcore_cli.report.ending import ending_of
-    from rlcore_cli.report.run_folder import read_run_folder
-
-    return ending_of(read_run_folder(run_folder))
-
-
 def _write(run_folder: Path, page: Path, *, max_mib: float, live: bool) -> Ending:
-    from rlcore_cli.report.ending import ending_of
     from rlcore_cli.report.page import render, write_page
-    from rlcore_cli.report.run_folder import read_run_folder
 
     run = read_run_folder(run_folder)
     ending = ending_of(run)
@@ -75,8 +67,6 @@ def _write(run_folder: Path, page: Path, *, max_mib: float, live: bool) -> Endin
 
 
 def _stamp(run_folder: Path) -> Stamp:
-    from rl_train.metrics.jsonl import METRICS
-    from rlcore_cli.report.run_folder import STATUS
 
     watched = (run_folder / METRICS, run_folder / STATUS)
     return tuple(path.stat().st_mtime_ns if path.exists() else 0.0 for path in watched)

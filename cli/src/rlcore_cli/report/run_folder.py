@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,14 @@ class Curve:
     """A metric and the steps at which it was recorded.
 
     Attributes:
-        name: `area/quantity`.
         steps: In ascending order.
         values: One finite value per step.
         not_finite: Steps with a NaN or infinite value.
     """
 
-    name: str
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-    not_finite: tuple[int, ...] = ()
+    steps: Sequence[int]
+    values: Sequence[float]
+    not_finite: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,6 @@ class RunFolder:
         recorded = [(step, row[name]) for step, row in self.metrics.items() if name in row]
         finite = [(step, value) for step, value in recorded if value is not None]
         return Curve(
-            name=name,
             steps=tuple(step for step, _ in finite),
             values=tuple(value for _, value in finite),
             not_finite=tuple(step for step, value in recorded if value is None),
