@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+from rl_core.config.python_sections import read_section
+from rl_core.config.schema import DatasetConfig
 from rl_core.interfaces.dataset import Dataset, Record
 
 HELD_OUT = 8
@@ -14,7 +18,24 @@ MAX_DRAWS = 10_000
 
 
 class GeneratedDataset(Dataset):
-    """A dataset without files: record i is a pure function of the config and i."""
+    """A dataset without files: record i is a pure function of the config and i.
+
+    Args:
+        config: A section of the class `config_class`, a dict of its keys, or None for its defaults.
+
+    Raises:
+        ConfigError: A key is unknown or a value is not allowed.
+    """
+
+    config_class: ClassVar[type[DatasetConfig]]
+    """The model of the section, which has `num_samples`."""
+    config: Any
+
+    def __init__(self, config: DatasetConfig | Mapping[str, Any] | None = None) -> None:
+        self.config = read_section(self.config_class, config)
+
+    def __len__(self) -> int:
+        return int(self.config.num_samples)
 
     @abstractmethod
     def generate(self, index: int) -> Record:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces.dataset import Record
-from rl_envs.config import ArithmeticDatasetConfig, read_section
+from rl_envs.config import ArithmeticDatasetConfig
 from rl_envs.generated_dataset import MAX_DRAWS, GeneratedDataset, is_reserved
 
 TASK = "arithmetic"
@@ -60,11 +59,8 @@ class ArithmeticDataset(GeneratedDataset):
         ConfigError: The split has no operand pair with this number of digits.
     """
 
-    def __init__(self, config: ArithmeticDatasetConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(ArithmeticDatasetConfig, config)
-
-    def __len__(self) -> int:
-        return self.config.num_samples
+    config_class = ArithmeticDatasetConfig
+    config: ArithmeticDatasetConfig
 
     def generate(self, index: int) -> Record:
         problem = self.problem(index)

@@ -111,40 +111,17 @@ class Encoder:
         self.containers.append(value)
         return False
 
-    def _single(self, value: Any) -> None:
-        self.tokens.append(_SINGLES[value])
-
     def _int(self, value: int) -> None:
         self.tokens.append(str(value) if -_LARGEST < value < _LARGEST else f"x{value:x}")
-
-    def _float(self, value: float) -> None:
-        self.tokens.append(f"f{value!r}")
-
-    def _complex(self, value: complex) -> None:
-        self.tokens.append(f"c{value.real!r},{value.imag!r}")
 
     def _str(self, value: str) -> None:
         self.tokens.append(f"s{len(value)}")
         self.characters.append(value)
 
-    def _bytes(self, value: bytes | bytearray) -> None:
-        if not self._again(value, type(value) is bytearray):
-            self.tokens.append(f"{'b' if type(value) is bytes else 'B'}{len(value)}")
+    def _bytes(self, letter: str, value: bytes | bytearray, mutable: bool = False) -> None:
+        if not self._again(value, mutable):
+            self.tokens.append(f"{letter}{len(value)}")
             self.characters.append(value.decode("latin-1"))
-
-    def _list(self, value: list[Any]) -> None:
-        if not self._again(value, True):
-            self._items("l", value)
-
-    def _tuple(self, value: tuple[Any, ...]) -> None:
-        self._items("t", value)
-
-    def _set(self, value: set[Any]) -> None:
-        if not self._again(value, True):
-            self._items("S", value)
-
-    def _frozenset(self, value: frozenset[Any]) -> None:
-        self._items("Z", value)
 
     def _dict(self, value: dict[Any, Any]) -> None:
         if not self._again(value, True):
@@ -153,7 +130,9 @@ class Encoder:
                 self.add(key)
                 self.add(item)
 
-    def _items(self, letter: str, items: Any) -> None:
+    def _items(self, letter: str, items: Any, mutable: bool = False) -> None:
+        if self._again(items, mutable):
+            return
         kinds = set(map(type, items)) if len(items) >= _SHORTEST_BULK else ()
         bulk = _BULK.get(*kinds) if len(kinds) == 1 else None
         if bulk == "i" and not -_LARGEST < min(items) <= max(items) < _LARGEST:
@@ -168,17 +147,17 @@ class Encoder:
 
 _WRITERS: dict[type, Callable[[Encoder, Any], None]] = {
     int: Encoder._int,
-    float: Encoder._float,
-    complex: Encoder._complex,
+    float: lambda encoder, value: encoder.tokens.append(f"f{value!r}"),
+    complex: lambda encoder, value: encoder.tokens.append(f"c{value.real!r},{value.imag!r}"),
     str: Encoder._str,
-    bytes: Encoder._bytes,
-    bytearray: Encoder._bytes,
-    list: Encoder._list,
-    tuple: Encoder._tuple,
-    set: Encoder._set,
-    frozenset: Encoder._frozenset,
+    bytes: lambda encoder, value: encoder._bytes("b", value),
+    bytearray: lambda encoder, value: encoder._bytes("B", value, mutable=True),
+    list: lambda encoder, value: encoder._items("l", value, mutable=True),
+    tuple: lambda encoder, value: encoder._items("t", value),
+    set: lambda encoder, value: encoder._items("S", value, mutable=True),
+    frozenset: lambda encoder, value: encoder._items("Z", value),
     dict: Encoder._dict,
-    **{type(single): Encoder._single for single in _SINGLES},
+    **{type(single): lambda encoder, value: encoder.tokens.append(_SINGLES[value]) for single in _SINGLES},
 }
 
 
@@ -226,11 +205,6 @@ class Decoder:
             raise InvalidError
         return self._characters[start : self._position]
 
-    def _bytearray(self, count: str) -> bytearray:
-        found = bytearray(self._take(count).encode("latin-1"))
-        self.containers.append(found)
-        return found
-
     def _numbered(self, container: Any) -> Any:
         self.containers.append(container)
         return container
@@ -243,22 +217,18 @@ class Decoder:
             return found
         return [self.value() for _ in range(int(count))]
 
-    def _list(self, count: str) -> list[Any]:
-        found: list[Any] = self._numbered([])
-        found += self._values(count)
-        return found
-
-    def _set(self, count: str) -> set[Any]:
-        found: set[Any] = self._numbered(set())
-        found.update(self._values(count))
-        return found
+    def _filled(self, container: Any, count: str) -> Any:
+        """A list or set, numbered before its values are read, because they may contain it."""
+        self._numbered(container)
+        replace(container, self._values(count))
+        return container
 
     def _dict(self, count: str) -> dict[Any, Any]:
-        found: dict[Any, Any] = self._numbered({})
+        made: dict[Any, Any] = self._numbered({})
         for _ in range(int(count)):
             key = self.value()
-            found[key] = self.value()
-        return found
+            made[key] = self.value()
+        return made
 
     def _made(self, _: str) -> Any:
         name = self.token()
@@ -294,10 +264,10 @@ _READERS: dict[str, Callable[[Decoder, str], Any]] = {
     "c": Decoder._complex,
     "s": Decoder._take,
     "b": lambda decoder, count: decoder._take(count).encode("latin-1"),
-    "B": Decoder._bytearray,
-    "l": Decoder._list,
+    "B": lambda decoder, count: decoder._numbered(bytearray(decoder._take(count).encode("latin-1"))),
+    "l": lambda decoder, count: decoder._filled([], count),
     "t": lambda decoder, count: tuple(decoder._values(count)),
-    "S": Decoder._set,
+    "S": lambda decoder, count: decoder._filled(set(), count),
     "Z": lambda decoder, count: frozenset(decoder._values(count)),
     "d": Decoder._dict,
     "v": Decoder._made,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from rl_core.interfaces.dataset import Record
-from rl_envs.config import GuessNumberDatasetConfig, read_section
+from rl_envs.config import GuessNumberDatasetConfig
 from rl_envs.generated_dataset import GeneratedDataset
 
 TASK = "guess"
@@ -20,11 +18,8 @@ class GuessNumberDataset(GeneratedDataset):
         config: `GuessNumberDatasetConfig`, a dict of its keys, or None for its defaults.
     """
 
-    def __init__(self, config: GuessNumberDatasetConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(GuessNumberDatasetConfig, config)
-
-    def __len__(self) -> int:
-        return self.config.num_samples
+    config_class = GuessNumberDatasetConfig
+    config: GuessNumberDatasetConfig
 
     def generate(self, index: int) -> Record:
         config = self.config

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.interfaces.dataset import Record
-from rl_envs.config import read_section
 from rl_envs.generated_dataset import GeneratedDataset
 from rl_envs.reasoning_gym.config import ReasoningGymDatasetConfig
 from rl_envs.reasoning_gym.tasks import make_task
@@ -25,14 +24,14 @@ class ReasoningGymDataset(GeneratedDataset):
         ConfigError: the package is not installed, or the task or one of its settings does not exist.
     """
 
+    config_class = ReasoningGymDatasetConfig
+    config: ReasoningGymDatasetConfig
+
     def __init__(self, config: ReasoningGymDatasetConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(ReasoningGymDatasetConfig, config)
+        super().__init__(config)
         self._task = make_task(
             self.config.task, self.config.params, seed=_generator_seed(self.config.seed), size=self.config.num_samples
         )
-
-    def __len__(self) -> int:
-        return self.config.num_samples
 
     def generate(self, index: int) -> Record:
         config, entry = self.config, self._task[index]

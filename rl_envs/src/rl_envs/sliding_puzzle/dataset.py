@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces.dataset import Record
-from rl_envs.config import read_section
 from rl_envs.generated_dataset import MAX_DRAWS, GeneratedDataset, is_reserved
 from rl_envs.sliding_puzzle.board import Board, format_board, shuffled
 from rl_envs.sliding_puzzle.config import SlidingPuzzleDatasetConfig
@@ -31,11 +28,8 @@ class SlidingPuzzleDataset(GeneratedDataset):
         ConfigError: a setting is unknown or not allowed.
     """
 
-    def __init__(self, config: SlidingPuzzleDatasetConfig | Mapping[str, Any] | None = None) -> None:
-        self.config = read_section(SlidingPuzzleDatasetConfig, config)
-
-    def __len__(self) -> int:
-        return self.config.num_samples
+    config_class = SlidingPuzzleDatasetConfig
+    config: SlidingPuzzleDatasetConfig
 
     def generate(self, index: int) -> Record:
         config = self.config
