@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 
-from rl_sandbox.programs import SIGKILL, Settings, become_program, bind_to_parent, interpret, protect, run_main
+from rl_sandbox.programs import SIGKILL, Settings, become_program, bind_to_parent, interpret, protect, read, run_main
 from rl_sandbox.wire import (
     ERROR,
     KILLED,
@@ -178,10 +178,10 @@ class Agent:
 
     def serve(self, channel: int) -> None:
         _write(channel, READY)
-        while header := _read(channel, REQUEST.size):
+        while header := read(channel, REQUEST.size):
             operation, seconds, code_size, stdin_size = REQUEST.unpack(header)
             link = _read_descriptors(channel) if operation == LINKED else ()
-            code, stdin = _read(channel, code_size), _read(channel, stdin_size)
+            code, stdin = read(channel, code_size), read(channel, stdin_size)
             if operation == PRELOAD:
                 exec(compile(code, "<preloaded>", "exec"), {"__name__": "preloaded"})
                 outcome, status, flags, out, err = OK, 0, 0, b"", b""
@@ -275,16 +275,6 @@ def _kill_group(group: int) -> None:
         os.killpg(group, SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
-
-
-def _read(channel: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = os.read(channel, min(size - len(data), _CHUNK))
-        if not chunk:
-            return b""
-        data += chunk
-    return bytes(data)
 
 
 def _read_descriptors(channel: int) -> tuple[int, ...]:

@@ -57,7 +57,21 @@ class Result:
     state_lost: bool
 
 
-class SessionInterface(ABC):
+class _Closing(ABC):
+    """Closed at the end of a `with` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; calling it twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class SessionInterface(_Closing):
     """One isolation unit, for one rollout. Calls from several threads run one after another."""
 
     @abstractmethod
@@ -120,14 +134,8 @@ class SessionInterface(ABC):
     def close(self) -> None:
         """Kill all processes of the session and delete its files. A call that is running raises SandboxError."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class SandboxInterface(ABC):
+class SandboxInterface(_Closing):
     """Opens sessions. Its class is constructed with a `SandboxConfig`. All methods may be called from any thread.
 
     The limits of the config apply to every sandbox. Other settings are in `options`, which it must check.
@@ -144,9 +152,3 @@ class SandboxInterface(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close all sessions; calling it twice is fine."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

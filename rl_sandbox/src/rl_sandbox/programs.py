@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OWN_FILE = "<sandbox>"
 """File name of the modules of this package inside the sandbox; their frames are not part of a program's traceback."""
 SIGKILL = 9
+_CHUNK = 1 << 16
 _PDEATHSIG, _DUMPABLE = 1, 4
 _prctl = ctypes.CDLL(None).prctl
 
@@ -111,9 +112,9 @@ def interpret(done: int) -> int:
     sources: dict[str, bytes] = {}
     stdin = os.dup(0)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    while header := _read(stdin, 4):
+    while header := read(stdin, 4):
         file = f"<call {len(sources) + 1}>"
-        sources[file] = _read(stdin, struct.unpack("!I", header)[0])
+        sources[file] = read(stdin, struct.unpack("!I", header)[0])
         status = _flushed(_guarded(_piece(ast, sources[file], main.__dict__, file), sources))
         os.write(done, b"0" if status == 0 else b"1")
     return 0
@@ -176,11 +177,12 @@ def _flushed(status: int) -> int:
     return status
 
 
-def _read(descriptor: int, size: int) -> bytes:
-    data = b""
+def read(descriptor: int, size: int) -> bytes:
+    """Exactly `size` bytes; none at the end of the file."""
+    data = bytearray()
     while len(data) < size:
-        chunk = os.read(descriptor, size - len(data))
+        chunk = os.read(descriptor, min(size - len(data), _CHUNK))
         if not chunk:
             return b""
         data += chunk
-    return data
+    return bytes(data)
