@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_backends_openai.config import OpenAIConfig
@@ -30,10 +30,10 @@ class Reply:
         weight_version: the server's version of the weights; None if it does not report one.
     """
 
-    token_ids: list[int] | None
-    logprobs: list[float] | None
-    text: str | None
-    truncated: bool
+    token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    text: str | None = None
+    truncated: bool = False
     weight_version: int | None = None
 
 
@@ -95,13 +95,13 @@ class OpenAIServer:
         """
         sampling = self._sampling(prompt, greedy=greedy, top_k=top_k)
         if self._own.api == "inference":
-            return await self._inference(prompt, sampling)
+            body = {"token_ids": prompt.tokens, "sampling_params": {**sampling, "logprobs": 0}}
+            return await self._reply(_INFERENCE, body, _inference_reply)
         if self._own.api == "chat":
             body = {"messages": [dict(message) for message in messages or ()], **sampling}
-            choice = await self._choice("chat/completions", body)
-            return _chat_reply(choice)
+            return await self._reply("chat/completions", body, _chat_reply)
         body = {"prompt": prompt.tokens, "logprobs": 0, "return_token_ids": True, **sampling}
-        return _completion_reply(await self._choice("completions", body))
+        return await self._reply("completions", body, _completion_reply)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -125,73 +125,51 @@ class OpenAIServer:
             fields["stop_token_ids"] = config.stop_token_ids
         return fields
 
-    async def _inference(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Reply:
-        body = {"token_ids": prompt.tokens, "sampling_params": {**sampling, "logprobs": 0}}
-        return _inference_reply(await self._choice(_INFERENCE, body))
-
-    async def _choice(self, path: str, body: Mapping[str, Any]) -> _Choice:
+    async def _reply(self, path: str, body: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Reply]) -> Reply:
+        """The reply to a request, of whose first choice `read` takes the tokens or the text."""
         fields = {"model": self._own.model, **body, **self._own.extra_body}
         response = await self._client.post_json(path, {key: value for key, value in fields.items() if value is not None})
         try:
-            choice = _Choice(path, dict(response.body["choices"][0]))
-            reason = choice.fields.get("finish_reason")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise _malformed(path, error) from error
-        if reason not in _FINISHED:
-            raise HttpError(
-                f"POST {path}: the server ended the completion with {reason!r}", status=response.status, is_temporary=True
-            )
-        return choice
-
-
-@dataclass(frozen=True)
-class _Choice:
-    path: str
-    fields: Mapping[str, Any]
-
-    @property
-    def truncated(self) -> bool:
-        return self.fields.get("finish_reason") == "length"
-
-
-def _completion_reply(choice: _Choice) -> Reply:
-    fields = choice.fields
-    try:
-        tokens = fields.get("token_ids")
-        logprobs = (fields.get("logprobs") or {}).get("token_logprobs")
-        return Reply(
-            token_ids=None if tokens is None else [int(token) for token in tokens],
-            logprobs=None if logprobs is None else [float(value) for value in logprobs],
-            text=str(fields["text"]),
-            truncated=choice.truncated,
-            weight_version=_version(fields),
+            choice = dict(response.body["choices"][0])
+            reason = choice.get("finish_reason")
+            if reason in _FINISHED:
+                return replace(read(choice), truncated=reason == "length")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise RLCoreError(
+                f"The response of the server to {path} does not have the form of this endpoint ({type(error).__name__}: "
+                f"{error}). Check policy.generation.openai_cfg.base_url and api."
+            ) from error
+        raise HttpError(
+            f"POST {path}: the server ended the completion with {reason!r}", status=response.status, is_temporary=True
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _malformed(choice.path, error) from error
 
 
-def _inference_reply(choice: _Choice) -> Reply:
-    fields = choice.fields
-    try:
-        tokens = fields.get("token_ids")
-        content = (fields.get("logprobs") or {}).get("content")
-        return Reply(
-            token_ids=None if tokens is None else [int(token) for token in tokens],
-            logprobs=None if content is None else [float(entry["logprob"]) for entry in content],
-            text=None,
-            truncated=choice.truncated,
-            weight_version=_version(fields),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _malformed(choice.path, error) from error
+def _completion_reply(choice: Mapping[str, Any]) -> Reply:
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    return Reply(
+        token_ids=_tokens(choice),
+        logprobs=None if logprobs is None else [float(value) for value in logprobs],
+        text=str(choice["text"]),
+        weight_version=_version(choice),
+    )
 
 
-def _chat_reply(choice: _Choice) -> Reply:
-    try:
-        text = choice.fields["message"].get("content")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _malformed(choice.path, error) from error
-    return Reply(token_ids=None, logprobs=None, text=str(text or ""), truncated=choice.truncated)
+def _inference_reply(choice: Mapping[str, Any]) -> Reply:
+    content = (choice.get("logprobs") or {}).get("content")
+    return Reply(
+        token_ids=_tokens(choice),
+        logprobs=None if content is None else [float(entry["logprob"]) for entry in content],
+        weight_version=_version(choice),
+    )
+
+
+def _chat_reply(choice: Mapping[str, Any]) -> Reply:
+    return Reply(text=str(choice["message"].get("content") or ""))
+
+
+def _tokens(choice: Mapping[str, Any]) -> list[int] | None:
+    tokens = choice.get("token_ids")
+    return None if tokens is None else [int(token) for token in tokens]
 
 
 def _version(fields: Mapping[str, Any]) -> int | None:
@@ -212,10 +190,3 @@ def version_of_label(label: str) -> int:
     """The weight version; -1 for a label that this backend did not set, such as that of a server that was restarted."""
     number = label.removeprefix(_LABEL)
     return int(number) if label.startswith(_LABEL) and number.isdigit() else -1
-
-
-def _malformed(path: str, error: Exception) -> RLCoreError:
-    return RLCoreError(
-        f"The response of the server to {path} does not have the form of this endpoint ({type(error).__name__}: {error}). "
-        "Check policy.generation.openai_cfg.base_url and api."
-    )

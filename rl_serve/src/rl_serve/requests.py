@@ -88,6 +88,8 @@ class StreamOptions(BaseModel):
 class StreamedRequest(BaseModel):
     """A request whose response may be a stream."""
 
+    stream: bool | None = False
+    """Whether completions are sent as server-sent events while they are sampled."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
 
@@ -97,8 +99,29 @@ class StreamedRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class GradedRequest(StreamedRequest):
+    """A chat request whose answers may be graded."""
+
+    expected_answer: str | int | float | None = None
+    """Right answer; choices then have `predicted_answer` and `is_correct`. A proxy does not send it to the backend."""
+
+    def record(self) -> dict[str, Any]:
+        """The fields for grading.
+
+        Raises:
+            ApiError: a streamed answer cannot be graded.
+        """
+        if self.expected_answer is None:
+            return {}
+        if self.stream:
+            raise ApiError(400, "expected_answer requires a response without `stream`.", param="expected_answer")
+        return {"expected_answer": self.expected_answer}
+
+
 class RequestBody(BaseModel):
-    """A JSON object."""
+    """A JSON object, of which further fields are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     """Name of the served model."""
@@ -165,15 +188,11 @@ class SamplingParameters(BaseModel):
 class SamplingRequest(RequestBody, SamplingParameters, StreamedRequest):
     """Fields that all sampling endpoints of OpenAI's API share."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
     accepts_as_no_op: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
     """Fields about the caller, which change no completion."""
 
     n: int = Field(default=1, ge=1)
     """Number of completions per prompt."""
-    stream: bool = False
-    """Whether completions are sent as server-sent events while they are sampled."""
     return_token_ids: bool = False
     """Whether choices have `token_ids` (with the tokens that ended the completion) and `prompt_token_ids`."""
 
@@ -229,7 +248,7 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=_MAX_MESSAGES)]
 
 
-class ChatRequest(SamplingRequest):
+class ChatRequest(SamplingRequest, GradedRequest):
     """Body of `/v1/chat/completions`."""
 
     messages: Messages
@@ -251,9 +270,6 @@ class ChatRequest(SamplingRequest):
     parallel_tool_calls: bool | None = None
     """Whether a message may have several calls; only true is supported."""
 
-    expected_answer: str | int | float | None = None
-    """Right answer; choices then have `predicted_answer` and `is_correct`."""
-
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
@@ -274,19 +290,9 @@ class ChatRequest(SamplingRequest):
             raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def record(self) -> dict[str, Any]:
-        """The fields for grading.
-
-        Raises:
-            ApiError: a streamed answer cannot be graded.
-        """
-        return _record(self.expected_answer, is_streamed=self.stream)
-
 
 class GenerateRequest(RequestBody, SamplingParameters):
     """Body of `/generate`: the fields of a record, which fill the prompt config, and how to sample."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     question: str | None = None
     """The question; also fills `{problem}`."""
@@ -345,38 +351,17 @@ class GenerateTokensRequest(RequestBody):
 class ForwardedCompletionRequest(RequestBody):
     """Body of a proxy's `/v1/completions`; the backend checks all fields but these."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
     stream: bool | None = False
 
 
 class ForwardedTokensRequest(RequestBody):
     """Body of a proxy's `/inference/v1/generate`; the backend checks all fields but these."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
     token_ids: TokenIds = Field(min_length=1)
 
 
-class ForwardedChatRequest(RequestBody, StreamedRequest):
+class ForwardedChatRequest(RequestBody, GradedRequest):
     """Body of a proxy's `/v1/chat/completions`; the backend checks all fields but these."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     messages: Messages
     n: int | None = Field(default=1, ge=1)
-    stream: bool | None = False
-    expected_answer: str | int | float | None = None
-    """Right answer; choices then have `predicted_answer` and `is_correct`. Not sent to the backend."""
-
-    def record(self) -> dict[str, Any]:
-        """As `ChatRequest.record`."""
-        return _record(self.expected_answer, is_streamed=bool(self.stream))
-
-
-def _record(expected_answer: str | float | None, *, is_streamed: bool) -> dict[str, Any]:
-    if expected_answer is None:
-        return {}
-    if is_streamed:
-        raise ApiError(400, "expected_answer requires a response without `stream`.", param="expected_answer")
-    return {"expected_answer": expected_answer}
