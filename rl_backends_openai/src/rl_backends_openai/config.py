@@ -149,10 +149,10 @@ class OpenAIConfig(GenerationConfig):
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values from the policy: tokenizer and length."""
-        own = self.openai_cfg
+        server = self.openai_cfg
         limit = policy.max_total_sequence_length
         filled = {
-            "max_model_len": min(own.max_model_len or limit, limit),
-            "tokenizer": own.tokenizer or policy.tokenizer,
+            "max_model_len": min(server.max_model_len or limit, limit),
+            "tokenizer": server.tokenizer or policy.tokenizer,
         }
-        return super().for_policy(policy).model_copy(update={"openai_cfg": own.model_copy(update=filled)})
+        return super().for_policy(policy).model_copy(update={"openai_cfg": server.model_copy(update=filled)})

@@ -24,20 +24,20 @@ async def probe(server: OpenAIServer, config: OpenAIConfig) -> int | None:
             `weight_updates` is set; names the flag that is missing.
         HttpError: the server is not reachable or refused the request.
     """
-    own = config.openai_cfg
-    limit = await _limit_of_model(server, own.model)
+    settings = config.openai_cfg
+    limit = await _limit_of_model(server, settings.model)
     prompt = Prompt(number=0, tokens=list(_PROMPT), limit=1, seed=1)
     messages = [{"role": "user", "content": "1"}]
     try:
         reply = await server.sample(prompt, messages, greedy=False)
     except HttpError as error:
-        if own.api == "inference" and error.status in (403, 404, 405):
+        if settings.api == "inference" and error.status in (403, 404, 405):
             raise ConfigError(
-                f"{_AT}.api: {own.base_url} does not have /inference/v1/generate ({error}). Start vLLM with "
+                f"{_AT}.api: {settings.base_url} does not have /inference/v1/generate ({error}). Start vLLM with "
                 "--enable-scale-out, use `rlcore serve`, or set api: completions."
             ) from error
         raise
-    if own.weight_updates is not None:
+    if settings.weight_updates is not None:
         _refuse_incomplete(reply, config)
         await _refuse_raw_logprobs(server, prompt, config)
     return limit

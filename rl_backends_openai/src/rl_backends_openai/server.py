@@ -45,18 +45,18 @@ class OpenAIServer:
     """
 
     def __init__(self, config: OpenAIConfig) -> None:
-        own = config.openai_cfg
-        self._config, self._own = config, own
-        self.name = own.base_url
+        settings = config.openai_cfg
+        self._config, self._own = config, settings
+        self.name = settings.base_url
         limits = RequestLimits(
-            concurrency=own.max_concurrent_requests,
-            timeout_s=own.timeout_s,
-            deadline_s=own.deadline_s,
-            max_retries=own.max_retries,
+            concurrency=settings.max_concurrent_requests,
+            timeout_s=settings.timeout_s,
+            deadline_s=settings.deadline_s,
+            max_retries=settings.max_retries,
         )
-        url = own.root_url if own.api == "inference" else own.base_url
-        self._client = HttpClient(base_url=url, api_key=own.api_key, limits=limits)
-        self._models = HttpClient(base_url=own.base_url, api_key=own.api_key, limits=limits)
+        url = settings.root_url if settings.api == "inference" else settings.base_url
+        self._client = HttpClient(base_url=url, api_key=settings.api_key, limits=limits)
+        self._models = HttpClient(base_url=settings.base_url, api_key=settings.api_key, limits=limits)
 
     async def models(self) -> list[Mapping[str, Any]] | None:
         """The entries of `/v1/models`; None if the server does not have this endpoint.

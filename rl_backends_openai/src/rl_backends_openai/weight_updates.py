@@ -35,19 +35,19 @@ class WeightUpdates(ABC):
     """
 
     def __init__(self, config: OpenAIConfig, *, deadline_s: float) -> None:
-        own = config.openai_cfg
+        settings = config.openai_cfg
         assert config.refit_folder is not None
         self._folder = Path(config.refit_folder).expanduser().resolve()
-        self.url = own.root_url
-        headers = {ADMIN_HEADER: own.admin_key} if own.admin_key is not None else {}
+        self.url = settings.root_url
+        headers = {ADMIN_HEADER: settings.admin_key} if settings.admin_key is not None else {}
 
         def client(max_retries: int, timeout_s: float = deadline_s) -> HttpClient:
             limits = RequestLimits(concurrency=4, timeout_s=timeout_s, deadline_s=timeout_s, max_retries=max_retries)
-            return HttpClient(base_url=own.root_url, api_key=own.api_key, headers=headers, limits=limits)
+            return HttpClient(base_url=settings.root_url, api_key=settings.api_key, headers=headers, limits=limits)
 
         self._client = client
         # A file is never sent twice: a server that has loaded it refuses it.
-        self._once, self._repeated = client(0), client(own.max_retries)
+        self._once, self._repeated = client(0), client(settings.max_retries)
 
     async def prepare(self, manifest: Mapping[str, Any]) -> dict[str, str]:
         """Stop sampling and begin an update; returns the dtype in which the server stores each weight.

@@ -104,22 +104,22 @@ class LocalSandbox(SandboxInterface):
             raise SandboxError(f"there is no system call filter for {platform.machine()}, only for x86_64 and aarch64")
 
     def _settings(self, level: Level) -> dict[str, Any]:
-        config, found = self.config, self._interpreter
+        config, python = self.config, self._interpreter
         memory, disk = config.memory_mb * _MIB, config.disk_mb * _MIB
         return {
             "level": level.value,
             "bwrap": shutil.which("bwrap"),
             "machine": platform.machine(),
-            "python": found.executable,
-            "agent": agent_source(found.bytecode),
+            "python": python.executable,
+            "agent": agent_source(python.bytecode),
             "arguments": {
                 "memory": memory,
                 "processes": config.max_processes,
                 "disk": disk,
                 "output": config.output_kb * 1024,
-                "paths": ":".join(found.package_folders) if config.packages else "",
+                "paths": ":".join(python.package_folders) if config.packages else "",
             },
-            "folders": interpreter.with_packages(found) if config.packages else found.folders,
+            "folders": interpreter.with_packages(python) if config.packages else python.folders,
             "memory": memory,
             "disk": disk,
             "processes": config.max_processes,

@@ -130,12 +130,12 @@ class Backend:
         Raises:
             ApiError: as `post`, or the response has another form.
         """
-        found = await self.post(path, body)
-        choices = found.get("choices") if isinstance(found, dict) else None
+        response = await self.post(path, body)
+        choices = response.get("choices") if isinstance(response, dict) else None
         form = _FORMS[has]
         if not isinstance(choices, list) or not choices or not all(_has(choice, has, form) for choice in choices):
             raise ApiError(502, f"The backend's response has no choices with `{has}`.", code="backend_failed")
-        return dict(found)
+        return dict(response)
 
     async def post_admin(self, path: str, body: Any) -> Any:
         """The backend's response to a request of a weight update, which is sent once.
@@ -168,12 +168,12 @@ class _Client(HttpClient):
 
     async def once(self, method: str, path: str, body: Any, *, timeout_s: float, is_json: bool = True) -> Any:
         """The response of one attempt."""
-        found = await self._attempt(method, path, body, timeout_s=timeout_s)
-        if isinstance(found, tuple):
-            return found[1]
-        if is_json or not 200 <= (found.status or 500) < 300:
-            text = found.body if method == "POST" else ""
-            raise _as_api_error(found.status, text, f"{method} {self.base_url.rstrip('/')}/{path} failed: {found.reason}")
+        outcome = await self._attempt(method, path, body, timeout_s=timeout_s)
+        if isinstance(outcome, tuple):
+            return outcome[1]
+        if is_json or not 200 <= (outcome.status or 500) < 300:
+            text = outcome.body if method == "POST" else ""
+            raise _as_api_error(outcome.status, text, f"{method} {self.base_url.rstrip('/')}/{path} failed: {outcome.reason}")
         return None
 
     @asynccontextmanager
@@ -258,9 +258,9 @@ def _as_api_error(status: int | None, body: str, message: str) -> ApiError:
 
 def _error_in(body: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(body)
-        json.dumps(found, ensure_ascii=False).encode()  # lone surrogates could not be sent on
+        parsed = json.loads(body)
+        json.dumps(parsed, ensure_ascii=False).encode()  # lone surrogates could not be sent on
     except (ValueError, RecursionError):
         return {}
-    inner = found.get("error", found) if isinstance(found, Mapping) else {}
+    inner = parsed.get("error", parsed) if isinstance(parsed, Mapping) else {}
     return inner if isinstance(inner, Mapping) else {}

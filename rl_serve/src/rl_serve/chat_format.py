@@ -151,35 +151,35 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return [_read_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def _read_message(message: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message["role"]
     if role not in ROLES:
-        raise ApiError(400, f"{what}.role is {role!r}: expected one of {', '.join(ROLES)}.", param=f"{what}.role")
+        raise ApiError(400, f"{where}.role is {role!r}: expected one of {', '.join(ROLES)}.", param=f"{where}.role")
     content = message.get("content")
     read: dict[str, Any] = {"role": role, "content": ""}
     if content is not None:
         try:
-            read["content"] = text_of(content, what)
+            read["content"] = text_of(content, where)
         except DataError as error:
             raise ApiError(
                 400,
-                f'{what}.content must be a string or a list of {{"type": "text", "text": STRING}}: images and other parts are '
+                f'{where}.content must be a string or a list of {{"type": "text", "text": STRING}}: images and other parts are '
                 "not supported.",
-                param=f"{what}.content",
+                param=f"{where}.content",
             ) from error
     elif not message.get("tool_calls"):
-        raise ApiError(400, f"{what}.content is required.", param=f"{what}.content")
+        raise ApiError(400, f"{where}.content is required.", param=f"{where}.content")
     for name, value in message.items():
         if name not in ("role", "content") and value is not None and not (name in _IGNORED and not value):
-            read[name] = _field(name, value, role, f"{what}.{name}")
+            read[name] = _field(name, value, role, f"{where}.{name}")
     return read
 
 
-def _field(name: str, value: Any, role: str, what: str) -> Any:
+def _field(name: str, value: Any, role: str, where: str) -> Any:
     if name not in _FIELDS.get(role, ("name",)):
-        raise ApiError(400, f"{what} is not supported in a message of the role {role}.", param=what)
+        raise ApiError(400, f"{where} is not supported in a message of the role {role}.", param=where)
     if name != "tool_calls" and not isinstance(value, str):
-        raise ApiError(400, f"{what} must be a string.", param=what)
+        raise ApiError(400, f"{where} must be a string.", param=where)
     return value
 
 

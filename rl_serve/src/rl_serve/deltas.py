@@ -143,10 +143,10 @@ class CompletionDeltas(Deltas):
         return self.choices.completion(index, row)
 
     def _delta(self, index: int, new: SampledRow, message: AssistantMessage) -> dict[str, Any]:
-        found = self.choices.completion(index, new, text=message.content, offset=self._offsets[index])
+        choice = self.choices.completion(index, new, text=message.content, offset=self._offsets[index])
         if self.choices.logprobs:
-            self._offsets[index] += sum(map(len, found["logprobs"]["tokens"]))
-        return found
+            self._offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
+        return choice
 
 
 class ChatDeltas(Deltas):
@@ -189,11 +189,11 @@ class ChatDeltas(Deltas):
         return self._chat.text_before_calls(state.stable_text(tokens), self._tools)
 
     def _delta(self, index: int, new: SampledRow, message: AssistantMessage) -> dict[str, Any]:
-        found = self.choices.message(index, new, message, key="delta")
+        choice = self.choices.message(index, new, message, key="delta")
         if index in self._started:
-            del found["delta"]["role"]
+            del choice["delta"]["role"]
         self._started.add(index)
-        return found
+        return choice
 
 
 class CompletionResponses:

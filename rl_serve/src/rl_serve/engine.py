@@ -117,11 +117,11 @@ class EngineThread:
         future.add_done_callback(lambda done: put((_END, closed if done.cancelled() else done.exception())))
         try:
             while True:
-                index, found = await queue.get()
+                index, outcome = await queue.get()
                 if index is not _END:
-                    yield index, found
-                elif found is not None:
-                    raise found
+                    yield index, outcome
+                elif outcome is not None:
+                    raise outcome
                 else:
                     return
         finally:

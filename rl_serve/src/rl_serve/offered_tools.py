@@ -117,13 +117,13 @@ def _schema_of_calls(tools: Sequence[dict[str, Any]], tool_choice: Any, parallel
     return refuse_large_schema(schema, param="tools")
 
 
-def _check_function(function: Mapping[str, Any], what: str, *, may_be_strict: bool) -> None:
+def _check_function(function: Mapping[str, Any], where: str, *, may_be_strict: bool) -> None:
     if not _NAME.fullmatch(function["name"]):
-        raise ApiError(400, f"{what}.name must have 1 to 64 letters, digits, points, dashes and underscores.", param="tools")
+        raise ApiError(400, f"{where}.name must have 1 to 64 letters, digits, points, dashes and underscores.", param="tools")
     if function.get("strict") and not may_be_strict:
         raise ApiError(
             400,
-            f"{what}.strict needs constrained decoding, which is not supported. Remove it.",
+            f"{where}.strict needs constrained decoding, which is not supported. Remove it.",
             param="tools",
             code="unsupported_value",
         )

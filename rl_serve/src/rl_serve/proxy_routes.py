@@ -130,14 +130,14 @@ class ProxyRoutes:
         return of_choice
 
 
-def as_json(found: Any) -> JSONResponse:
+def as_json(value: Any) -> JSONResponse:
     """A value of the backend as a response.
 
     Raises:
         ApiError: it has numbers or a nesting that JSON responses cannot have.
     """
     try:
-        return JSONResponse(found)
+        return JSONResponse(value)
     except (ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ApiError(502, f"The backend's response cannot be sent as JSON: {reason}.", code="backend_failed") from error

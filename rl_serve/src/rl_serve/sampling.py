@@ -172,9 +172,9 @@ def _own_sampling(model: ServedModel, parameters: SamplingParameters) -> dict[st
         ApiError: the engine samples all rows with its own.
     """
     engine = {"temperature": model.temperature, "top_p": model.top_p, "top_k": model.top_k}
-    own = {name: value for name, value in parameters.sampling().items() if name in engine and value != engine[name]}
-    if own and not model.reads_sampling:
-        name, value = next(iter(own.items()))
+    changed = {name: value for name, value in parameters.sampling().items() if name in engine and value != engine[name]}
+    if changed and not model.reads_sampling:
+        name, value = next(iter(changed.items()))
         allowed = "unset" if engine[name] is None else f"{engine[name]:g}"
         if name == "temperature":
             allowed = f"0 (greedy) or {allowed}"
@@ -185,7 +185,7 @@ def _own_sampling(model: ServedModel, parameters: SamplingParameters) -> dict[st
             param=name,
             code="unsupported_value",
         )
-    return own
+    return changed
 
 
 def new_seed() -> int:

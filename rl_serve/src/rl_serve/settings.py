@@ -144,7 +144,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: one belongs to a proxy.
     """
-    own: list[str] = []
+    of_settings: list[str] = []
     others: list[str] = []
     for text in overrides:
         key = text.lstrip("+").partition("=")[0].partition(".")[0]
@@ -152,8 +152,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
             raise ConfigError(
                 f"override `{text}`: {key} is a setting of a proxy, but a model is served here. Remove one of them."
             )
-        (own if key in CHAT_KEYS else others).append(text)
-    return own, others
+        (of_settings if key in CHAT_KEYS else others).append(text)
+    return of_settings, others
 
 
 def _load(model: Any, files: Sequence[Path], overrides: Sequence[str]) -> tuple[Any, Secrets, dict[KeyPath, str]]:

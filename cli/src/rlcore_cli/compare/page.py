@@ -40,14 +40,14 @@ def _figures(comparison: Comparison, chosen: SelectedPanel) -> list[Figure]:
     ]
 
 
-def _row(found: MetricComparison, comparison: Comparison) -> dict[str, Any]:
+def _row(row: MetricComparison, comparison: Comparison) -> dict[str, Any]:
     def cells(points: tuple[tuple[float, int], ...]) -> list[tuple[str, int]]:
         return [(cell(value, points[0][0] if index else None), step) for index, (value, step) in enumerate(points)]
 
     return {
-        "metric": found.metric,
-        "direction": found.direction,
-        "finals": cells(found.finals),
-        "bests": cells(found.bests) if found.bests is not None else [("", None)] * len(comparison.runs),
-        "words": better_runs(found, comparison.letters),
+        "metric": row.metric,
+        "direction": row.direction,
+        "finals": cells(row.finals),
+        "bests": cells(row.bests) if row.bests is not None else [("", None)] * len(comparison.runs),
+        "words": better_runs(row, comparison.letters),
     }

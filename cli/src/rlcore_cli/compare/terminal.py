@@ -57,22 +57,22 @@ def cell(value: float, first: float | None) -> str:
     return f"{format_number(value)} ({sign}{format_number(value - first)})"
 
 
-def better_runs(found: MetricComparison, letters: tuple[str, ...]) -> str:
+def better_runs(row: MetricComparison, letters: tuple[str, ...]) -> str:
     """The labels of the better runs, or '' if the metric has no direction."""
 
     def name(winners: tuple[int, ...]) -> str:
         return "equal" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
 
-    end, best = name(found.best_final), name(found.best_overall)
+    end, best = name(row.best_final), name(row.best_overall)
     return end if end == best else f"final: {end}, best: {best}"
 
 
-def _differing(what: str, comparison: Comparison, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
+def _differing(title: str, comparison: Comparison, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
     if not rows:
-        yield f"No differences: {what}."
+        yield f"No differences: {title}."
         yield ""
         return
-    table = [[what, *comparison.letters]]
+    table = [[title, *comparison.letters]]
     table += [[key, *(_short(value) for value in values)] for key, values in rows]
     yield from aligned(table)
     yield ""

@@ -21,11 +21,11 @@ def token_pieces(tokens: Sequence[int], completion: str, texts: Mapping[int, str
     """
     if any(token not in texts for token in tokens):
         return None
-    own = [texts[token] for token in tokens]
+    token_texts = [texts[token] for token in tokens]
     pieces: list[tuple[str, bool]] = []
     run_began: int | None = None
     at = 0
-    for index, text in enumerate(own):
+    for index, text in enumerate(token_texts):
         if PART_OF_A_CHARACTER in text:
             run_began = index if run_began is None else run_began
             pieces.append(("", True))
@@ -43,7 +43,7 @@ def token_pieces(tokens: Sequence[int], completion: str, texts: Mapping[int, str
     if run_began is not None:
         pieces[run_began] = (completion[at:], True)
     if "".join(text for text, is_in in pieces if is_in) != completion:
-        return [(text, True) for text in own]
+        return [(text, True) for text in token_texts]
     return pieces
 
 

@@ -110,14 +110,14 @@ def _tested(tree: ast.Module, entry_point: str | None) -> frozenset[str]:
     `assert abs(sum(10, 15) - 6) < 1` must test a function `sum` of the program: that of its first call whose arguments call
     nothing.
     """
-    found = {entry_point} & _BUILTIN
+    tested = {entry_point} & _BUILTIN
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             names = {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
-            if names <= _BUILTIN - found:
-                found |= set(list(_innermost_calls(node.test))[:1])
+            if names <= _BUILTIN - tested:
+                tested |= set(list(_innermost_calls(node.test))[:1])
     bound = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    return frozenset(str(name) for name in found - bound)
+    return frozenset(str(name) for name in tested - bound)
 
 
 def _innermost_calls(node: ast.AST) -> Iterator[str]:

@@ -27,15 +27,15 @@ def sentences(text: str) -> list[str]:
     Abbreviations such as "e.g.", initials and the numbers of list items do not end a sentence. A line that continues in
     small letters is part of the same sentence.
     """
-    found = []
+    pieces = []
     for line in _WRAPPED.sub(" ", text).splitlines():
         start = 0
         for end in _SENTENCE_END.finditer(line):
             if not _is_abbreviation(line[start : end.start()], end.group(), line[end.end() :].lstrip()):
-                found.append(line[start : end.end()])
+                pieces.append(line[start : end.end()])
                 start = end.end()
-        found.append(line[start:])
-    return [sentence.strip() for sentence in found if words(sentence)]
+        pieces.append(line[start:])
+    return [sentence.strip() for sentence in pieces if words(sentence)]
 
 
 def paragraphs(text: str, *, separator: str = r"\n\s*\n") -> list[str]:

@@ -121,16 +121,16 @@ class JudgeEnvironment(ScorerEnvironment):
             if prompt is None:
                 judged.append(_result(None, self.config.min_score, {}, 0))
                 continue
-            each = next(replies)
-            if isinstance(each, BaseException):
+            outcome = next(replies)
+            if isinstance(outcome, BaseException):
                 self._failures_in_a_row += 1
-                is_bearable = isinstance(each, HttpError) and each.is_temporary
+                is_bearable = isinstance(outcome, HttpError) and outcome.is_temporary
                 if not is_bearable or self._failures_in_a_row >= self.config.max_failures:
-                    raise each
+                    raise outcome
                 judged.append(_result(None, None, {}, 0))
             else:
                 self._failures_in_a_row = 0
-                judged.append(each)
+                judged.append(outcome)
         return judged
 
     async def _judge(self, prompt: str, answer: str) -> dict[str, Any]:

@@ -100,8 +100,8 @@ def _board(row: int, info: Any) -> Board:
             f"Row {row}: the metadata of `sliding_puzzle` needs `board`, n rows of n numbers from 0 (the gap), found "
             f"{format_value(info)}."
         ) from None
-    found = [list(row) for row in board]  # type: ignore[union-attr]
-    if found == solved(len(found)) or not can_be_solved(found):
-        what = "is already in order" if found == solved(len(found)) else "cannot be put in order by any moves"
-        raise DataError(f"Row {row}: the board {found} {what}. Shuffle the solved board by legal moves to get a valid one.")
-    return found
+    rows = [list(row) for row in board]  # type: ignore[union-attr]
+    if rows == solved(len(rows)) or not can_be_solved(rows):
+        what = "is already in order" if rows == solved(len(rows)) else "cannot be put in order by any moves"
+        raise DataError(f"Row {row}: the board {rows} {what}. Shuffle the solved board by legal moves to get a valid one.")
+    return rows
