@@ -95,7 +95,7 @@ class OpenAIServer:
         """
         sampling = self._sampling(prompt, greedy=greedy, top_k=top_k)
         if self._own.api == "inference":
-            body = {"token_ids": prompt.tokens, "sampling_params": {**sampling, "logprobs": 0}}
+            body: dict[str, Any] = {"token_ids": prompt.tokens, "sampling_params": {**sampling, "logprobs": 0}}
             return await self._reply(_INFERENCE, body, _inference_reply)
         if self._own.api == "chat":
             body = {"messages": [dict(message) for message in messages or ()], **sampling}
