@@ -33,15 +33,20 @@ class ArithmeticEnvironmentConfig(EnvironmentConfig):
     """Reward added if the completion is a whole number, correct or not."""
 
 
-class ArithmeticDatasetConfig(DatasetConfig):
-    """Generated arithmetic problems of the form `a + b =`, with a configurable number of digits."""
+class GeneratedDatasetConfig(DatasetConfig):
+    """Base section of the datasets that generate their records."""
 
     record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
-    dataset_name: str = "arithmetic"
-    """Name of a registered dataset, or the dotted path of its class."""
     num_samples: int = Field(default=4096, ge=1)
     """Number of records."""
+
+
+class ArithmeticDatasetConfig(GeneratedDatasetConfig):
+    """Generated arithmetic problems of the form `a + b =`, with a configurable number of digits."""
+
+    dataset_name: str = "arithmetic"
+    """Name of a registered dataset, or the dotted path of its class."""
     split: Literal["train", "validation"] = "train"
     """Which operand pairs to draw. One pair in eight is reserved for validation, in either order and for every operation."""
     operations: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
@@ -123,10 +128,8 @@ class RewardModelEnvironmentConfig(EnvironmentConfig):
         return self
 
 
-class GuessNumberDatasetConfig(DatasetConfig):
+class GuessNumberDatasetConfig(GeneratedDatasetConfig):
     """Secret numbers to guess."""
-
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "guess"
     """Name of a registered dataset, or the dotted path of its class."""

@@ -7,9 +7,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rl_core.config.python_sections import read_section
-from rl_core.config.schema import DatasetConfig
 from rl_core.interfaces.dataset import Dataset, Record
+from rl_envs.config import GeneratedDatasetConfig, read_section
 
 HELD_OUT = 8
 """One in this many problems is reserved for validation."""
@@ -27,15 +26,14 @@ class GeneratedDataset(Dataset):
         ConfigError: A key is unknown or a value is not allowed.
     """
 
-    config_class: ClassVar[type[DatasetConfig]]
-    """The model of the section, which has `num_samples`."""
-    config: Any
+    config_class: ClassVar[type[GeneratedDatasetConfig]]
+    """The model of the section."""
 
-    def __init__(self, config: DatasetConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: GeneratedDatasetConfig | Mapping[str, Any] | None = None) -> None:
         self.config = read_section(self.config_class, config)
 
     def __len__(self) -> int:
-        return int(self.config.num_samples)
+        return self.config.num_samples
 
     @abstractmethod
     def generate(self, index: int) -> Record:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from rl_core.config.schema import DatasetConfig, EnvironmentConfig
+from rl_core.config.schema import EnvironmentConfig
+from rl_envs.config import GeneratedDatasetConfig
 
 
 class ReasoningGymEnvironmentConfig(EnvironmentConfig):
@@ -21,10 +22,8 @@ class ReasoningGymEnvironmentConfig(EnvironmentConfig):
     than 0.3 to wrong answers, which training can exploit."""
 
 
-class ReasoningGymDatasetConfig(DatasetConfig):
+class ReasoningGymDatasetConfig(GeneratedDatasetConfig):
     """Generated problems of a Reasoning Gym task."""
-
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "reasoning_gym"
     """Name of a registered dataset, or the dotted path of its class."""
@@ -32,8 +31,6 @@ class ReasoningGymDatasetConfig(DatasetConfig):
     """Name of the Reasoning Gym task, such as `countdown` or `spell_backward`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Settings of the task, such as its difficulty: `{min_animals: 2, max_animals: 4}`."""
-    num_samples: int = Field(default=4096, ge=1)
-    """Number of records."""
     seed: int = 0
     """Random seed. Record i depends only on the task, its settings, the seed and i; use another seed for validation data."""
     system_prompt: str | None = "Think step by step. Give only the final answer between <answer> and </answer>."

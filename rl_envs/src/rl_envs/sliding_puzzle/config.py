@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rl_core.config.schema import DatasetConfig, EnvironmentConfig
+from rl_core.config.schema import EnvironmentConfig
+from rl_envs.config import GeneratedDatasetConfig
 
 
 class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
@@ -22,10 +23,8 @@ class SlidingPuzzleEnvironmentConfig(EnvironmentConfig):
         return self.max_moves
 
 
-class SlidingPuzzleDatasetConfig(DatasetConfig):
+class SlidingPuzzleDatasetConfig(GeneratedDatasetConfig):
     """Shuffled boards, each made from the solved one by legal moves, so that every board can be solved."""
-
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "sliding_puzzle"
     """Name of a registered dataset, or the dotted path of its class."""
