@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from rl_core.config.schema import DatasetConfig, EnvironmentConfig
+from rl_core.config.schema import EnvironmentConfig
+from rl_envs.config import GeneratedDatasetConfig
 
 
 class TextGameConfig(EnvironmentConfig):
@@ -50,10 +51,8 @@ class SkyRLGymConfig(TextGameConfig):
     """The settings of the environment, its argument `env_config`."""
 
 
-class TextGameDatasetConfig(DatasetConfig):
+class TextGameDatasetConfig(GeneratedDatasetConfig):
     """One opening message and a seed per record, for the environments `gymnasium` and `textarena`."""
-
-    record_kind: ClassVar[Literal["conversations", "pairs"] | None] = "conversations"
 
     dataset_name: str = "text_game"
     """Name of a registered dataset, or the dotted path of its class."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
-from rl_core.config.python_sections import read_section
 from rl_core.interfaces.dataset import Record
 from rl_envs.generated_dataset import GeneratedDataset, is_reserved
 from rl_envs.text_games.config import TextGameDatasetConfig
@@ -24,11 +21,8 @@ class TextGameDataset(GeneratedDataset):
         ConfigError: A setting is unknown or not allowed.
     """
 
-    def __init__(self, config: TextGameDatasetConfig | Mapping[str, Any]) -> None:
-        self.config = read_section(TextGameDatasetConfig, config)
-
-    def __len__(self) -> int:
-        return self.config.num_samples
+    config_class = TextGameDatasetConfig
+    config: TextGameDatasetConfig
 
     def generate(self, index: int) -> Record:
         draw = random.Random(f"{self.config.seed}/{index}")
