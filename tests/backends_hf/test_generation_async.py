@@ -246,6 +246,63 @@ def test_rows_in_progress_at_a_refit_keep_their_tokens_and_continue_with_the_new
         torch.testing.assert_close(output["logprobs"][0, drawn], old[drawn], atol=1e-4, rtol=0)
 
 
+def test_each_token_of_a_row_that_spans_three_refits_has_the_version_whose_weights_score_it(folder, tmp_path):
+    from rl_backends_hf import HuggingFacePolicy
+    from rl_train.algorithms.losses import NLLLossFn
+    from rl_train.weight_sync.synchronizer import WeightSynchronizer
+    from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
+
+    policy = HuggingFacePolicy(folder, generation={"temperature": TEMPERATURE, "backend": "hf"})
+    engine = HuggingFaceGeneration(folder, max_new_tokens=LIMIT, temperature=TEMPERATURE)
+    engine.group.worker._rows._loop._end_ids = frozenset()  # a row that ends early would not span three refits
+    supported = {"policy_capabilities": ["shared_memory"], "generation_capabilities": ["shared_memory"]}
+    sync = WeightSynchronizer(policy, engine, transports=[SharedMemoryTransport], **supported)
+    noise, folders = torch.Generator().manual_seed(0), {}
+
+    def change():
+        """Other weights, with the next version."""
+        data = BatchedDataDict({"input_ids": torch.tensor([[5, 6, 7]]), "input_lengths": torch.tensor([3])})
+        policy.train(BatchedDataDict({**data, "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}), NLLLossFn())
+        with torch.no_grad():
+            for _, tensor in policy.group.worker.iter_weights():
+                tensor += 0.02 * torch.randn(tensor.shape, generator=noise)
+        folders[policy.weight_version] = tmp_path / str(policy.weight_version)
+        policy.save_checkpoint(str(folders[policy.weight_version]))
+        return sync.sync()
+
+    async def refit_three_times():
+        tasks = [asyncio.create_task(row_of(engine, BATCH, row)) for row in range(3)]
+        await asyncio.sleep(0)
+        metrics = []
+        for tokens in (5, 12, 30):
+            await wait_for_tokens(engine, tokens)
+            metrics.append(change())
+        return metrics, await asyncio.gather(*tasks)
+
+    change()
+    metrics, found = asyncio.run(refit_three_times())
+    assert all(0.0 < each["refit/paused_s"] <= each["refit/total_s"] for each in metrics)
+    for row, output in enumerate(found):
+        prompt, versions = int(BATCH["input_lengths"][row]), output["token_versions"][0]
+        logprobs = output["logprobs"][0, prompt:]
+        assert versions[:prompt].tolist() == [-1] * prompt
+        assert versions[prompt:].unique_consecutive().tolist() == [1, 2, 3, 4]
+        assert int(output["weight_version"]) == 1
+        scores = {version: plain_scores(path, output["output_ids"][0])[prompt:] for version, path in folders.items()}
+        own = versions[prompt:]
+        assert difference(scores, own, logprobs) < 1e-4
+        assert difference(scores, torch.cat([own[:1], own[:-1]]), logprobs) > 1e-3
+        assert difference(scores, torch.cat([own[1:], own[-1:]]), logprobs) > 1e-3
+    engine.shutdown()
+    policy.shutdown()
+
+
+def difference(scores, versions, logprobs):
+    """Largest difference between log-probabilities and the scores of their versions."""
+    scored = torch.stack([scores[version][at] for at, version in enumerate(versions.tolist())])
+    return float((scored - logprobs).abs().max())
+
+
 def test_rows_that_arrive_during_a_refit_wait_for_its_weights(refitted):
     policy, engine, sync = refitted
 

@@ -143,7 +143,6 @@ ELSEWHERE = {
     "tokenizer": "a folder of files, below",
     "load_format": "below",
     "async_engine": "which engine starts: test_generation_async",
-    "in_flight": "what happens at a refit: test_generation_async",
 }
 
 

@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_vllm import VllmConfig, VllmGeneration
+from rl_backends_vllm.async_engine import SHUTDOWN_TIMEOUT_S
 from rl_core.cluster import RayVirtualCluster
+from rl_core.cluster.deadlines import Deadlines
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
@@ -289,27 +291,51 @@ def test_rows_that_arrive_during_a_refit_wait_for_its_weights(engine, trained):
         torch.testing.assert_close(found_logprobs(output), expected, atol=1e-5, rtol=0)
 
 
-def test_rows_in_flight_at_a_refit_restart_if_requested(engine, long, trained, monkeypatch):
-    worker = engine.group.worker
-    cfg = worker._config.vllm_cfg.model_copy(update={"in_flight": "restart"})
-    monkeypatch.setattr(worker, "_config", worker._config.model_copy(update={"vllm_cfg": cfg}))
-    sync = synchronizer(trained.policy, engine)
-    trained.change()
+async def refit_after_each_of_three(engine, batch, sync, change):
+    """The rows, with other weights after each of the first three; no row advances while they are made."""
+    items = []
+    async for item in engine.generate_async(batch):
+        if len(items) < 3:
+            engine.group.worker._running.pause()
+            change()
+            sync.sync()
+        items.append(item)
+    return items
+
+
+def test_each_token_of_a_row_that_spans_three_refits_has_the_version_whose_weights_score_it(engine, long, trained):
+    sync, models = synchronizer(trained.policy, engine), {}
+
+    def change():
+        model = trained.change()
+        models[trained.policy.weight_version] = model
+
+    change()
     sync.sync()
-    old = trained.policy.weight_version
-    new_model = trained.change()
-    batch = random_batch(rows=5, max_new_tokens=torch.tensor([4, long, long, long, long]))
-    items = asyncio.run(refit_after_the_first(engine, batch, sync))
+    batch = random_batch(rows=5, max_new_tokens=torch.tensor([40, 80, 120, long, long]))
+    items = asyncio.run(refit_after_each_of_three(engine, batch, sync, change))
     assert requests_in(engine) == 0
-    assert {row: int(output["weight_version"]) for row, output in items} == {0: old} | dict.fromkeys([1, 2, 3, 4], old + 1)
-    # From the start: the tokens are those of the seeds under the new weights.
-    begins = batch_of_same(batch.slice(1, 5), max_new_tokens=torch.full((4,), 60))
-    expected = engine.generate(begins)
-    assert [completions(output)[0][:60] for output in in_order(items)[1:]] == completions(expected)
-    for output in in_order(items)[1:]:
-        # Long rows sum more in float32; other weights are tenths of a nat away.
-        scores = expected_logprobs(new_model, output, temperature=TEMPERATURE)
-        torch.testing.assert_close(found_logprobs(output), scores, atol=1e-4, rtol=0)
+    spanned = set()
+    for _, output in items:
+        [(prompt, tokens, logprobs)] = rows_of(output)
+        versions = output["token_versions"][0, prompt : len(tokens)]
+        assert output["token_versions"][0, :prompt].tolist() == [-1] * prompt
+        assert int(output["weight_version"]) == int(versions.min())
+        scores = {
+            version: plain_scores(model, tokens, temperature=TEMPERATURE)[prompt - 1 :] for version, model in models.items()
+        }
+        assert difference(scores, versions, logprobs) < 1e-4
+        spanned.add(len(versions.unique()))
+        if len(versions.unique()) > 1:  # other weights are tenths of a nat away
+            assert difference(scores, torch.cat([versions[:1], versions[:-1]]), logprobs) > 1e-2
+            assert difference(scores, torch.cat([versions[1:], versions[-1:]]), logprobs) > 1e-2
+    assert spanned >= {1, 4}
+
+
+def difference(scores, versions, logprobs):
+    """Largest difference between the log-probabilities and the scores of their versions."""
+    found = torch.stack([scores[version][at] for at, version in enumerate(versions.tolist())])
+    return float((found - logprobs).abs().max())
 
 
 def batch_of_same(batch, **columns):
@@ -323,7 +349,11 @@ def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, before, kin
     with pytest.raises(KeyboardInterrupt):  # leaves rows in flight in the engine
         asyncio.run(interrupted(engine))
     assert (processes() != children) == kind["async_engine"]
+    began = time.monotonic()
     assert engine.shutdown()
+    # A group kills workers that take longer. The rows are not waited for: 2,400 tokens take longer than that.
+    assert time.monotonic() - began < Deadlines().stop_s
+    assert Deadlines().stop_s > SHUTDOWN_TIMEOUT_S
     assert engine.shutdown()
     # On a busy machine, a process takes a moment to end.
     until = time.monotonic() + 120
@@ -337,7 +367,7 @@ def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, before, kin
 
 
 async def interrupted(engine):
-    async for _ in engine.generate_async(random_batch(rows=2, max_new_tokens=torch.tensor([2, 200]))):
+    async for _ in engine.generate_async(random_batch(rows=2, max_new_tokens=torch.tensor([2, LONG]))):
         engine._stream._replicas[0].in_flight.clear()
         raise KeyboardInterrupt
 

@@ -23,8 +23,8 @@ class HuggingFaceGeneration(DistributedGeneration):
     bundle of the cluster.
 
     A row's seed determines its tokens: in float32, a row is sampled equally by `generate` and `generate_async`, with any other
-    rows. Rows of `generate_async` that are in progress at a refit keep their tokens and continue with the new weights; a row is
-    marked with the weight version of its first token.
+    rows. Rows of `generate_async` that are in progress at a refit keep their tokens and continue with the new weights, under
+    which their keys and values are computed again.
 
     Args:
         model_name: name, folder or GGUF file.

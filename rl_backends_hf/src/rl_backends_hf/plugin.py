@@ -46,6 +46,7 @@ def rlcore_generations() -> list[Component]:
                 "top_p",
                 "top_k",
                 "async_rows",
+                "refit_in_flight",
                 "token_streaming",
                 "session_cache",
                 "held_weight_digests",

@@ -9,11 +9,12 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl_backends_vllm.engine import Engine, FailedRequest, requests_with_output
+from rl_backends_vllm.engine import Engine, FailedRequest
 from rl_core.errors import EngineDiedError
 
-_SHUTDOWN_TIMEOUT_S = 20.0
-"""Timeout for the core process to exit. It needs about two seconds on an idle machine."""
+SHUTDOWN_TIMEOUT_S = 10.0
+"""Timeout for the core process to exit; then it is killed. It needs about two seconds on an idle machine. A worker has
+`rl_core.cluster.deadlines.Deadlines.stop_s` for all of its shutdown."""
 _EXITED = "The core process of the vLLM engine exited."
 _FAILED = "vLLM reports that the core of its engine failed. The log of the run has its error."
 
@@ -56,10 +57,6 @@ class AsyncEngine(Engine):
             raise EngineDiedError(self._reason())
         return done
 
-    def started(self) -> set[str]:
-        started: set[str] = self._wait(self._started())
-        return started
-
     def rpc(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = self._wait(self._engine.collective_rpc(method, args=args))
         return answers
@@ -77,6 +74,9 @@ class AsyncEngine(Engine):
     def resume(self) -> None:
         self._wait(self._engine.resume_generation())
         self.is_paused = False
+
+    def set_weight_version(self, version: int) -> None:
+        self._wait(self._engine.update_weight_version(str(version)))
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._wait(self._engine.reset_prefix_cache(reset_running_requests=True)))
@@ -117,10 +117,7 @@ class AsyncEngine(Engine):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._engine.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
-
-    async def _started(self) -> set[str]:
-        return requests_with_output(self._engine.output_processor)
+        self._engine.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
     async def _submit(self, request_id: str, tokens: list[int], parameters: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._consume(request_id, tokens, parameters))

@@ -59,9 +59,6 @@ class VllmEngineConfig(Section):
     """Seed for rows that do not specify one."""
     async_engine: bool = False
     """Whether to run the engine core in a separate process, so that scheduling overlaps with processing finished rows."""
-    in_flight: Literal["recompute", "restart"] = "recompute"
-    """How rows in progress are handled at a refit: `recompute` keeps their tokens and recomputes their KV cache; `restart`
-    samples them again from the start."""
     sleep_level: Literal[0, 1, 2] | None = None
     """What the engine frees on a GPU before the policy needs its memory: nothing (0), the KV cache, with weights moved to host
     memory (1), or both (2), so that the next refit sends all weights. By default, 2 in training, and 0 otherwise. It has no

@@ -51,10 +51,6 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def started(self) -> set[str]:
-        """IDs of unfinished requests that have at least one token."""
-
-    @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker process of the engine."""
 
@@ -65,6 +61,10 @@ class Engine(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Continue the paused requests."""
+
+    @abstractmethod
+    def set_weight_version(self, version: int) -> None:
+        """The weight version of all tokens from now on; called while the engine is paused or has no requests."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
@@ -147,9 +147,6 @@ class InProcessEngine(Engine):
                     break
         return done
 
-    def started(self) -> set[str]:
-        return requests_with_output(self._engine.output_processor)
-
     def rpc(self, method: str, *args: Any) -> list[Any]:
         with self.detect_engine_death():
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
@@ -160,6 +157,9 @@ class InProcessEngine(Engine):
 
     def resume(self) -> None:
         self.is_paused = False
+
+    def set_weight_version(self, version: int) -> None:
+        self._engine.set_weight_version(str(version))
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
@@ -179,8 +179,3 @@ class InProcessEngine(Engine):
     def shutdown(self) -> None:
         InProcessEngine._instance = None
         self._engine.engine_core.shutdown()
-
-
-def requests_with_output(output_processor: Any) -> set[str]:
-    """IDs of requests for which vLLM's output processor has received a token."""
-    return {state.external_req_id for state in output_processor.request_states.values() if not state.is_prefilling}

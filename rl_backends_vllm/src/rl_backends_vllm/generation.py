@@ -29,8 +29,8 @@ class VllmGeneration(DistributedGeneration):
     A row's seed determines its tokens: the same batch gives the same tokens. In a different batch, tokens may differ as far as
     vLLM's arithmetic depends on the batch: by rounding only in float32, more in bfloat16.
 
-    Rows of `generate_async` that are in progress at a refit continue with the new weights or restart (`vllm_cfg.in_flight`);
-    a row is marked with the weight version that it started with.
+    Rows of `generate_async` that are in progress at a refit keep their tokens and continue with the new weights, under which
+    their keys and values are computed again.
 
     Args:
         cluster: where the replicas run.

@@ -1,4 +1,4 @@
-"""Requests in progress in one engine: submitted, collected once each, cancelled, and restarted at a refit."""
+"""Requests in progress in one engine: submitted, collected once each, and cancelled."""
 
 from __future__ import annotations
 
@@ -27,22 +27,27 @@ class InFlightRequests:
         self._engine = engine
         self._rows: dict[str, _Row] = {}
         self._by_request: dict[str, str] = {}
-        self._attempts = itertools.count()
+        self._requests = itertools.count()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, name: str, tokens: list[int], parameters: Any, *, weight_version: int) -> None:
+    def add(self, name: str, tokens: list[int], parameters: Any) -> None:
         """Submit a row.
 
         Args:
             name: unique among the rows in progress.
             tokens: its prompt.
             parameters: `vllm.SamplingParams`.
-            weight_version: of the weights it starts with; during a refit, `assign_weight_version` sets it.
         """
-        self._rows[name] = _Row(tokens, parameters, weight_version, waits_for_weights=self._engine.is_paused)
-        self._submit(name)
+        # The output of an aborted request may still arrive, so each has its own ID.
+        request = f"{name}#{next(self._requests)}"
+        self._by_request[request], self._rows[name] = name, _Row(tokens, parameters)
+        try:
+            self._engine.add(request, tokens, parameters)
+        except BaseException as error:
+            del self._by_request[request], self._rows[name]
+            raise row_error(error) or error from error.__cause__
 
     def collect(self, wait_s: float, *, only: Collection[str] | None = None) -> dict[str, Completion | RLCoreError]:
         """Finished rows or their errors by name, in order of completion. Each is returned once; rows not in `only` are kept.
@@ -66,12 +71,12 @@ class InFlightRequests:
             del self._rows[name]
         return ready
 
-    def unfinished(self) -> dict[str, Completion]:
-        """Rows that stream and have tokens that were not returned yet, with all their tokens."""
+    def unfinished(self, weight_version: int) -> dict[str, Completion]:
+        """Rows that stream and have tokens that were not returned yet, with all their tokens, marked with `weight_version`."""
         completions: dict[str, Completion] = {}
         for name, row in self._rows.items():
             if row.latest is not None and row.done is None:
-                so_far = completion_so_far(row.latest, prompt=row.tokens, weight_version=row.weight_version)
+                so_far = completion_so_far(row.latest, prompt=row.tokens, weight_version=weight_version)
                 if len(so_far.tokens) > row.streamed:
                     row.streamed, completions[name] = len(so_far.tokens), so_far
         return completions
@@ -81,37 +86,9 @@ class InFlightRequests:
         known = {name for name in names if self._rows.pop(name, None) is not None}
         self._abort(known)
 
-    def hold_new_rows(self) -> None:
-        """Called when a refit starts: rows without a token will start with the new weights."""
-        started = self._engine.started()
-        for request, name in self._by_request.items():
-            self._rows[name].waits_for_weights |= request not in started
-
-    def restart(self) -> None:
-        """Sample unfinished rows again from their prompts."""
-        waiting = {name: None for name, row in self._rows.items() if row.done is None}
-        self._abort(waiting)
-        for name in waiting:
-            row = self._rows[name]
-            row.waits_for_weights, row.latest, row.streamed = True, None, 0
-            self._submit(name)
-
-    def assign_weight_version(self, weight_version: int) -> None:
-        """Set the weight version of rows that waited for a refit."""
-        for row in self._rows.values():
-            if row.waits_for_weights:
-                row.weight_version, row.waits_for_weights = weight_version, False
-
-    def _submit(self, name: str) -> None:
-        # The output of an earlier attempt may still arrive after a restart, so each attempt has its own request ID.
-        request = f"{name}#{next(self._attempts)}"
-        self._by_request[request] = name
-        row = self._rows[name]
-        try:
-            self._engine.add(request, row.tokens, row.parameters)
-        except BaseException as error:
-            del self._by_request[request], self._rows[name]
-            raise row_error(error) or error from error.__cause__
+    def clear(self) -> None:
+        """Cancel all rows."""
+        self.cancel(list(self._rows))
 
     def _abort(self, names: Collection[str]) -> None:
         requests = [request for request, name in self._by_request.items() if name in names]
@@ -134,7 +111,7 @@ class InFlightRequests:
             row.done = row_error(output.error) or failure
             return
         try:
-            row.done = completion_of(output, prompt=row.tokens, weight_version=row.weight_version)
+            row.done = completion_of(output, prompt=row.tokens)
         except RLCoreError as error:
             row.done = error
             if row.parameters.structured_outputs is not None and output.outputs[0].finish_reason == "error":
@@ -147,13 +124,8 @@ class InFlightRequests:
 class _Row:
     """A submitted row."""
 
-    def __init__(self, tokens: list[int], parameters: Any, weight_version: int, *, waits_for_weights: bool) -> None:
-        self.tokens, self.parameters, self.weight_version, self.waits_for_weights = (
-            tokens,
-            parameters,
-            weight_version,
-            waits_for_weights,
-        )
+    def __init__(self, tokens: list[int], parameters: Any) -> None:
+        self.tokens, self.parameters = tokens, parameters
         self.done: Completion | RLCoreError | None = None
         self.latest: Any = None
         """Newest unfinished output, if the row streams."""

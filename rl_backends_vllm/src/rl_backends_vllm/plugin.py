@@ -20,6 +20,7 @@ def rlcore_generations() -> list[Component]:
                 "top_p",
                 "top_k",
                 "async_rows",
+                "refit_in_flight",
                 "token_streaming",
                 "top_logprobs",
                 "structured_outputs",

@@ -86,11 +86,11 @@ def completion_so_far(output: Any, *, prompt: Sequence[int], weight_version: int
     )
 
 
-def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) -> Completion:
+def completion_of(output: Any, *, prompt: Sequence[int]) -> Completion:
     """A finished `vllm.RequestOutput` as a row.
 
     Raises:
-        RLCoreError: vLLM aborted the row, or returned a wrong number of log-probabilities.
+        RLCoreError: vLLM aborted the row, or returned a wrong number of log-probabilities or weight versions.
     """
     [sample] = output.outputs
     if sample.finish_reason not in ("stop", "length"):
@@ -105,12 +105,18 @@ def completion_of(output: Any, *, prompt: Sequence[int], weight_version: int) ->
             f"vLLM returned {len(logprobs)} log-probabilities for {len(tokens)} tokens of request {output.request_id}. "
             "Training needs exactly one per token. Remove the setting in vllm_kwargs that changes this."
         )
+    versions = [int(span.version) for span in sample.weight_versions or () for _ in range(span.start, span.end)]
+    if len(versions) != len(tokens):
+        raise RLCoreError(
+            f"vLLM returned {len(versions)} weight versions for {len(tokens)} tokens of request {output.request_id}."
+        )
     return Completion(
         prompt=prompt,
         tokens=tokens,
         logprobs=logprobs,
         truncated=sample.finish_reason == "length",
-        weight_version=weight_version,
+        weight_version=min(versions),
+        token_versions=versions,
         top_logprobs=alternatives,
     )
 

@@ -93,6 +93,7 @@ class VllmGenerationWorker(GenerationWorker):
             self._sampling = self._settings(files)
             self._engine = _start(self._arguments(files, load_format), asynchronous=own.async_engine)
         self._requests = InFlightRequests(self._engine)
+        self._engine.set_weight_version(self._weight_version)
         self._engine.rpc("rlcore_init_receiver", self.context.rank, self.context.device)
         unlink_openmp_page()
         self._has_weights = load_format != "dummy"
@@ -155,7 +156,7 @@ class VllmGenerationWorker(GenerationWorker):
                 results[arrival.name] = error
         for name, row in self._requests.collect(0.0 if results else wait_s).items():
             results[name] = row if isinstance(row, RLCoreError) else to_output([row])
-        for name, so_far in self._requests.unfinished().items():
+        for name, so_far in self._requests.unfinished(self._weight_version).items():
             results[name] = BatchedDataDict({**to_output([so_far]), "unfinished": torch.tensor([True])})
         return results
 
@@ -181,8 +182,6 @@ class VllmGenerationWorker(GenerationWorker):
         return self._weight_version
 
     def invalidate_kv_cache(self) -> bool:
-        if self._running.is_paused and self._config.vllm_cfg.in_flight == "restart":
-            self._requests.restart()
         self._wake("kv_cache")
         emptied = self._running.reset_prefix_cache()
         if emptied and self._running.is_paused:
@@ -194,7 +193,6 @@ class VllmGenerationWorker(GenerationWorker):
         self._wake("weights")
         ran_before = not self._running.is_paused
         self._running.pause()
-        self._requests.hold_new_rows()
         try:
             dtypes: dict[str, str] = self._running.refit("prepare_refit_info", dict(info))[0]
         except WeightSyncError:
@@ -245,6 +243,7 @@ class VllmGenerationWorker(GenerationWorker):
             return
         try:
             if not engine.is_dead():
+                self._requests.clear()
                 engine.refit("leave_refit")
         finally:
             engine.shutdown()
@@ -323,10 +322,11 @@ class VllmGenerationWorker(GenerationWorker):
 
     def _add(self, name: str, prompt: Prompt, *, greedy: bool, streams: bool = False) -> None:
         parameters = self._sampling.parameters(prompt, greedy=greedy, streams=streams)
-        self._requests.add(name, prompt.tokens, parameters, weight_version=self._weight_version)
+        self._requests.add(name, prompt.tokens, parameters)
 
     def _resume(self) -> None:
-        self._requests.assign_weight_version(self._weight_version)
+        # After the cache was emptied, so that no token of the old weights is still on its way.
+        self._running.set_weight_version(self._weight_version)
         self._running.resume()
 
     def _update_version(self) -> None:

@@ -20,7 +20,9 @@ from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
 from rl_train.columns import SCORE_COLUMNS, broken_promise, check_columns
 
-_GENERATED = tuple(GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "top_logprobs", "unfinished"})
+_GENERATED = tuple(
+    GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "token_versions", "top_logprobs", "unfinished"}
+)
 _COLUMN_TYPES = tuple((key, getattr(torch, SCHEMA[key].dtype), SCHEMA[key].ndim) for key in _GENERATED)
 _SHORT_ROW = 512
 """Width up to which a row is checked as Python numbers."""
@@ -118,7 +120,7 @@ def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], genera
     for row in _suspects(output, data, limits) if len(ids) > 1 else range(len(ids)):
         if failures[row] is None and (problem := _row_problem(output, data, row, limits, generation)) is not None:
             return problem
-    return None
+    return _version_problem(output, data)
 
 
 def _is_one_right_row(output: Any, data: Mapping[str, Any], generation: GenerationInterface) -> bool:
@@ -149,7 +151,27 @@ def _is_one_right_row(output: Any, data: Mapping[str, Any], generation: Generati
         and all(-math.inf < value <= _LARGEST_LOGPROB for value in logprobs[start:end])
         and not any(logprobs[:start])
         and not any(logprobs[end:])
+        and _version_problem(output, data) is None
     )
+
+
+def _version_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first row whose `token_versions` do not fit its completion and its `weight_version`, or None."""
+    if "token_versions" not in output:
+        return None
+    versions, ids = output["token_versions"], output["output_ids"]
+    if versions.shape != ids.shape or versions.dtype != torch.int64:
+        return f"returned `token_versions` {list(versions.shape)} {versions.dtype}. They must be int64 {list(ids.shape)}."
+    ends = zip(data["input_lengths"].tolist(), output["unpadded_sequence_lengths"].tolist(), strict=True)
+    oldest = output["weight_version"].tolist()
+    for row, (own, (start, end)) in enumerate(zip(versions.tolist(), ends, strict=True)):
+        outside = {*own[:start], *own[end:]} - {-1}
+        if outside or (start < end and min(own[start:end], default=oldest[row]) != oldest[row]):
+            return (
+                f"returned `token_versions` from {min(own[start:end], default=-1)} in row {row}, whose `weight_version` is "
+                f"{oldest[row]}: it must be the smallest of its sampled tokens, and other tokens must have -1."
+            )
+    return None
 
 
 def _suspects(output: BatchedDataDict[Any], data: Mapping[str, Any], limits: torch.Tensor | int) -> list[int]:

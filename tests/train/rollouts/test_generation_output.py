@@ -72,6 +72,11 @@ def rows(order):
 
 
 WRONG = {
+    "versions of other tokens": (changed(token_versions=lambda found: found["token_versions"][:, 1:]), "`token_versions` "),
+    "a version of a prompt": (
+        changed(token_versions=lambda found: found["token_versions"] + 1),
+        "whose `weight_version` is -1",
+    ),
     "a missing column": (changed(truncated=lambda _: None), "returned no column `truncated`"),
     "no batch": (lambda output: list(output.values()), "returned list instead of a BatchedDataDict"),
     "a list": (changed(truncated=lambda o: o["truncated"].tolist()), "returned `truncated` as list.*bool"),

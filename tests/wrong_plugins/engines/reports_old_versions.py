@@ -9,6 +9,8 @@ class Worker(HFGenerationWorker):
     def generate(self, data, *, greedy=False):
         output = super().generate(data, greedy=greedy)
         output["weight_version"] = output["weight_version"] - 1
+        versions = output["token_versions"]
+        output["token_versions"] = versions.where(versions < 0, versions - 1)
         return output
 
 

@@ -38,7 +38,7 @@ class DecodeLoop:
         sessions: keys and values of earlier turns; none by default.
 
     Attributes:
-        weight_version: recorded with each row at its first token.
+        weight_version: recorded with each token.
     """
 
     def __init__(
@@ -160,9 +160,6 @@ class DecodeLoop:
         self._slots_for(plan.groups).add(
             prefilled, sources=sources, lengths=[row.num_tokens for row in rows], past=plan.past, shared=shared
         )
-        for row in rows:
-            if not row.tokens:
-                row.weight_version = self.weight_version
         first, seeds = len(self._active), self._tensor([row.prompt.seed for row in rows])
         self._active.extend(rows)
         self._seeds = torch.cat([self._seeds, seeds])
@@ -228,7 +225,7 @@ class DecodeLoop:
                     f"(log-probability {logprob}). The weights are invalid, or bfloat16 overflowed. Check the previous step."
                 )
                 ended.append(row)
-            elif row.append(token, logprob, end_ids=self._end_ids):
+            elif row.append(token, logprob, version=self.weight_version, end_ids=self._end_ids):
                 ended.append(row)
             else:
                 remaining.append(slot)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_backends_hf.sampling.stopping import StopStringScanner
 from rl_backends_hf.sampling.token_choice import SamplingParameters
-from rl_core.data.generation_io import Prompt, SampledRow
+from rl_core.data.generation_io import Completion, Prompt, SampledRow
 from rl_core.errors import RLCoreError
 
 
@@ -23,7 +23,7 @@ class Row(SampledRow):
         session: conversation that it continues, whose keys and values are kept.
         streams: whether it is returned while it is sampled.
         streamed: number of its tokens that were returned.
-        weight_version: of the weights that drew its first token.
+        versions: of the weights that drew each token.
         error: why it cannot be completed.
     """
 
@@ -33,7 +33,7 @@ class Row(SampledRow):
     session: str | None = None
     streams: bool = False
     streamed: int = 0
-    weight_version: int = -1
+    versions: list[int] = field(default_factory=list)
     error: RLCoreError | None = None
 
     @property
@@ -46,14 +46,19 @@ class Row(SampledRow):
         """Maximum number of tokens of prompt and completion."""
         return len(self.prompt.tokens) + self.prompt.limit
 
-    def append(self, token: int, logprob: float, *, end_ids: frozenset[int]) -> bool:
-        """Append a token; returns whether the row ends with it."""
+    def append(self, token: int, logprob: float, *, version: int, end_ids: frozenset[int]) -> bool:
+        """Append a token that weights of `version` drew; returns whether the row ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.versions.append(version)
         # The scanner must read every token, including end tokens.
         is_stopped = self.scanner is not None and self.scanner.push(token)
         self.stopped = is_stopped or token in end_ids
         return self.stopped or len(self.tokens) >= self.prompt.limit
+
+    def so_far(self) -> Completion:
+        """The row with its tokens so far, at least one."""
+        return replace(self.completion(weight_version=self.versions[0]), token_versions=self.versions)
 
 
 @dataclass(frozen=True, kw_only=True)

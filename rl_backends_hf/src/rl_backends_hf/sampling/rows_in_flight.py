@@ -50,7 +50,7 @@ class RowsInFlight:
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str], wait_s: float, weight_version: int
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
-        """Advance the rows and return those that ended; rows that begin now are marked with `weight_version`."""
+        """Advance the rows and return those that ended; tokens drawn now are marked with `weight_version`."""
         try:
             with self._sampler.without_gradients():
                 self._loop.remove([row for name in cancelled if (row := self._rows.pop(name, None)) is not None])
@@ -130,7 +130,7 @@ class RowsInFlight:
         for row in ended:
             name = names[id(row)]
             del self._rows[name]
-            results[name] = row.error or to_output([row.completion(weight_version=row.weight_version)])
+            results[name] = row.error or to_output([row.so_far()])
         return results
 
     def _unfinished(self) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
@@ -139,8 +139,7 @@ class RowsInFlight:
         for name, row in self._rows.items():
             if row.streams and len(row.tokens) > row.streamed:
                 row.streamed = len(row.tokens)
-                output = to_output([row.completion(weight_version=row.weight_version)])
-                results[name] = BatchedDataDict({**output, "unfinished": torch.tensor([True])})
+                results[name] = BatchedDataDict({**to_output([row.so_far()]), "unfinished": torch.tensor([True])})
         return results
 
     def _release(self) -> None:

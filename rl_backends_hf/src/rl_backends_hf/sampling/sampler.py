@@ -133,7 +133,7 @@ class Sampler:
         Args:
             data: prompts, see `GenerationDatumSpec`.
             greedy: take the most likely token at each position.
-            weight_version: recorded with every row.
+            weight_version: recorded with every token.
 
         Raises:
             DataError: a prompt is empty, contains an id outside the vocabulary, or leaves no tokens within `max_model_len`.
@@ -150,7 +150,7 @@ class Sampler:
                     for row in loop.step():
                         if row.error is not None:
                             raise row.error
-        return to_output([row.completion(weight_version=row.weight_version) for row in rows])
+        return to_output([row.so_far() for row in rows])
 
     def read(self, data: BatchedDataDict[GenerationDatumSpec], *, greedy: bool) -> list[Row]:
         """Read the rows of a `generate` call, which have no sampled tokens yet; raises as `generate`."""

@@ -63,7 +63,8 @@ class Completion:
         tokens: sampled tokens, including the end-of-sequence token.
         logprobs: of each sampled token, in nats.
         truncated: ended by a limit, not by a stop.
-        weight_version: version of the weights that sampled it.
+        weight_version: oldest version of the weights that sampled it.
+        token_versions: version of each sampled token; None if all have `weight_version`.
         top_logprobs: the most likely tokens at each position, if they were requested.
     """
 
@@ -72,6 +73,7 @@ class Completion:
     logprobs: Sequence[float]
     truncated: bool
     weight_version: int
+    token_versions: Sequence[int] | None = None
     top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
 
 
@@ -189,10 +191,12 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
     alternatives = [None if row.top_logprobs is None else [list(top) for top in row.top_logprobs] for row in completions]
     lengths = [len(row.prompt) + len(row.tokens) for row in completions]
     output_ids = torch.full((len(completions), max(lengths, default=0)), int(pad_value("output_ids")), dtype=torch.int64)
-    logprobs = torch.zeros(output_ids.shape, dtype=torch.float32)
+    logprobs, versions = torch.zeros(output_ids.shape, dtype=torch.float32), torch.full(output_ids.shape, -1)
     for index, (row, length) in enumerate(zip(completions, lengths, strict=True)):
         output_ids[index, :length] = torch.tensor([*row.prompt, *row.tokens])
         logprobs[index, len(row.prompt) : length] = torch.tensor(row.logprobs)
+        own = row.token_versions or row.weight_version
+        versions[index, len(row.prompt) : length] = torch.as_tensor(own, dtype=torch.int64)
     return BatchedDataDict(
         {
             "output_ids": output_ids,
@@ -201,6 +205,7 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
             "logprobs": logprobs,
             "truncated": torch.tensor([row.truncated for row in completions], dtype=torch.bool),
             "weight_version": torch.tensor([row.weight_version for row in completions], dtype=torch.int64),
+            "token_versions": versions,
             **({"top_logprobs": alternatives} if has_alternatives else {}),
         }
     )

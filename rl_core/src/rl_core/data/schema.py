@@ -91,7 +91,7 @@ _TABLE = (
     _rows("unpadded_sequence_lengths", "int64", "tokens", "generation", "Number of prompt and completion tokens."),
     _rows("truncated", "bool", "", "generation", "True if a length limit ended the completion."),
     _rows("weight_version", "int64", "optimizer steps", "generation", "Oldest version of the weights that sampled the row."),
-    _tokens("token_versions", "int64", "optimizer steps", "rollouts", "Weight version of sampled tokens; -1 on other tokens."),
+    _tokens("token_versions", "int64", "optimizer steps", "generation", "Weight version of sampled tokens; -1 on others."),
     _tokens("stale_mask", "float32", "", "algorithms", "1 on trained tokens that older weights sampled, else 0."),
     _tokens("token_turns", "int64", "turns", "rollouts", "Turn that sampled each token, from 1; 0 on other tokens."),
     _tokens("comparison", "float32", "", "training checks", "1 where scores may be compared with training, 2 also the engine."),

@@ -62,7 +62,10 @@ class GenerationOutputSpec(TypedDict):
     truncated: torch.Tensor
     """[B] bool; ended by a length limit, not by a stop."""
     weight_version: torch.Tensor
-    """[B] int64, weight version (number of optimizer steps) that sampled the row."""
+    """[B] int64, oldest weight version (number of optimizer steps) that sampled a token of the row."""
+    token_versions: NotRequired[torch.Tensor]
+    """[B, T'] int64, weight version of each sampled token, -1 elsewhere; absent if each row has one version. A token's
+    log-probability is that under the weights of its version, given all tokens before it."""
     failures: NotRequired[list[str | None]]
     """Why a row could not be sampled, such as a server that did not respond; None for the others. A failed row has no
     completion. Absent if no row failed."""
@@ -198,7 +201,8 @@ class GenerationInterface(ABC):
 
         Rows with `stream_tokens` are also yielded whenever they have new tokens. The rows of concurrent calls, in one event
         loop, are sampled together and join while others run. A row's error is raised only to its caller. A row in progress at a
-        refit continues with the new weights, or restarts, as its backend documents; its `weight_version` is its first token's.
+        refit keeps its tokens and continues with the new weights, if the backend has the capability `refit_in_flight`; without
+        it, weights must not change while rows are in progress.
         """
         raise self._not_supported("generate_async")
 

@@ -155,6 +155,7 @@ class AgentSession:
                 "token_ids": turn.token_ids,
                 "generation_logprobs": turn.logprobs,
                 "weight_version": turn.weight_version,
+                "token_versions": turn.token_versions,
                 "turn": self._recorded,
             }
         )

@@ -76,6 +76,7 @@ class EnvironmentDriver(RolloutDriver):
                 sampled.token_ids,
                 sampled.logprobs,
                 weight_version=sampled.weight_version,
+                token_versions=sampled.token_versions,
                 parser=self._tool_parsers.get(rollout.task_name),
             )
             rollout.truncated = sampled.truncated

@@ -50,6 +50,9 @@ class SampledTurn:
     truncated: bool
     """Whether a limit ended the turn; without meaning before its end."""
     weight_version: int
+    """The oldest version of the weights that sampled it."""
+    token_versions: torch.Tensor | None = None
+    """[T'] int64, the version of each token; None if all have `weight_version`."""
 
 
 class TurnSampler(ABC):
@@ -270,4 +273,5 @@ def _turn(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn:
         logprobs=output["logprobs"][row, start:end].clone(),
         truncated=output["truncated"].tolist()[row],
         weight_version=output["weight_version"].tolist()[row],
+        token_versions=output["token_versions"][row, start:end].clone() if "token_versions" in output else None,
     )

@@ -20,7 +20,7 @@ from rl_train.tools.parsers import SampledMessage, ToolCallParser
 from rl_train.tools.selection import parse_message
 
 MessageLog = list[dict[str, Any]]
-_OF_SAMPLED = ("generation_logprobs", "weight_version", "turn")
+_OF_SAMPLED = ("generation_logprobs", "weight_version", "token_versions", "turn")
 """Keys of a sampled message that it only has in the segment in which it was sampled."""
 
 
@@ -30,7 +30,7 @@ class Trajectory:
 
     message_log: MessageLog
     """The current segment: messages with `role`, `content`, `token_ids` [T]; those that were sampled in it also with
-    `generation_logprobs` [T], `weight_version` and `turn` (from 1)."""
+    `generation_logprobs` [T], `weight_version`, `token_versions` [T] or None, and `turn` (from 1)."""
     earlier_segments: list[MessageLog] = field(default_factory=list)
     """Message logs of the segments before the current one."""
     metadata: Any
@@ -121,6 +121,7 @@ class Trajectory:
         logprobs: torch.Tensor,
         *,
         weight_version: int = -1,
+        token_versions: torch.Tensor | None = None,
         parser: ToolCallParser | None = None,
     ) -> None:
         """Append a sampled message; with a parser, its tool calls are separated from its content."""
@@ -136,7 +137,8 @@ class Trajectory:
             if parsed.calls:
                 message |= {"content": parsed.content, "tool_calls": parsed.calls, "sampled_text": text}
         self.turns += 1
-        self.message_log.append({**message, "weight_version": weight_version, "turn": self.turns})
+        versions = {"weight_version": weight_version, "token_versions": token_versions}
+        self.message_log.append({**message, **versions, "turn": self.turns})
 
     def add_observation(self, observation: Observation, token_ids: torch.Tensor) -> None:
         """Append what the model reads next; the last message has all tokens, [T]."""
@@ -271,6 +273,9 @@ def _sampled_logprobs(message: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _version(message: Mapping[str, Any]) -> torch.Tensor:
+    versions: torch.Tensor | None = message.get("token_versions")
+    if versions is not None:
+        return versions
     return torch.full((len(message["token_ids"]),), message.get("weight_version", -1), dtype=torch.int64)
 
 

@@ -146,9 +146,9 @@ class WeightSynchronizer(WeightOwner):
             only_if_stale: send nothing if versions and, with `prove`, fingerprints are already equal.
 
         Returns:
-            `refit/prepare_s`, `refit/push_s`, `refit/prove_s`, `refit/canary_s`, `refit/total_s` in seconds, `refit/bytes`,
-            `refit/weight_version`, `refit/moved`: 1.0, or 0.0 if equal weights were not sent, and if the canary ran
-            `refit/canary_error`, in nats per token.
+            `refit/prepare_s`, `refit/push_s`, `refit/prove_s`, `refit/canary_s`, `refit/total_s`, `refit/paused_s` in seconds,
+            `refit/bytes`, `refit/weight_version`, `refit/moved`: 1.0, or 0.0 if equal weights were not sent, and if the canary
+            ran `refit/canary_error`, in nats per token.
 
         Raises:
             WeightSyncError: the generation backend's weights are not the policy's; names the tensors.
@@ -259,7 +259,7 @@ class WeightSynchronizer(WeightOwner):
 
     def _sync_once(self, engine: GenerationInterface, only_if_stale: bool) -> dict[str, float]:
         started = time.perf_counter()
-        seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0}
+        seconds = {"prepare_s": 0.0, "push_s": 0.0, "prove_s": 0.0, "canary_s": 0.0, "paused_s": 0.0}
         if only_if_stale and self._memory.is_with_engine and not self.is_stale:
             return self._metrics(seconds, started, moved=0, happened=False)
         self._memory.free_for_refit(engine)
@@ -289,7 +289,7 @@ class WeightSynchronizer(WeightOwner):
     def _refit(self, engine: GenerationInterface, seconds: dict[str, float]) -> int:
         with _timed(seconds, "prepare_s"):
             manifest = self._policy.prepare_refit_info() or {}
-            dtypes = engine.prepare_refit_info(manifest)
+            seconds["paused_s"], dtypes = -time.perf_counter(), engine.prepare_refit_info(manifest)
             self._dtypes = dtypes or {name: dtype for name, (_, dtype) in manifest.items()}
         self._digested = None
         with _timed(seconds, "push_s"), ThreadPoolExecutor(1, "rlcore-digest") as self._beside:
@@ -308,6 +308,7 @@ class WeightSynchronizer(WeightOwner):
                     "The generation backend could not empty its prefix cache after the refit, so it would continue from keys "
                     "and values of older weights. Let its running requests finish, or abort them, before a refit."
                 )
+        seconds["paused_s"] += time.perf_counter()
 
     def _run_canary(self, engine: GenerationInterface) -> dict[str, float]:
         """Run the canary unless fingerprints cover what the engine computes with and its workers have passed it before."""
