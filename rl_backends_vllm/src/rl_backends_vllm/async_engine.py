@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import multiprocessing.connection
 import queue
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
@@ -33,7 +34,7 @@ class AsyncEngine(Engine):
         self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         try:
-            self._engine, self._death = self._on_loop(self._start(arguments))
+            self._engine, self._sentinels, self._death = self._on_loop(self._start(arguments))
         except BaseException:
             self._stop_loop()
             raise
@@ -62,10 +63,14 @@ class AsyncEngine(Engine):
         return answers
 
     def is_dead(self) -> bool:
-        return bool(self._death.done() or self._engine.errored)
+        return bool(self._engine.errored) or self._has_exited()
+
+    def _has_exited(self) -> bool:
+        # The event loop may be busy, so it may learn about the exit much later.
+        return self._death.done() or bool(multiprocessing.connection.wait(self._sentinels, timeout=0))
 
     def _reason(self) -> str:
-        return _EXITED if self._death.done() else _FAILED
+        return _EXITED if self._has_exited() else _FAILED
 
     def pause(self) -> None:
         self._wait(self._engine.pause_generation(mode="keep"))
@@ -93,8 +98,8 @@ class AsyncEngine(Engine):
         self._stop_loop()
         multiprocessing.active_children()  # joins a process that was killed; otherwise it would stay a zombie
 
-    async def _start(self, arguments: Mapping[str, Any]) -> tuple[Any, asyncio.Future[None]]:
-        """The engine, and a future that is done when its core has exited."""
+    async def _start(self, arguments: Mapping[str, Any]) -> tuple[Any, list[int], asyncio.Future[None]]:
+        """The engine, the sentinels of its core's processes, and a future that is done when one of them has exited."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -108,9 +113,10 @@ class AsyncEngine(Engine):
             if not death.done():
                 death.set_result(None)
 
-        for process in engine.engine_core.resources.engine_manager.processes:
-            loop.add_reader(process.sentinel, note_exit, process.sentinel)
-        return engine, death
+        sentinels = [process.sentinel for process in engine.engine_core.resources.engine_manager.processes]
+        for sentinel in sentinels:
+            loop.add_reader(sentinel, note_exit, sentinel)
+        return engine, sentinels, death
 
     async def _end(self) -> None:
         tasks = list(self._tasks.values())
