@@ -58,7 +58,7 @@ def test_each_engine_process_of_a_colocated_cluster_opens_the_buffer_of_its_gpu_
         if gpu in buffers:
             assert open_buffer(handles["devices"], torch.device("cuda", 0)) is buffers[gpu]
         else:
-            with pytest.raises(WeightSyncError, match="on GPU GPU-2-0, but .*refit_transport: collective"):
+            with pytest.raises(WeightSyncError, match=r"on GPU GPU-2-0, but .*refit_transport: collective"):
                 open_buffer(handles["devices"], torch.device("cuda", 0))
 
 
