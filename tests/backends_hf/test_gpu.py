@@ -1,4 +1,4 @@
-"""The policy on a GPU: results equal to a CPU, memory that is released, and resuming."""
+"""The policy on a GPU, real and simulated: results equal to a CPU, memory that is released, and resuming."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import importlib.util
 import pytest
 import torch
 import transformers
+from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster import RayVirtualCluster
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+REAL = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 STEPS = 3
 ADAMW = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-3, "eps": 1e-3}}
 """Adam divides by the gradient's size; this eps keeps rounding in tiny gradients from becoming whole steps."""
+
+
+@pytest.fixture(params=[pytest.param("real", marks=REAL), "simulated"])
+def gpu(request):
+    """The GPU of a test; None if it is a real one."""
+    if request.param == "real":
+        yield None
+        return
+    with SimulatedGpu().active() as simulated:
+        yield simulated
 
 
 @pytest.fixture
@@ -59,7 +70,7 @@ def assert_close(one, other, *, atol):
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen2", "qwen3"])
-def test_a_gpu_scores_and_steps_as_a_cpu_does(start, train, parts, kind, packing):
+def test_a_gpu_scores_and_steps_as_a_cpu_does(gpu, start, train, parts, kind, packing):
     fields = {"sequence_packing": {"enabled": packing, "train_mb_tokens": 64, "logprob_mb_tokens": 64}}
     on_cpu, on_gpu = (start(device, kind, precision="float32", **fields) for device in ("cpu", "cuda"))
     rows = parts.make_rows()
@@ -72,7 +83,7 @@ def test_a_gpu_scores_and_steps_as_a_cpu_does(start, train, parts, kind, packing
     assert_close(weights(on_gpu), weights(on_cpu), atol=5e-5)
 
 
-def test_bfloat16_weights_have_float32_masters_that_move_as_those_of_a_cpu(start, train):
+def test_bfloat16_weights_have_float32_masters_that_move_as_those_of_a_cpu(gpu, start, train):
     on_cpu, on_gpu = (start(device, precision="bfloat16") for device in ("cpu", "cuda"))
     train(on_cpu)
     train(on_gpu)
@@ -83,6 +94,8 @@ def test_bfloat16_weights_have_float32_masters_that_move_as_those_of_a_cpu(start
         torch.testing.assert_close(master.cpu(), on_cpu._state.masters.parameters[name], rtol=0, atol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_rows_packed_for_flash_attention_score_as_padded_rows_by_sdpa(start, parts, kind):
@@ -96,18 +109,18 @@ def test_rows_packed_for_flash_attention_score_as_padded_rows_by_sdpa(start, par
     torch.testing.assert_close(packed.get_logprobs(rows)["logprobs"], plain.get_logprobs(rows)["logprobs"], rtol=0, atol=0.1)
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """Folder of a model with about a hundred million parameters, enough to measure its memory."""
-    folder = tmp_path_factory.mktemp("large")
+@pytest.fixture
+def large(gpu, tmp_path):
+    """Folder of a model with enough parameters to measure its memory: a hundred million on a real GPU."""
+    width = 1024 if gpu is None else 128
     config = transformers.LlamaConfig(
-        vocab_size=32_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16
+        vocab_size=32 * width, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=4, num_attention_heads=16
     )
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return str(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
-def test_memory_released_for_the_engine_is_free_for_other_processes_and_restored_unchanged(parts, train, large):
+def test_memory_released_for_the_engine_is_free_for_other_processes_and_restored_unchanged(gpu, parts, train, large):
     context = dataclasses.replace(parts.make_context(), device="cuda")
     worker = HFPolicyWorker(context, parts.make_config(large, precision="bfloat16", optimizer=ADAMW))
     size = worker.setup()["num_parameters"]
@@ -127,7 +140,7 @@ def test_memory_released_for_the_engine_is_free_for_other_processes_and_restored
     train(worker, first=STEPS)
 
 
-def test_training_is_unchanged_by_offloading_for_each_refit(start, train):
+def test_training_is_unchanged_by_offloading_for_each_refit(gpu, start, train):
     plain, moved = start("cuda"), start("cuda")
     for first in (0, STEPS):
         train(plain, first)
@@ -139,7 +152,7 @@ def test_training_is_unchanged_by_offloading_for_each_refit(start, train):
     assert_close(weights(moved), weights(plain), atol=1e-6)
 
 
-def test_a_resume_on_a_gpu_equals_an_uninterrupted_run(start, train, tmp_path):
+def test_a_resume_on_a_gpu_equals_an_uninterrupted_run(gpu, start, train, tmp_path):
     plain = start("cuda")
     train(plain)
     plain.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
@@ -151,6 +164,8 @@ def test_a_resume_on_a_gpu_equals_an_uninterrupted_run(start, train, tmp_path):
     assert_close(weights(resumed), weights(plain), atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_policy_in_this_process_takes_the_gpu_also_under_a_device_map(model_folder, parts):
     for fields in ({}, {"device_map": "cuda"}, {"device_map": "auto"}):
         policy = HuggingFacePolicy(model_name=model_folder("llama"), torch_dtype="float32", **fields)
@@ -159,6 +174,7 @@ def test_a_policy_in_this_process_takes_the_gpu_also_under_a_device_map(model_fo
         policy.shutdown()
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("mode", ["replicate", "fsdp2"])
