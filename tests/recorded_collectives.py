@@ -12,29 +12,50 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_POINT_TO_POINT = ("send", "recv")
-_UNEVEN = ("gather_", "scatter_", "alltoall", "all_to_all")
-"""Collectives in which each rank may have other sizes."""
+Shapes = tuple[tuple[int, ...], ...]
+Call = tuple[str, tuple[int, ...], Shapes, tuple[Shapes, Shapes], int | None]
+"""Name of a collective, the ranks of its group, the shapes that are equal on all ranks, those that this rank sends to and
+receives from each rank if they may differ, and the other rank of a point-to-point call."""
 
-Call = tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""Name of a collective, the ranks of its group, and the shapes of its tensors."""
+_SENT, _RECEIVED = 0, 1
+_UNEVEN = {"allgather_": (1, 0), "gather_": (1, 0), "scatter_": (1, 0), "alltoall_": (1, 0), "alltoall_base_": (4, 3)}
+"""Collectives in which ranks may have different shapes, and the arguments with what a rank sends and receives."""
+_POINT_TO_POINT = ("send", "recv_")
 
 
 class RecordedCollectives(TorchDispatchMode):
-    """Records the collectives that this rank starts within the block, in order."""
+    """Records the collectives and point-to-point calls that this rank starts within the block, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and not func._opname.startswith(_POINT_TO_POINT):
+        if func.namespace in ("c10d", "_c10d_functional"):
             leaves = tree_leaves((args, kwargs or {}))
             group = next((ranks for leaf in leaves if (ranks := _ranks_of(leaf))), ())
             if group:
-                shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-                self.calls.append((func._opname, group, () if func._opname.startswith(_UNEVEN) else shapes))
+                self.calls.append(_call(func._opname, group, args, leaves))
         return func(*args, **(kwargs or {}))
+
+
+def _call(name: str, group: tuple[int, ...], args: tuple[Any, ...], leaves: Sequence[Any]) -> Call:
+    if name in _UNEVEN:
+        sent, received = (_shapes(args[position]) for position in _UNEVEN[name])
+        return name, group, (), (sent, received), None
+    if name in _POINT_TO_POINT:
+        shapes = _shapes(args[0])
+        return name, group, (), (shapes, shapes), group[args[2]]
+    return name, group, _shapes([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]), ((), ()), None
+
+
+def _shapes(values: Any) -> Shapes:
+    """Shapes of tensors, or split sizes."""
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (leaf,)
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, torch.Tensor) or type(leaf) is int
+    )
 
 
 def _ranks_of(argument: Any) -> tuple[int, ...]:
@@ -77,8 +98,31 @@ def with_two_swapped(calls: Sequence[Call]) -> list[Call] | None:
 
 
 def assert_lockstep(ranks: Sequence[Sequence[Call]]) -> None:
-    """All ranks of a group start the same collectives of that group, in the same order."""
-    for first, second in combinations(ranks, 2):
-        groups = {group for _, group, _ in first} & {group for _, group, _ in second}
-        shared = [[call for call in calls if call[1] in groups] for calls in (first, second)]
-        assert shared[0] == shared[1]
+    """All ranks of a group start the same collectives in one order, and each rank receives what the others send.
+
+    Args:
+        ranks: the calls of each rank of the whole world, in the order of ranks.
+    """
+    for first, second in combinations(range(len(ranks)), 2):
+        groups = {call[1] for call in ranks[first]} & {call[1] for call in ranks[second]}
+        shared = [[call for call in ranks[rank] if call[1] in groups and call[4] is None] for rank in (first, second)]
+        assert [call[:3] for call in shared[0]] == [call[:3] for call in shared[1]]
+        for (_, group, _, one, _), (*_, other, _) in zip(*shared, strict=True):
+            _assert_matching(one, other, group.index(first), group.index(second), len(group))
+            _assert_matching(other, one, group.index(second), group.index(first), len(group))
+        for source, target in ((first, second), (second, first)):
+            assert _passed(ranks[source], target, "send") == _passed(ranks[target], source, "recv_")
+
+
+def _assert_matching(
+    sender: tuple[Shapes, Shapes], receiver: tuple[Shapes, Shapes], source: int, target: int, size: int
+) -> None:
+    """What one rank of a group sends to another is what that one receives from it; several shapes are those of each rank."""
+    sent, received = sender[_SENT], receiver[_RECEIVED]
+    if sent and received and size in (len(sent), len(received)):
+        assert sent[target if len(sent) == size else 0] == received[source if len(received) == size else 0]
+
+
+def _passed(calls: Sequence[Call], peer: int, name: str) -> list[Shapes]:
+    """Shapes of all tensors that were sent to a rank, or received from it, in order."""
+    return [call[3][_SENT] for call in calls if call[0] == name and call[4] == peer]
