@@ -140,13 +140,13 @@ class Engine(Timed):
 
         for name in (*OWN_PARTS, "_clone_pending_weights"):
             self._time(receiving.VllmWeightReceiver, name)
-        inner_digest = receiving.tensor_digest
+        inner_digest = receiving.tensor_digests
 
-        def tensor_digest(*args: Any, **kwargs: Any) -> str:
+        def tensor_digests(*args: Any, **kwargs: Any) -> dict[str, str]:
             with self.clock("in it: digests"):
                 return inner_digest(*args, **kwargs)
 
-        receiving.tensor_digest = tensor_digest
+        receiving.tensor_digests = tensor_digests
         self.inner = VllmGeneration(
             None,
             {

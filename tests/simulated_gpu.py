@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-TOTAL_BYTES = 80 * 2**30
 _WAITS = (
     "_local_scalar_dense",
     "nonzero",
@@ -53,7 +52,10 @@ class _Allocation:
     """Memory of the GPU, freed with its storage."""
 
     def __init__(self, gpu: SimulatedGpu, num_bytes: int) -> None:
-        self._gpu, self._bytes = gpu, num_bytes
+        self._gpu, self._bytes = gpu, 0
+        if gpu.allocated + num_bytes > gpu.total:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
+        self._bytes = num_bytes
         gpu.allocated += num_bytes
         gpu.peak = max(gpu.peak, gpu.allocated)
 
@@ -80,6 +82,7 @@ class SimulatedGpu:
         pinned: number of allocations of pinned memory.
         allocated: bytes of all storages on the GPU.
         peak: maximum of `allocated`.
+        total: bytes of the GPU.
     """
 
     waits: Counter[str] = field(default_factory=Counter)
@@ -87,6 +90,7 @@ class SimulatedGpu:
     pinned: int = 0
     allocated: int = 0
     peak: int = 0
+    total: int = 80 * 2**30
     _pending: list[_Copy] = field(default_factory=list)
     _calls: list[tuple[bool, torch.device | None]] = field(default_factory=list)
     """For each torch function that is running: whether an argument is on the GPU, and the device that it was called with."""
@@ -310,7 +314,7 @@ def _cuda_functions(gpu: SimulatedGpu) -> dict[str, Any]:
 
     event = SimpleNamespace(record=lambda *_: None, synchronize=synchronize, wait=lambda *_: None, query=lambda: True)
     stream = SimpleNamespace(synchronize=synchronize, wait_stream=lambda *_: None, wait_event=lambda *_: None)
-    properties = SimpleNamespace(uuid="GPU-simulated", name="simulated", total_memory=TOTAL_BYTES, major=8, minor=0)
+    properties = SimpleNamespace(uuid="GPU-simulated", name="simulated", total_memory=gpu.total, major=8, minor=0)
     return {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -331,7 +335,7 @@ def _cuda_functions(gpu: SimulatedGpu) -> dict[str, Any]:
         "max_memory_allocated": lambda *_: gpu.peak,
         "max_memory_reserved": lambda *_: gpu.peak,
         "reset_peak_memory_stats": reset_peak,
-        "mem_get_info": lambda *_: (TOTAL_BYTES - gpu.allocated, TOTAL_BYTES),
+        "mem_get_info": lambda *_: (gpu.total - gpu.allocated, gpu.total),
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
         "manual_seed_all": lambda _: None,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
+from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.master_weights import MasterWeights
 from rl_backends_hf.training.training_state import TrainingState, _empty_like_stored
 from rl_backends_hf.training.worker import HFPolicyWorker
@@ -29,7 +30,7 @@ def state_after_a_step(**options):
 @pytest.mark.parametrize(("options", "counts"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu")])
 def test_step_counts_are_on_the_device_that_the_optimizer_expects(options, counts):
     state = state_after_a_step(**options)
-    state.move(ELSEWHERE)
+    state.move(ELSEWHERE, HostMemory())
     for values in state.optimizer.state.values():
         assert values["exp_avg"].device.type == values["exp_avg_sq"].device.type == "meta"
         assert values["step"].device.type == counts

@@ -22,7 +22,7 @@ import torch
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.checkpoint_names import CheckpointNames
-from rl_core.weights.fingerprint import natural_kind, tensor_digest
+from rl_core.weights.fingerprint import natural_kind, tensor_digests
 from rl_core.weights.manifest import dtype_name, dtype_of, manifest_of, manifest_to_send, weights_of
 from rl_core.weights.receiver import WeightReceiver
 
@@ -95,11 +95,9 @@ class VllmWeightReceiver(WeightReceiver):
         self._layer_infos = [get_layerwise_info(layer) for layer in self._model.modules()]
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        kind = natural_kind(self._device())
         # With CUDA IPC these are the policy's own tensors, in its dtype.
         rounded = {name: tensor.to(dtype_of(self._sent_dtypes[name])) for name, tensor in tensors.items()}
-        for name, tensor in rounded.items():
-            self._digests[name] = tensor_digest(tensor, kind=kind)
+        self._digests |= tensor_digests(rounded.items(), kind=natural_kind(self._device()))
         self.load_into_vllm(rounded)
 
     def load_into_vllm(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from rl_backends_hf.sampling.rows import PromptGroup, Row, group_by_prompt
 from rl_backends_hf.sampling.session_cache import CachedPrefix, SessionCache
 from rl_backends_hf.sampling.shared_prompts import PromptSharing
 from rl_backends_hf.sampling.token_choice import next_tokens
+from rl_core.data.transfer import to_device
 from rl_core.errors import NonFiniteError
 
 _FIRST_NEW_COLUMNS: Final = 64
@@ -218,14 +219,16 @@ class DecodeLoop:
         rows = self._active[first:]
         ended: list[Row] = []
         remaining = list(range(first))
-        for slot, (row, token, logprob) in enumerate(zip(rows, drawn.tolist(), logprobs.tolist(), strict=True), start=first):
+        # One tensor, because the host waits for each that it reads; float64 is exact for both.
+        tokens, numbers = torch.stack([drawn.double(), logprobs.double()]).tolist()
+        for slot, (row, token, logprob) in enumerate(zip(rows, tokens, numbers, strict=True), start=first):
             if not math.isfinite(logprob):
                 row.error = NonFiniteError(
                     f"Row {row.prompt.number}: the logits after {row.num_tokens} tokens are NaN or infinite "
                     f"(log-probability {logprob}). The weights are invalid, or bfloat16 overflowed. Check the previous step."
                 )
                 ended.append(row)
-            elif row.append(token, logprob, version=self.weight_version, end_ids=self._end_ids):
+            elif row.append(int(token), logprob, version=self.weight_version, end_ids=self._end_ids):
                 ended.append(row)
             else:
                 remaining.append(slot)
@@ -279,7 +282,7 @@ class DecodeLoop:
         return self._tensor([tokens + tokens[:1] * (width - len(tokens)) for tokens in held])
 
     def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(torch.tensor(values, dtype=torch.int64), self._device)
 
 
 def _compacted(remaining: list[int]) -> list[int]:

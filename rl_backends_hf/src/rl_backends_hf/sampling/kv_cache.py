@@ -8,12 +8,15 @@ tokens with other rows. Rows of different lengths therefore need no left padding
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rl_backends_hf.sampling.shared_prompts import PromptTable
+from rl_core.data.transfer import to_device
 from rl_core.errors import NotSupportedError
 
 
@@ -100,12 +103,12 @@ class PrefillRun:
 
     Attributes:
         first_slot: the first slot.
-        sources: row of the prefill for each slot.
+        sources: [slots] int64, row of the prefill for each slot; a list would be copied to a GPU for each layer.
         length: tokens of each prompt.
         past: number of them that were computed before the prefill.
     """
 
-    def __init__(self, *, first_slot: int, sources: list[int], length: int, past: int) -> None:
+    def __init__(self, *, first_slot: int, sources: torch.Tensor, length: int, past: int) -> None:
         self.first_slot, self.sources, self.length, self.past = first_slot, sources, length, past
 
 
@@ -146,7 +149,8 @@ class SlotTable:
 
     def rows_changed(self) -> None:
         """Read again where each row's own columns begin."""
-        self._starts = torch.tensor(self.prompts.starts(), dtype=torch.int64, device=self.positions.device)
+        if self.prompts.lengths:
+            self._starts = torch.tensor(self.prompts.starts(), dtype=torch.int64, device=self.positions.device)
         self.clear_indices()
 
     def clear_indices(self) -> None:
@@ -206,14 +210,15 @@ class SlotCache(Cache):
         prompts = sorted(shared)
         own_lengths = [0 if source in shared else length for source, length in zip(sources, lengths, strict=True)]
         self._ensure_columns(max(own_lengths))
-        runs = _runs(sources, own_lengths, [past[source] for source in sources], first_slot=self.slots.used)
+        device = self.slots.positions.device
+        runs = _runs(sources, own_lengths, [past[source] for source in sources], first_slot=self.slots.used, device=device)
         prompt_lengths = [lengths[sources.index(source)] for source in prompts]
         for own, prefilled in zip(self.layers, prefill.layers, strict=True):
             own.load(prefilled, runs=runs, past_width=max(past))
             if prompts:
                 own.load_prompts(prefilled, sources=prompts, lengths=prompt_lengths)
         self.slots.prompts.add([prompts.index(source) if source in shared else -1 for source in sources], prompt_lengths)
-        new = torch.tensor(lengths, dtype=torch.int64, device=self.slots.positions.device) - 1
+        new = to_device(torch.tensor(lengths, dtype=torch.int64) - 1, device)
         self.slots.positions = torch.cat([self.slots.positions, new])
         self.slots.used += len(sources)
         self.slots.width = max(self.slots.width, max(own_lengths))
@@ -238,12 +243,12 @@ class SlotCache(Cache):
         width = max(count - start for count, start in zip(tokens, self.slots.prompts.starts(), strict=True))
         self.slots.used, self.slots.width = len(slots), width
         device = self.slots.positions.device
-        self.slots.positions = self.slots.positions[torch.tensor(slots, dtype=torch.int64, device=device)]
+        self.slots.positions = self.slots.positions[to_device(torch.tensor(slots, dtype=torch.int64), device)]
         self.slots.rows_changed()
         for layer in self.layers:
             layer.keep_prompts(kept)
         if moves:
-            sources, targets = torch.tensor(moves, device=device).unbind(dim=1)
+            sources, targets = to_device(torch.tensor(moves), device).unbind(dim=1)
             for layer in self.layers:
                 layer.move(sources, targets, width=width)
 
@@ -288,13 +293,14 @@ class SlotCache(Cache):
         self.slots.clear_indices()
 
 
-def _runs(sources: Sequence[int], lengths: Sequence[int], past: Sequence[int], *, first_slot: int) -> list[PrefillRun]:
+def _runs(
+    sources: Sequence[int], lengths: Sequence[int], past: Sequence[int], *, first_slot: int, device: torch.device
+) -> list[PrefillRun]:
     runs: list[PrefillRun] = []
-    for slot, (source, length, earlier) in enumerate(zip(sources, lengths, past, strict=True), start=first_slot):
-        if runs and (runs[-1].length, runs[-1].past) == (length, earlier):
-            runs[-1].sources.append(source)
-        else:
-            runs.append(PrefillRun(first_slot=slot, sources=[source], length=length, past=earlier))
+    for (length, earlier), slots in groupby(zip(lengths, past, sources, strict=True), key=itemgetter(0, 1)):
+        rows = to_device(torch.tensor([source for *_, source in slots]), device)
+        runs.append(PrefillRun(first_slot=first_slot, sources=rows, length=length, past=earlier))
+        first_slot += len(rows)
     return runs
 
 

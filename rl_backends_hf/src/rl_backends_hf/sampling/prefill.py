@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rl_backends_hf.sampling.rows import PromptGroup
 from rl_backends_hf.sampling.session_cache import CachedPrefix
+from rl_core.data.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +36,29 @@ def prefill(model: PreTrainedModel, plan: PrefillPlan) -> tuple[torch.Tensor, Dy
 
     The cache has left-padded columns of the prefixes, if there are any, and then left-padded columns of new tokens.
     """
+    # Computed on the host, which knows all of it, and copied to the device at the end.
     device = model.get_input_embeddings().weight.device
-    past = torch.tensor(plan.past, device=device).unsqueeze(1)
+    past = torch.tensor(plan.past).unsqueeze(1)
     new = [group.prompt[kept:] for group, kept in zip(plan.groups, plan.past, strict=True)]
     past_width, width = max(plan.past), max(map(len, new))
     padding = [width - len(tokens) for tokens in new]
-    ids = torch.tensor([[0] * pad + tokens for pad, tokens in zip(padding, new, strict=True)], device=device)
-    is_new = torch.arange(width, device=device) >= torch.tensor(padding, device=device).unsqueeze(1)
-    is_past = torch.arange(past_width, device=device) >= past_width - past
+    ids = torch.tensor([[0] * pad + tokens for pad, tokens in zip(padding, new, strict=True)])
+    is_new = torch.arange(width) >= torch.tensor(padding).unsqueeze(1)
+    is_past = torch.arange(past_width) >= past_width - past
     mask = torch.cat([is_past, is_new], dim=1)
     cache = DynamicCache()
     for number, layer in enumerate(zip(*(prefix.layers for prefix in plan.prefixes), strict=True)):
         keys, values = zip(*layer, strict=True)
         cache.update(_left_padded(keys, past_width), _left_padded(values, past_width), number)
     logits = model(
-        input_ids=ids,
-        attention_mask=None if bool(mask.all()) else mask,
-        position_ids=(is_new.cumsum(dim=1) - 1).clamp_(min=0) + past,
+        input_ids=to_device(ids, device),
+        attention_mask=None if bool(mask.all()) else to_device(mask, device),
+        position_ids=to_device((is_new.cumsum(dim=1) - 1).clamp_(min=0) + past, device),
         past_key_values=cache,
         use_cache=True,
         # A tensor, because the model would use a number for a slice, which is not contiguous: for such an input, torch's linear
         # layers on CPUs copy their weight, here that of the LM head, once per row.
-        logits_to_keep=torch.tensor([width - 1], device=device),
+        logits_to_keep=to_device(torch.tensor([width - 1]), device),
     ).logits[:, -1]
     return logits, cache
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data.packed_layout import pack_rows
 from rl_core.data.shared_prefix import share_prefixes
+from rl_core.data.transfer import to_device
 from rl_core.training.microbatch_splitter import scored_tokens
 
 
@@ -53,7 +54,7 @@ class ScoringInput:
 
     def with_candidates(self, candidates: torch.Tensor) -> ScoringInput:
         """The same microbatch, with the tokens `candidates` [b, T, K] int64 scored as well."""
-        extra = candidates.to(self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
+        extra = to_device(candidates, self.output_index.device).flatten(0, 1).index_select(0, self.output_index)
         return replace(self, targets=torch.cat([self.targets.unsqueeze(1), extra], dim=1))
 
 
@@ -79,10 +80,10 @@ def padded_input(
     rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     width = max(int(lengths.max()), 1)
     return ScoringInput(
-        input_ids=input_ids[:, :width].to(device),
-        hidden_index=(rows * width + columns - shift).to(device),
-        targets=input_ids[rows, columns].to(device),
-        output_index=(rows * input_ids.shape[1] + columns).to(device),
+        input_ids=to_device(input_ids[:, :width], device),
+        hidden_index=to_device(rows * width + columns - shift, device),
+        targets=to_device(input_ids[rows, columns], device),
+        output_index=to_device(rows * input_ids.shape[1] + columns, device),
         shape=(input_ids.shape[0], input_ids.shape[1]),
     )
 
@@ -113,9 +114,9 @@ def packed_input(
     """
     rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
-    attention: dict[str, Any] = {"position_ids": packed.position_ids.to(device)}
+    attention: dict[str, Any] = {"position_ids": to_device(packed.position_ids, device)}
     if variable_length_kernel:
-        borders = packed.cu_seqlens.to(device)
+        borders = to_device(packed.cu_seqlens, device)
         attention |= {
             "cu_seq_lens_q": borders,
             "cu_seq_lens_k": borders,
@@ -123,10 +124,10 @@ def packed_input(
             "max_length_k": packed.max_seqlen,
         }
     return ScoringInput(
-        input_ids=packed.input_ids.to(device),
-        hidden_index=(packed.cu_seqlens.to(torch.int64)[rows] + columns - shift).to(device),
-        targets=input_ids[rows, columns].to(device),
-        output_index=(rows * input_ids.shape[1] + columns).to(device),
+        input_ids=to_device(packed.input_ids, device),
+        hidden_index=to_device(packed.cu_seqlens.to(torch.int64)[rows] + columns - shift, device),
+        targets=to_device(input_ids[rows, columns], device),
+        output_index=to_device(rows * input_ids.shape[1] + columns, device),
         shape=(input_ids.shape[0], input_ids.shape[1]),
         attention=attention,
     )
@@ -159,18 +160,18 @@ def shared_input(
         first, repeat = _distinct(torch.stack([hidden, targets], dim=1))
         hidden, targets = hidden[first], targets[first]
     return ScoringInput(
-        input_ids=shared.input_ids.to(device),
-        hidden_index=hidden.to(device),
-        targets=targets.to(device),
-        output_index=(rows * input_ids.shape[1] + columns).to(device),
+        input_ids=to_device(shared.input_ids, device),
+        hidden_index=to_device(hidden, device),
+        targets=to_device(targets, device),
+        output_index=to_device(rows * input_ids.shape[1] + columns, device),
         shape=(input_ids.shape[0], input_ids.shape[1]),
         # Transformers passes on a mask with four axes as it is, and would create one with N * N entries otherwise.
         attention={
-            "position_ids": shared.position_ids.to(device),
+            "position_ids": to_device(shared.position_ids, device),
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
             "shared_prefix": shared,
         },
-        repeat=None if repeat is None else repeat.to(device),
+        repeat=None if repeat is None else to_device(repeat, device),
     )
 
 

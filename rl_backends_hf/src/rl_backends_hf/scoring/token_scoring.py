@@ -65,12 +65,13 @@ class TokenScoring(ScoringModel):
     def score_topk(self, microbatch: ScoringInput, k: int) -> dict[str, torch.Tensor]:
         """`topk_token_ids` [b, T, k] int64 and `topk_logprobs` [b, T, k] float32 of a microbatch, on the CPU.
 
-        They are moved to the CPU at once, because they are k times as large as the usual result.
+        They are moved to the CPU at once, because they are k times as large as the usual result. From a GPU, they are complete
+        once its stream is synchronized.
         """
         ids, logprobs = self.topk(microbatch.input_ids, microbatch.hidden_index, microbatch.attention, k)
         return {
-            "topk_token_ids": microbatch.scatter(ids).to("cpu"),
-            "topk_logprobs": microbatch.scatter(logprobs).to("cpu"),
+            "topk_token_ids": microbatch.scatter(ids).to("cpu", non_blocking=True),
+            "topk_logprobs": microbatch.scatter(logprobs).to("cpu", non_blocking=True),
         }
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from rl_backends_hf.training.host_memory import HostMemory
+
 _log = logging.getLogger(__name__)
 
 
@@ -83,10 +85,10 @@ class MasterWeights:
                         "%s differs from its float32 value in the checkpoint, so its master starts at the rounded weight", name
                     )
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, memory: HostMemory) -> None:
         """Move the copies to `device`; the model's own parameters move with the model."""
-        for _, master in self._copies:
-            master.data = master.data.to(device)
+        for number, (_, master) in enumerate(self._copies):
+            master.data = memory.move(("master", number), master.data, device)
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """Name to gradient, for parameters that have one."""

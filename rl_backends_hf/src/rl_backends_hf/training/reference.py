@@ -64,15 +64,20 @@ class ReferencePolicy:
         self._parallel = parallel
         self._moves_to_device = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
         parallel.distribute(self._scoring, trainable=False)
+        self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """The weights and their pinned memory, which stays when they are copied to the device."""
+        if self._moves_to_device:
+            weights = (*self._scoring.parameters(), *self._scoring.buffers())
+            self._on_host = [(weight, weight.data.pin_memory()) for weight in weights]
 
     @contextmanager
     def on_device(self) -> Iterator[ScoringModel]:
-        if self._moves_to_device:
-            self._scoring.to(self._parallel.device)
+        for weight, host in self._on_host:
+            weight.data = host.to(self._parallel.device, non_blocking=True)
         try:
             with torch.no_grad():
                 yield self._scoring.eval()
         finally:
             self._parallel.after_forward(self._scoring)
-            if self._moves_to_device:
-                self._scoring.to("cpu")
+            for weight, host in self._on_host:
+                weight.data = host

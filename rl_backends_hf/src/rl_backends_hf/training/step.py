@@ -80,8 +80,8 @@ def _forward_backward(
     parallel: Parallel,
     learn: bool,
 ) -> tuple[list[torch.Tensor], list[Mapping[str, torch.Tensor]]]:
-    seqs = torch.tensor(counts.valid_seqs, dtype=torch.float32, device=parallel.device)
-    toks = torch.tensor(counts.valid_toks, dtype=torch.float32, device=parallel.device)
+    seqs = torch.full((), counts.valid_seqs, dtype=torch.float32, device=parallel.device)
+    toks = torch.full((), counts.valid_toks, dtype=torch.float32, device=parallel.device)
     losses: list[torch.Tensor] = []
     metrics: list[Mapping[str, torch.Tensor]] = []
     with nullcontext() if learn else torch.no_grad():

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
+from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.master_weights import MasterWeights
 from rl_core.errors import CheckpointError
 from rl_core.training.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
@@ -104,13 +105,13 @@ class TrainingState:
         """The name of the first of this rank's tensors that has NaN or infinities, or None."""
         return first_non_finite(self._split_state()[0].items())
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, memory: HostMemory) -> None:
         """Move the optimizer state and the float32 copies of weights to `device`."""
-        for values in self.optimizer.state.values():
+        for parameter, values in self.optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and (value.ndim > 0 or self._keeps_step_counts_on_device):
-                    values[key] = value.to(device)
-        self.masters.move(device)
+                    values[key] = memory.move((id(parameter), key), value, device)
+        self.masters.move(device, memory)
 
     @property
     def _keeps_step_counts_on_device(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.master_weights import MasterWeights
 from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_hf.training.out_of_memory import explaining_memory
 from rl_backends_hf.training.prefix_support import SUPPORTED, why_not_shared
 from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePolicy
 from rl_backends_hf.training.scoring_inputs import Microbatcher
@@ -68,6 +70,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._state: TrainingState | None = None
         self._sampler: Any = None
         self._exact_weights: dict[str, torch.Tensor] = {}
+        self._host_memory = HostMemory()
 
     def load(self) -> Mapping[str, Any]:
         self._check_config()
@@ -142,12 +145,15 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        with self._scoring_model(reference=reference) as scoring:
+        with self._scoring_model(reference=reference) as scoring, self._explaining_memory(training=False):
             inputs = (self._microbatcher.form(each, training=False) for each in microbatches)
             if topk is None:
                 return [{scoring.column: scoring.score(each)} for each in inputs]
             assert isinstance(scoring, TokenScoring)
-            return [scoring.score_topk(each, topk) for each in inputs]
+            found = [scoring.score_topk(each, topk) for each in inputs]
+            if self._parallel.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            return found
 
     @contextmanager
     def _scoring_model(self, *, reference: bool) -> Iterator[ScoringModel]:
@@ -174,15 +180,19 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         *,
         eval_mode: bool,
     ) -> StepResult:
-        return optimizer_step(
-            self._scoring,
-            (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
-            loss_fn,
-            counts,
-            state=None if eval_mode else self._trainable_state(),
-            parallel=self._parallel,
-            max_grad_norm=self.config.max_grad_norm,
-        )
+        with self._explaining_memory(training=True):
+            return optimizer_step(
+                self._scoring,
+                (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
+                loss_fn,
+                counts,
+                state=None if eval_mode else self._trainable_state(),
+                parallel=self._parallel,
+                max_grad_norm=self.config.max_grad_norm,
+            )
+
+    def _explaining_memory(self, *, training: bool) -> AbstractContextManager[None]:
+        return explaining_memory(self.config, self._scoring, self._state, training=training)
 
     def _training_input(
         self, microbatch: BatchedDataDict[Any], loss_fn: LossFunction
@@ -348,10 +358,11 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         if self._parallel.device == _CPU or self.config.hf_cfg.device_map is not None or self._quantized:
             return
         if next(self._scoring.parameters()).device != weights:
-            self._scoring.to(weights)
+            self._host_memory.move_module(self._scoring, weights)
         if state is not None and self._state is not None:
-            self._state.move(state)
+            self._state.move(state, self._host_memory)
         if _CPU in (weights, state):
+            torch.cuda.current_stream().synchronize()
             # Memory in torch's cache is not available to an engine on the same GPU.
             torch.cuda.empty_cache()
 

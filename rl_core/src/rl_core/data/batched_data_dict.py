@@ -19,7 +19,7 @@ from rl_core.data.row_planner import (
     runs_of,
 )
 from rl_core.data.schema import pad_value
-from rl_core.data.transfer import BorrowedColumn, pack_columns, unpack_columns
+from rl_core.data.transfer import BorrowedColumn, pack_columns, to_device, unpack_columns
 from rl_core.errors import DataError
 
 __all__ = ["BatchedDataDict", "ColumnsDifferError", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
@@ -146,7 +146,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Move the tensors to `device` in place; returns this batch."""
         for key, column in self.items():
             if isinstance(column, torch.Tensor):
-                self[key] = column.to(device)
+                self[key] = to_device(column, device)
         return self
 
     def chunk(self, rank: int, chunks: int) -> SlicedDataDict[DictT]:

@@ -22,6 +22,13 @@ import torch
 Bytes = npt.NDArray[np.uint8]
 
 
+def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """The tensor on `device`. The host does not wait for a GPU: pinned memory is copied while it continues."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 @dataclass(frozen=True)
 class BorrowedColumn:
     """A column in memory that must not be written to.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.transfer import to_device
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import WeightSample
@@ -164,12 +165,14 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         microbatches = self._splitter.split(rows, rows=self.config.logprob_batch_size)
         scores = self.score_microbatches(microbatches, topk=topk, reference=reference)
         for name, column in columns.items():
-            start = 0
+            # Filled on the device of the scores: the host waits for it once, not for each microbatch.
+            filled, start = to_device(column, scores[0][name].device) if scores else column, 0
             for scored in scores:
                 part = scored[name]
-                column[start : start + len(part), : part.shape[1]] = part
+                filled[start : start + len(part), : part.shape[1]] = part
                 start += len(part)
-        return BatchedDataDict({name: self.collect_scores(column) for name, column in columns.items()})
+            columns[name] = self.collect_scores(filled.cpu())
+        return BatchedDataDict(columns)
 
     def train(
         self,

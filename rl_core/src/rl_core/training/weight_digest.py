@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rl_core.weights.fingerprint import combine, natural_kind, tensor_digest
+from rl_core.weights.fingerprint import combine, natural_kind, tensor_digest, tensor_digests
 
 _TENSORS = 64
 _ELEMENTS = 64
@@ -26,7 +26,7 @@ def digest_of(weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> tu
     exact = all(tensor.dtype == torch.float32 for _, tensor in tensors)
     if whole:
         kind = natural_kind(tensors[0][1].device)
-        return combine({name: tensor_digest(tensor, kind=kind) for name, tensor in tensors}, kind=kind), exact
+        return combine(tensor_digests(tensors, kind=kind), kind=kind), exact
     spaced = range(0, len(tensors), -(-len(tensors) // _TENSORS))
     sample = torch.cat([_elements(tensors[index][1]) for index in spaced])
     return tensor_digest(sample.cpu()), exact

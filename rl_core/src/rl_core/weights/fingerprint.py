@@ -12,7 +12,7 @@ not depend on the order of the tensors. There are two kinds, and both sides must
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -43,16 +43,37 @@ def tensor_digest(tensor: torch.Tensor, *, kind: Kind = "xxh3", dtype: torch.dty
         kind: see the module docstring.
         dtype: digest the tensor cast to this dtype; its own by default.
     """
-    dtype = dtype or tensor.dtype
-    # Strides of axes of length 0 or 1 are arbitrary, even if a tensor counts as contiguous.
-    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
-    if kind == "wsum":
-        value = _weighted_sum(flat.to(dtype))
-    elif dtype == flat.dtype or flat.device.type != "cpu":
-        value = _xxh3(flat.to(dtype))
-    else:
-        value = _xxh3_in_pieces(flat, dtype)
-    return f"{dtype_name(dtype)}[{','.join(map(str, tensor.shape))}]:{value}"
+    return tensor_digests([("", tensor)], kind=kind, dtypes={} if dtype is None else {"": dtype})[""]
+
+
+def tensor_digests(
+    tensors: Iterable[tuple[str, torch.Tensor]], *, kind: Kind = "xxh3", dtypes: Mapping[str, torch.dtype] | None = None
+) -> dict[str, str]:
+    """Name to `tensor_digest`; for `wsum`, the host waits once for all of them, after the last.
+
+    Args:
+        tensors: name and tensor; a tensor may change once the next one is taken.
+        kind: see the module docstring.
+        dtypes: name to the dtype to cast to; its own by default.
+    """
+    forms: dict[str, str] = {}
+    values: dict[str, str] = {}
+    sums: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        dtype = (dtypes or {}).get(name, tensor.dtype)
+        forms[name] = f"{dtype_name(dtype)}[{','.join(map(str, tensor.shape))}]"
+        # Strides of axes of length 0 or 1 are arbitrary, even if a tensor counts as contiguous.
+        flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+        if kind == "wsum":
+            sums[name] = _weighted_sum(flat.to(dtype))
+        elif dtype == flat.dtype or flat.device.type != "cpu":
+            values[name] = _xxh3(flat.to(dtype))
+        else:
+            values[name] = _xxh3_in_pieces(flat, dtype)
+    if sums:
+        totals = torch.stack(list(sums.values())).tolist()
+        values = {name: f"{total & _MASK:016x}" for name, total in zip(sums, totals, strict=True)}
+    return {name: f"{form}:{values[name]}" for name, form in forms.items()}
 
 
 def combine(digests: Mapping[str, str], *, kind: Kind = "xxh3") -> str:
@@ -95,21 +116,21 @@ def _xxh3_in_pieces(flat: torch.Tensor, dtype: torch.dtype) -> str:
     return str(digest.hexdigest())
 
 
-def _weighted_sum(flat: torch.Tensor) -> str:
+def _weighted_sum(flat: torch.Tensor) -> torch.Tensor:
+    """The sum, as an int64 on the tensor's device."""
     words = _as_words(flat)
     weights = _position_weights(flat.device)
     per_call = _WORDS * _CHUNKS_AT_ONCE.get(flat.device.type, 1)
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), per_call):
         block = words[start : start + per_call]
         full = block.numel() // _WORDS * _WORDS
-        parts = (block[:full].view(-1, _WORDS).to(torch.int64) * weights).sum(dim=1).tolist()
-        if full < block.numel():
-            rest = block[full:].to(torch.int64)
-            parts.append(int((rest * weights[: rest.numel()]).sum()))
-        for index, part in enumerate(parts, start // _WORDS):
-            total += part * _chunk_weight(index)
-    return f"{total & _MASK:016x}"
+        first, rest = start // _WORDS, block[full:].to(torch.int64)
+        parts = (block[:full].view(-1, _WORDS).to(torch.int64) * weights).sum(dim=1)
+        parts = torch.cat([parts, (rest * weights[: rest.numel()]).sum(dim=0, keepdim=True)])
+        chunks = torch.arange(first, first + len(parts), device=flat.device)
+        total += (parts * _odd_noise(~chunks)).sum()
+    return total
 
 
 def _as_words(flat: torch.Tensor) -> torch.Tensor:
@@ -127,11 +148,6 @@ def _as_words(flat: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _position_weights(device: torch.device) -> torch.Tensor:
     return _odd_noise(torch.arange(_WORDS, dtype=torch.int64, device=device))
-
-
-@lru_cache(maxsize=1 << 16)
-def _chunk_weight(index: int) -> int:
-    return int(_odd_noise(torch.tensor([~index], dtype=torch.int64)).item())
 
 
 def _odd_noise(index: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
-from rl_core.weights.fingerprint import natural_kind, tensor_digest
+from rl_core.weights.fingerprint import natural_kind, tensor_digests
 from rl_core.weights.manifest import dtype_name, manifest_of
 from rl_core.weights.receiver import WeightReceiver
 
@@ -39,8 +39,7 @@ class WeightSink(WeightReceiver):
         return manifest_of(self.named_weights())
 
     def digests_of_weights(self) -> dict[str, str]:
-        kind = natural_kind(self._device())
-        return {name: tensor_digest(tensor, kind=kind) for name, tensor in self.named_weights().items()}
+        return tensor_digests(self.named_weights().items(), kind=natural_kind(self._device()))
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors into those of `named_weights`, casting; an engine with its own loader overrides this."""

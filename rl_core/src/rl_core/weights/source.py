@@ -20,7 +20,7 @@ from rl_core.interfaces.policy import RefitManifest
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid
 from rl_core.weights.disk import write_tensors
-from rl_core.weights.fingerprint import Kind, combine, tensor_digest
+from rl_core.weights.fingerprint import Kind, combine, tensor_digests
 from rl_core.weights.manifest import dtype_of, fill, in_manifest_order, lay_out, manifest_to_send, split_into_buckets
 from rl_core.weights.shared_memory import SegmentPair
 
@@ -172,12 +172,8 @@ class WeightSource(ABC):
         if self.context.rank != 0:
             _exhaust(self.iter_weights())
             return {}
-        wanted = dtypes or {}
-        digests = {}
-        for name, tensor in self.iter_weights():
-            dtype = dtype_of(wanted[name]) if name in wanted else tensor.dtype
-            digests[name] = tensor_digest(tensor, kind=kind or "xxh3", dtype=dtype)
-        return digests
+        wanted = {name: dtype_of(dtype) for name, dtype in (dtypes or {}).items()}
+        return tensor_digests(self.iter_weights(), kind=kind or "xxh3", dtypes=wanted)
 
     def weight_fingerprint(self, *, dtypes: Mapping[str, str] | None = None, kind: Kind | None = None) -> str:
         """The combined digest of `weight_digests`; an empty string on ranks other than 0."""
