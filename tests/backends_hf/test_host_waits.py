@@ -54,8 +54,8 @@ def prompts():
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}, {"repetition_penalty": 1.2}],
-    ids=lambda settings: next(iter(settings), "plain"),
+    [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2}],
+    ids=["plain", "filtered"],
 )
 def test_sampling_waits_once_per_token_and_gives_the_tokens_of_a_cpu(gpu, model_folder, monkeypatch, settings):
     draws = []

@@ -152,7 +152,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             assert isinstance(scoring, TokenScoring)
             found = [scoring.score_topk(each, topk) for each in inputs]
             if self._parallel.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+                torch.cuda.synchronize(self._parallel.device)
             return found
 
     @contextmanager
