@@ -138,6 +138,8 @@ class OpenAIConfig(GenerationConfig):
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Checks that API keys come from the environment, because a config is stored in the run folder."""
         yield from super().conflicts(run)
+        if self.resources is not None:
+            yield ("resources",), "has no effect: the server runs on its own machines. Remove it."
         known = {*os.environ.values(), NO_KEY, None}
         for name, example in (("api_key", "OPENAI_API_KEY"), ("admin_key", "RLCORE_SERVE_ADMIN_KEY")):
             if getattr(self.openai_cfg, name) not in known:

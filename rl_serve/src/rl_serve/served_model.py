@@ -126,7 +126,8 @@ def _of_model(
 def _of_run(
     path: Path, registry: Registry, overrides: Sequence[str], label: str, exits: ExitStack, *, best: bool
 ) -> ServedModel:
-    from rl_train.assembly.workers import Builder, make_cluster  # imports Ray, which a model does not need
+    from rl_train.assembly.placement import make_cluster  # imports Ray, which a model does not need
+    from rl_train.assembly.workers import Builder
 
     given = find_weights(path, best=best)
     folder = given.run_folder if given.run_folder is not None else path

@@ -10,7 +10,8 @@ import torch
 
 from rl_core.config.schema import ClusterConfig
 from rl_core.errors import ConfigError
-from rl_train.assembly.workers import Builder, make_cluster
+from rl_train.assembly.placement import make_cluster
+from rl_train.assembly.workers import Builder
 
 SEES_A_GPU = torch.cuda.is_available()
 
@@ -51,7 +52,7 @@ class Recorded(Builder):
 def test_on_gpus_the_engine_has_measured_its_memory_and_sleeps_before_anything_else_loads():
     started = []
     builder = Recorded(
-        run=SimpleNamespace(value=object(), teacher=None, started=started),
+        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None)),
         registry=None,
         exits=ExitStack(),
         cluster=SimpleNamespace(use_gpus=True),
@@ -62,10 +63,20 @@ def test_on_gpus_the_engine_has_measured_its_memory_and_sleeps_before_anything_e
     assert workers.companions.keys() == {"critic"}
 
 
+def test_an_engine_with_its_own_gpus_does_not_sleep_while_the_policy_loads():
+    class WithOwnResources(Recorded):
+        engine_cluster = SimpleNamespace(use_gpus=True)
+
+    started = []
+    run = SimpleNamespace(value=None, teacher=None, started=started)
+    WithOwnResources(run=run, registry=None, exits=ExitStack(), cluster=SimpleNamespace(use_gpus=True)).start(samples=True)
+    assert started == ["policy", "engine", "critic"]
+
+
 def test_on_gpus_a_run_that_samples_nothing_has_no_engine():
     started = []
     builder = Recorded(
-        run=SimpleNamespace(value=object(), teacher=None, started=started),
+        run=SimpleNamespace(value=object(), teacher=None, started=started, policy=SimpleNamespace(generation=None)),
         registry=None,
         exits=ExitStack(),
         cluster=SimpleNamespace(use_gpus=True),

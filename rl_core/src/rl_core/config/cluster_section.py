@@ -26,19 +26,24 @@ class DeadlineConfig(Section):
     """Timeout for one environment turn of the whole batch, in seconds."""
 
 
-class ClusterConfig(Section):
+class ResourcesConfig(Section):
+    """Nodes and workers of a group of processes."""
+
+    num_nodes: int = Field(default=1, ge=1)
+    """Number of nodes."""
+    workers_per_node: int = Field(default=1, ge=1)
+    """Number of ranks per node. On GPUs, each rank uses one GPU."""
+    use_gpus: bool | None = None
+    """Whether to use GPUs. By default, GPUs are used if there are any; for an engine, if the policy uses them."""
+    cpus_per_worker: int | None = Field(default=None, ge=1)
+    """Number of CPUs (and threads) per rank. By default, the CPUs of the node are divided evenly among its ranks."""
+
+
+class ClusterConfig(ResourcesConfig):
     """Nodes, workers and timeouts of a run (`cluster`)."""
 
     backend: Literal["ray", "in_process"] = "ray"
     """How workers run. `in_process` runs one worker of each kind in the driver process, without Ray, for debugging and fast
     tests."""
-    num_nodes: int = Field(default=1, ge=1)
-    """Number of nodes."""
-    workers_per_node: int = Field(default=1, ge=1)
-    """Number of policy ranks per node. On GPUs, each rank uses one GPU."""
-    use_gpus: bool | None = None
-    """Whether to use GPUs. By default, GPUs are used if there are any."""
-    cpus_per_worker: int | None = Field(default=None, ge=1)
-    """Number of CPUs (and threads) per rank. By default, the CPUs of the node are divided evenly among its ranks."""
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     """Timeouts of remote calls."""

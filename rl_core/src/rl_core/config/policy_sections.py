@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rl_core.config.cluster_section import ClusterConfig
+from rl_core.config.cluster_section import ClusterConfig, ResourcesConfig
 from rl_core.config.paths import NAME_OR_PATH
 from rl_core.config.section import ComponentSection, Section
 from rl_core.config.source_tree import KeyPath
@@ -132,13 +132,15 @@ class GenerationConfig(ComponentSection):
     """Python interpreter that runs the workers, such as `venvs/sampler/bin/python`; that of the driver by default."""
     num_workers: int | None = Field(default=None, ge=1)
     """Number of engine replicas; defaults to the number of policy ranks."""
+    resources: ResourcesConfig | None = None
+    """The engine's own nodes, CPUs and GPUs, which determine the number of replicas. By default, the engine shares those of the
+    policy (`cluster`)."""
     max_restarts: int = Field(default=3, ge=0)
     """Maximum number of dead workers to replace during a run. Their rows are sampled again. 0 disables restarts."""
     refit_buffer_mib: int = Field(default=512, ge=1)
     """Maximum amount of weights in transit at one time, in MiB."""
     refit_transport: str | None = None
     """Name of the weight transport; by default the cheapest that policy and engine both support, except `disk`."""
-
     refit_folder: Annotated[str | None, NAME_OR_PATH] = None
     """Folder for weights transferred by disk (`refit_transport: disk`). Policy and engine must both have access to it."""
     refit_canary: bool = True

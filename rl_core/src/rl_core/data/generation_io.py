@@ -195,8 +195,7 @@ def to_output(completions: Sequence[Completion], *, has_options: bool = False) -
     for index, (row, length) in enumerate(zip(completions, lengths, strict=True)):
         output_ids[index, :length] = torch.tensor([*row.prompt, *row.tokens])
         logprobs[index, len(row.prompt) : length] = torch.tensor(row.logprobs)
-        own = row.token_versions or row.weight_version
-        versions[index, len(row.prompt) : length] = torch.as_tensor(own, dtype=torch.int64)
+        versions[index, len(row.prompt) : length] = torch.as_tensor(row.token_versions or row.weight_version)
     return BatchedDataDict(
         {
             "output_ids": output_ids,

@@ -201,8 +201,7 @@ class GenerationInterface(ABC):
 
         Rows with `stream_tokens` are also yielded whenever they have new tokens. The rows of concurrent calls, in one event
         loop, are sampled together and join while others run. A row's error is raised only to its caller. A row in progress at a
-        refit keeps its tokens and continues with the new weights, if the backend has the capability `refit_in_flight`; without
-        it, weights must not change while rows are in progress.
+        refit keeps its tokens and continues with the new weights; without the capability `refit_in_flight`, there must be none.
         """
         raise self._not_supported("generate_async")
 

@@ -16,11 +16,12 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
 from rl_train.assembly.model_checks import warn_about_engine_limit
+from rl_train.assembly.placement import make_cluster
 from rl_train.assembly.preparation import DataLoaders, Preparation
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.training_checks import watch_training
-from rl_train.assembly.workers import Builder, Workers, make_cluster
+from rl_train.assembly.workers import Builder, Workers
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.durations import parse_duration
@@ -180,8 +181,10 @@ def _val_period(config: RunConfig, name: str) -> int:
 
 
 def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
-    companions = sum(getattr(config, name) is not None for name in COMPANIONS)
-    return make_cluster(config.cluster, exits, models=1 + companions, seed=config.algorithm.seed)
+    generation = config.policy.generation
+    shares_with_engine = generation is None or generation.resources is None
+    groups = 1 + shares_with_engine + sum(getattr(config, name) is not None for name in COMPANIONS)
+    return make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
 
 
 def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, run: Run) -> Checkpoints | None:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.config.schema import ClusterConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
@@ -24,10 +25,10 @@ from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import check_class, check_environment_class, first_argument
+from rl_train.assembly.placement import make_cluster, make_engine_cluster, transports_between
 from rl_train.config.rules.sampling import (
     HELD_DIGESTS,
     IN_PROCESS_TRANSPORTS,
-    default_transports,
     without_canary,
 )
 from rl_train.config.schedule_lengths import with_schedule_lengths
@@ -124,7 +125,7 @@ class Builder:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether models and engine run on GPUs, which they then share."""
+        """Whether the models run on GPUs, which they share, also with the engine unless it has its own resources."""
         return self.cluster.use_gpus if self.cluster is not None else local_device() == "cuda"
 
     def _start_on_gpus(self, *, samples: bool) -> Workers:
@@ -135,12 +136,28 @@ class Builder:
         return Workers(policy=policy, generation=generation, environments=environments, companions=companions)
 
     def policy_and_engine(self) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
-        """Start policy and engine. On GPUs the engine starts first and sleeps, because it measures free memory."""
-        if not self.uses_gpus:
+        """Start policy and engine. On shared GPUs the engine starts first and sleeps, because it measures free memory."""
+        if not self.shares_gpus:
             return self.policy(), self.generation()
         generation = self.generation()
         generation.finish_generation()
         return self.policy(), generation
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether policy and engine run on the same GPUs."""
+        return self.uses_gpus and self.engine_cluster is self.cluster
+
+    @cached_property
+    def engine_cluster(self) -> RayVirtualCluster | None:
+        """Where the engine runs: its own bundles with `policy.generation.resources`, otherwise those of the policy.
+
+        Raises:
+            ResourceInsufficientError: there are too few nodes, CPUs or GPUs next to those of the policy.
+        """
+        if self.cluster is None:
+            return None
+        return make_engine_cluster(self.run, self.cluster, self.exits)
 
     def policy(self) -> ColocatablePolicyInterface:
         """The policy; it loads in the background."""
@@ -181,9 +198,14 @@ class Builder:
         section = self.run.policy.generation
         assert section is not None
         component = self.registry.find("generation", section.backend)
-        section = section.for_devices(Devices(use_gpus=self.uses_gpus, trains=self.trains))
+        on_gpus = self.engine_cluster.use_gpus if self.engine_cluster is not None else self.uses_gpus
+        section = section.for_devices(Devices(use_gpus=on_gpus, trains=self.trains and self.shares_gpus))
         generation: GenerationInterface = self._create(
-            component, Kind.GENERATION, "policy.generation.backend", config=section.for_policy(self.run.policy)
+            component,
+            Kind.GENERATION,
+            "policy.generation.backend",
+            config=section.for_policy(self.run.policy),
+            cluster=self.engine_cluster,
         )
         self.exits.callback(generation.shutdown)
         return generation
@@ -343,7 +365,8 @@ class Builder:
         elif self.cluster is None:
             names = IN_PROCESS_TRANSPORTS
         else:
-            names = default_transports(self.cluster.node_count(), on_gpus=self.cluster.use_gpus)
+            assert self.engine_cluster is not None
+            names = transports_between(self.cluster, self.engine_cluster)
         return [self.registry.find("weight_transport", name).load() for name in names]
 
     def loggers(self, folder: Path) -> list[Logger]:
@@ -359,41 +382,3 @@ class Builder:
 def capabilities_of(component: Component) -> tuple[str, ...]:
     """The registered capabilities of a component, or those declared on its class if it is given by its path."""
     return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
-
-
-def make_cluster(config: ClusterConfig, exits: ExitStack, *, models: int = 1, seed: int = 0) -> RayVirtualCluster | None:
-    """The cluster of a run; None if it runs in one process.
-
-    Args:
-        config: the section `cluster`.
-        exits: closes it.
-        models: the policy and its companions, which share each bundle with the engine.
-        seed: random seed of the workers' processes; this process is seeded by `Run.steps`.
-
-    Raises:
-        ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
-    """
-    if config.backend == "in_process":
-        _check_device(config.use_gpus)
-        return None
-    cluster = RayVirtualCluster(
-        [config.workers_per_node] * config.num_nodes,
-        use_gpus=config.use_gpus,
-        max_colocated_worker_groups=1 + models,
-        cpus_per_bundle=config.cpus_per_worker,
-        name="run",
-        seed=seed,
-    )
-    exits.callback(cluster.shutdown)
-    return cluster
-
-
-def _check_device(use_gpus: bool | None) -> None:
-    has_gpu = local_device() == "cuda"
-    if use_gpus is None or use_gpus == has_gpu:
-        return
-    if has_gpu:
-        what = "this process has a GPU and uses it. Remove use_gpus, or set CUDA_VISIBLE_DEVICES=''."
-    else:
-        what = "torch finds no GPU in this process. Remove use_gpus, or use a machine with a GPU and torch for CUDA."
-    raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")

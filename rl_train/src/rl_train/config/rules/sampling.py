@@ -157,7 +157,9 @@ def backends_have_a_common_transport(config: CheckedConfig) -> Iterator[Problem]
     if run.cluster.backend == "in_process":
         tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
     else:
-        tried = default_transports(run.cluster.num_nodes, on_gpus=run.cluster.use_gpus)
+        own = generation.resources
+        nodes = run.cluster.num_nodes if own is None else max(run.cluster.num_nodes, own.num_nodes)
+        tried = default_transports(nodes, on_gpus=run.cluster.use_gpus, is_colocated=own is None)
     policy = _capabilities(registry, Kind.POLICY, run.policy.backend)
     engine = _capabilities(registry, Kind.GENERATION, generation.backend)
     if policy is None or engine is None or {*tried} & {*policy} & {*engine}:
@@ -185,19 +187,52 @@ def _capabilities(registry: Registry, kind: Kind, backend: str) -> tuple[str, ..
     return None if is_path(backend) else registry.find(kind, backend).capabilities
 
 
+@rule("policy.generation.resources", "policy.generation.num_workers", "cluster.backend", applies_to=CONFIG_FILE)
+def resources_of_the_engine_determine_its_replicas(config: CheckedConfig) -> Iterator[Problem]:
+    """An engine with its own resources has one replica for each of their workers, in separate processes."""
+    generation, at = config.run.policy.generation, (*_GENERATION, "resources")
+    if generation is None or generation.resources is None:
+        return
+    if config.run.cluster.backend == "in_process":
+        yield Problem(
+            at,
+            "is not supported with cluster.backend: in_process, which runs policy and engine in this process. Remove it, or "
+            "set cluster.backend: ray.",
+        )
+    if generation.num_workers is not None:
+        yield Problem(
+            (*_GENERATION, "num_workers"),
+            "is determined by policy.generation.resources (num_nodes times workers_per_node, divided by the processes of a "
+            "replica). Remove it.",
+        )
+
+
+@rule("policy.generation.resources", "policy.generation.refit_transport", "cluster.use_gpus", applies_to=CONFIG_FILE)
+def shared_gpu_memory_needs_shared_gpus(config: CheckedConfig) -> Iterator[Problem]:
+    """Weights are only sent through the memory of GPUs to an engine on the same GPUs."""
+    generation = config.run.policy.generation
+    if generation is None or generation.resources is None or generation.refit_transport != "shared_memory":
+        return
+    if config.run.cluster.use_gpus or generation.resources.use_gpus:
+        yield Problem(
+            (*_GENERATION, "refit_transport"),
+            "shared_memory needs policy and engine on the same GPUs, but policy.generation.resources gives the engine its own. "
+            "Remove refit_transport, so that weights are sent by collective.",
+        )
+
+
 @rule("policy.generation.refit_transport", "policy.generation.refit_folder", "cluster.num_nodes", applies_to=CONFIG_FILE)
 def refit_folder_is_for_the_disk_transport(config: CheckedConfig) -> Iterator[Problem]:
     """A folder for weights is set if several nodes exchange them by disk, and only with that transport."""
     generation, at = config.run.policy.generation, (*_GENERATION, "refit_folder")
     if generation is None:
         return
-    transport, folder = generation.refit_transport, generation.refit_folder
-    if transport == "disk" and folder is None and config.run.cluster.num_nodes > 1:
-        yield Problem(
-            at,
-            f"is required with refit_transport: disk on {config.run.cluster.num_nodes} nodes. Set a folder that all nodes can "
-            "access.",
+    transport, folder, nodes = generation.refit_transport, generation.refit_folder, config.run.cluster.num_nodes
+    if transport == "disk" and folder is None and (nodes > 1 or generation.resources is not None):
+        where = (
+            f"on {nodes} nodes" if nodes > 1 else "and policy.generation.resources, because the engine may be on another node"
         )
+        yield Problem(at, f"is required with refit_transport: disk {where}. Set a folder that all nodes can access.")
     if transport != "disk" and folder is not None:
         yield Problem(
             at,

@@ -1,0 +1,79 @@
+"""Where a run's workers are placed: bundles of the policy and of the engine, and the weight transports between them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.schema import ClusterConfig
+from rl_core.dispatch.worker_facade import local_device
+from rl_core.errors import ConfigError, with_key
+from rl_train.config.rules.sampling import default_transports
+from rl_train.config.schema import RunConfig
+
+
+def make_cluster(config: ClusterConfig, exits: ExitStack, *, groups: int = 2, seed: int = 0) -> RayVirtualCluster | None:
+    """The cluster of a run; None if it runs in one process.
+
+    Args:
+        config: the section `cluster`.
+        exits: closes it.
+        groups: number of worker groups that share each bundle: policy, engine and companions.
+        seed: random seed of the workers' processes; this process is seeded by `Run.steps`.
+
+    Raises:
+        ResourceInsufficientError: there are too few nodes, CPUs or GPUs.
+    """
+    if config.backend == "in_process":
+        _check_device(config.use_gpus)
+        return None
+    cluster = RayVirtualCluster(
+        [config.workers_per_node] * config.num_nodes,
+        use_gpus=config.use_gpus,
+        max_colocated_worker_groups=groups,
+        cpus_per_bundle=config.cpus_per_worker,
+        name="run",
+        seed=seed,
+    )
+    exits.callback(cluster.shutdown)
+    return cluster
+
+
+def make_engine_cluster(run: RunConfig, cluster: RayVirtualCluster, exits: ExitStack) -> RayVirtualCluster:
+    """Bundles of the engine's own with `policy.generation.resources`; otherwise `cluster`, which it shares with the policy.
+
+    Each of its nodes is the one with the most free resources, so that of the policy only if no other has more.
+
+    Raises:
+        ResourceInsufficientError: there are too few nodes, CPUs or GPUs next to those of the policy.
+    """
+    resources = run.policy.generation.resources if run.policy.generation is not None else None
+    if resources is None:
+        return cluster
+    with with_key("policy.generation.resources"):
+        own = RayVirtualCluster(
+            [resources.workers_per_node] * resources.num_nodes,
+            use_gpus=cluster.use_gpus if resources.use_gpus is None else resources.use_gpus,
+            cpus_per_bundle=resources.cpus_per_worker,
+            name="policy.generation.resources",
+            seed=cluster.seed,
+        )
+    exits.callback(own.shutdown)
+    return own
+
+
+def transports_between(policy: RayVirtualCluster, engine: RayVirtualCluster) -> tuple[str, ...]:
+    """The weight transports to try, the cheapest first."""
+    nodes = {bundle.node.node_id for cluster in (policy, engine) for bundle in cluster.bundles}
+    return default_transports(len(nodes), on_gpus=policy.use_gpus or engine.use_gpus, is_colocated=policy is engine)
+
+
+def _check_device(use_gpus: bool | None) -> None:
+    has_gpu = local_device() == "cuda"
+    if use_gpus is None or use_gpus == has_gpu:
+        return
+    if has_gpu:
+        what = "this process has a GPU and uses it. Remove use_gpus, or set CUDA_VISIBLE_DEVICES=''."
+    else:
+        what = "torch finds no GPU in this process. Remove use_gpus, or use a machine with a GPU and torch for CUDA."
+    raise ConfigError(f"`cluster.use_gpus: {str(use_gpus).lower()}` with `cluster.backend: in_process`: {what}")
