@@ -1,0 +1,121 @@
+"""Which groups of rollouts may begin, and which make up a batch, so that none becomes too old to be trained.
+
+A step has a demand: the number of groups that it trains on. Two rules hold the bound `max_staleness`, in steps:
+
+1. Groups that have begun and are in no batch yet number at most the demand of the steps from the next batch up to the step of
+   the engine's weights plus `ahead`. A batch makes space only with the refit of its step.
+2. A batch contains every group that could otherwise no longer be trained in time: of those begun k or more steps before a later
+   step w, the steps up to w must have space for all.
+
+Then every group can be trained within the bound whatever the order in which groups end, so none is ever dropped because it is
+too old. The rules count groups that are alive, not totals, so groups that are dropped, short batches and steps without demand
+need no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rl_core.errors import RLCoreError
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """The groups that have begun and are in no batch yet.
+
+    Attributes:
+        max_staleness: k, the largest number of steps between the weights that sample a group and the step that trains it.
+        ahead: number of batches that are begun beyond the one in training; at most k.
+        in_order: whether batches contain groups in the order in which they began, instead of the order in which they ended.
+        demand: number of groups of a step.
+        next_step: the step of the next batch.
+        weights_step: the step whose refit delivered the engine's weights.
+    """
+
+    max_staleness: int
+    ahead: int
+    demand: Callable[[int], int]
+    in_order: bool = False
+    next_step: int = 1
+    weights_step: int = 0
+    _began: dict[int, int] = field(default_factory=dict)
+    """By group: the step of the weights with which it began."""
+    _ended: dict[int, None] = field(default_factory=dict)
+    """The groups that have ended, in that order."""
+
+    @property
+    def in_progress(self) -> list[int]:
+        """The groups that have not ended, in the order in which they began."""
+        return [group for group in self._began if group not in self._ended]
+
+    @property
+    def ended(self) -> list[int]:
+        """The groups that have ended and are in no batch yet, in the order in which they ended."""
+        return list(self._ended)
+
+    @property
+    def space(self) -> int:
+        """Number of groups that may begin now."""
+        limit = sum(self.demand(step) for step in range(self.next_step, self.weights_step + self.ahead + 1))
+        return max(limit - len(self._began), 0)
+
+    def begin(self, group: int) -> None:
+        """A group begins with the engine's current weights."""
+        self._began[group] = self.weights_step
+
+    def end(self, group: int) -> None:
+        """A group has ended."""
+        self._ended[group] = None
+
+    def drop(self, group: int) -> None:
+        """A group will be in no batch, so another one may begin."""
+        del self._began[group]
+        self._ended.pop(group, None)
+
+    def refit(self, step: int) -> None:
+        """The engine has the weights that step `step` starts with."""
+        self.weights_step = self.next_step = step
+
+    def batch(self) -> list[int] | None:
+        """The groups of the next step, those that must be in it first; None until enough of them have ended."""
+        due = self._due()
+        if due is None:
+            return None
+        size = self.demand(self.next_step)
+        if len(due) > size:
+            raise RLCoreError(
+                f"Step {self.next_step} trains on {size} groups, but {len(due)} groups would exceed the staleness bound of "
+                f"{self.max_staleness} steps after it. This is an error in rl_train.rollouts.schedule, or the number of groups "
+                "of a step has changed."
+            )
+        if self.in_order:
+            first = list(self._began)[:size]
+            return first if len(first) == size and all(group in self._ended for group in first) else None
+        chosen = due + [group for group in self._ended if group not in due][: size - len(due)]
+        return chosen if len(chosen) == size else None
+
+    def due(self) -> list[int]:
+        """The groups that must be in the next batch, even if it is short; all have ended once `batch` is not None."""
+        return self._due() or []
+
+    def take(self, groups: list[int]) -> None:
+        """These groups are the batch of the next step."""
+        for group in groups:
+            self.drop(group)
+        self.next_step += 1
+
+    def _due(self) -> list[int] | None:
+        """The groups that later steps have no space for; None while too few of them have ended."""
+        chosen: list[int] = []
+        later = 0
+        for step in range(self.next_step, self.next_step + self.max_staleness + 1):
+            later += self.demand(step) if step > self.next_step else 0
+            old = {group for group, began in self._began.items() if began <= step - self.max_staleness}
+            needed = len(old) - later - len(old.intersection(chosen))
+            if needed > 0:
+                ended = [group for group in self._ended if group in old and group not in chosen]
+                if len(ended) < needed:
+                    return None
+                chosen += ended[:needed]
+        return chosen
