@@ -16,7 +16,7 @@ class Scripted(RolloutSource):
 
     def __init__(self, *draws, truncated=()):
         self.draws, self.truncated = list(draws), set(truncated)
-        self.asked, self.groups_asked, self.returned = [], [], []
+        self.asked, self.groups_asked = [], []
         self.rows = 0
 
     def take(self, step, groups):
@@ -34,9 +34,6 @@ class Scripted(RolloutSource):
                 self.rows += 1
         metrics = {"reward/mean": float(len(self.asked)), "rollout/rows": float(len(trajectories)), "length/max": 5.0}
         return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
-
-    def put_back(self, rollouts):
-        self.returned.append(rollouts)
 
     def state_dict(self):
         return {}
@@ -103,20 +100,12 @@ def test_dropped_groups_are_counted_and_metrics_include_them():
     assert found.batch.size == 8
 
 
-def test_surplus_groups_are_put_back_whole():
-    source = Scripted([ONE, ALL, NONE], [MOST, ONE, ALL, MOST])
+def test_later_draws_take_only_the_missing_groups():
+    source = Scripted([ALL, ONE, NONE], [MOST, ONE])
     found = draw(source, batch_multiplier=1.5)
-    assert found.batch["input_ids"].flatten().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
-    [surplus] = source.returned
-    assert [int(row.token_ids()) for row in surplus.trajectories] == [16, 17, 18, 19, 24, 25, 26, 27]
-    assert found.metrics["dynamic_sampling/surplus_groups"] == 2.0
-    assert source.groups_asked == [3, 3]
-
-
-def test_without_surplus_nothing_is_put_back():
-    source = Scripted([ALL, ONE], [MOST, NONE])
-    draw(source)
-    assert source.returned == []
+    assert source.groups_asked == [3, 2]  # 1 is missing, times 1.5
+    assert found.batch["input_ids"].flatten().tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert found.metrics["dynamic_sampling/surplus_groups"] == 1.0
 
 
 def test_reaching_the_draw_limit_gives_a_smaller_step_with_a_warning():

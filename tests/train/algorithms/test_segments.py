@@ -66,8 +66,6 @@ class Fixed(RolloutSource):
         trajectories = rollouts_of(rewritten=self.rewritten)
         return Rollouts(batch=to_batch(trajectories), metrics={}, trajectories=trajectories)
 
-    def put_back(self, rollouts): ...
-
     def state_dict(self):
         return {}
 

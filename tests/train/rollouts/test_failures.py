@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduled_sources import scheduled_source
 
 from rl_core.environments.step_results import environment_return
 from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, WorkerDiedError, WorkerError
@@ -24,7 +25,7 @@ from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.seeds import SampleStream
-from rl_train.rollouts.source import OnDemandSource, start_rollouts
+from rl_train.rollouts.source import start_rollouts
 
 GROUP = 4
 
@@ -94,7 +95,7 @@ def collector(tokenizer, engine_for):
 def source(tokenizer, collector):
     def make(environment, **options):
         options = {"group_size": GROUP, "min_scored": 2, **options}
-        return OnDemandSource(collector(environment), loader_of(tokenizer), **options)
+        return scheduled_source(collector(environment), loader_of(tokenizer), **options)
 
     return make
 
@@ -230,7 +231,7 @@ def test_equal_errors_of_different_workers_have_equal_headlines():
 
 def test_a_group_with_too_few_scored_rows_is_replaced_by_the_next_prompt(source):
     rollouts = source(Fragile({"q1": (ALWAYS, KeyError("shape"))})).take(1, 3)
-    assert [row.ordinal for row in rollouts.trajectories] == [0] * 4 + [3] * 4 + [2] * 4
+    assert [row.ordinal for row in rollouts.trajectories] == [0] * 4 + [2] * 4 + [3] * 4
     assert rollouts.batch["group_ids"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert rollouts.batch["scored"].all()
     counted = {name: rollouts.metrics[f"rollout/{name}"] for name in ("failed_rows", "replaced_groups", "repeated_steps")}
@@ -254,7 +255,7 @@ def test_a_group_with_enough_scored_rows_is_kept(source):
 
 
 def test_data_whose_rows_are_never_scored_stop_the_run(source):
-    with pytest.raises(RLCoreError, match=r"Step 1: of \d+ rollouts, too few could be scored for 2 groups with at least 3"):
+    with pytest.raises(RLCoreError, match=r"Step 1: \d+ rollouts were replaced, and too few could be scored for 2 groups"):
         source(HalfFails({}), min_scored=3).take(1, 2)
 
 
@@ -302,7 +303,7 @@ def test_the_failures_of_the_last_steps_are_counted_after_a_resume():
 
 def test_a_source_keeps_its_failures_and_equal_rewards_in_its_state():
     def source():
-        return OnDemandSource(None, LoaderState(), group_size=GROUP)
+        return scheduled_source(None, LoaderState(), group_size=GROUP)
 
     whole = source()
     whole._failures.expect(1, 10)

@@ -27,8 +27,6 @@ class Numbered(RolloutSource):
         self.drawn += 1
         return Rollouts(batch={"drawn": self.drawn}, metrics={"rollout/rows": 4.0}, trajectories=[])
 
-    def put_back(self, rollouts): ...
-
     def state_dict(self):
         return {"drawn": self.drawn}
 

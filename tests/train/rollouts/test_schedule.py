@@ -46,7 +46,7 @@ class Play:
     def outcome(self):
         """What happened: "ok", "beyond" if a group exceeded the bound, "stall" or "infeasible"."""
         for step in range(1, STEPS + 1):
-            self.plan.refit(step)
+            self.plan.refit(step, self.plan.demand(step))
             if self.plan.demand(step) == 0:
                 self.begin()
                 continue
@@ -144,7 +144,7 @@ def begin_all(plan, first=0):
 
 def test_without_staleness_a_batch_has_all_groups_that_began_and_none_begins_during_training():
     plan = Schedule(max_staleness=0, ahead=0, demand=lambda step: 3)
-    plan.refit(1)
+    plan.refit(1, plan.demand(1))
     begin_all(plan)
     plan.end(2)
     plan.end(0)
@@ -153,19 +153,19 @@ def test_without_staleness_a_batch_has_all_groups_that_began_and_none_begins_dur
     assert sorted(plan.batch()) == [0, 1, 2]
     plan.take([0, 1, 2])
     assert plan.space == 0
-    plan.refit(2)
+    plan.refit(2, plan.demand(2))
     assert plan.space == 3
 
 
 def test_a_batch_waits_for_the_groups_that_a_later_step_has_no_space_for():
     plan = Schedule(max_staleness=1, ahead=1, demand=lambda step: 2)
-    plan.refit(1)
+    plan.refit(1, plan.demand(1))
     begin_all(plan)
     assert plan.in_progress == [0, 1, 2, 3]
     plan.end(3)
     plan.end(2)
     plan.take(plan.batch())
-    plan.refit(2)
+    plan.refit(2, plan.demand(2))
     begin_all(plan, first=4)
     assert plan.in_progress == [0, 1, 4, 5]
     plan.end(4)
@@ -178,7 +178,7 @@ def test_a_batch_waits_for_the_groups_that_a_later_step_has_no_space_for():
 
 def test_batches_in_order_contain_the_groups_that_began_first():
     plan = Schedule(max_staleness=2, ahead=2, in_order=True, demand=lambda step: 2)
-    plan.refit(1)
+    plan.refit(1, plan.demand(1))
     begin_all(plan)
     for group in (5, 4, 2, 1):
         plan.end(group)
@@ -189,17 +189,18 @@ def test_batches_in_order_contain_the_groups_that_began_first():
 
 def test_no_group_begins_that_no_step_would_train():
     plan = Schedule(max_staleness=2, ahead=2, demand=lambda step: 2 if step <= 2 else 0)
-    plan.refit(1)
+    plan.refit(1, plan.demand(1))
     assert plan.space == 4
 
 
 def test_a_demand_that_shrinks_after_groups_have_begun_is_an_error():
     sizes = {1: 2, 2: 2}
     plan = Schedule(max_staleness=1, ahead=1, demand=lambda step: sizes.get(step, 0))
-    plan.refit(1)
+    plan.refit(1, 2)
     begin_all(plan)
     for group in range(4):
         plan.end(group)
-    sizes[2] = 0
+    plan.take([0, 1])
+    plan.refit(2, 1)
     with pytest.raises(RLCoreError, match="would exceed the staleness bound of 1 steps"):
         plan.batch()

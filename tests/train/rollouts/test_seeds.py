@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from scheduled_sources import scheduled_source
 
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
-from rl_train.rollouts.source import OnDemandSource
 
 ROWS, GROUP, TURNS = 6, 2, 2
 
@@ -57,7 +57,7 @@ def collector(tokenizer, engine_for, environments):
 
 def drawn(collector, loader, draws, *, steps=None):
     made, seeds = collector()
-    source = OnDemandSource(made, loader, group_size=GROUP)
+    source = scheduled_source(made, loader, group_size=GROUP)
     for step, _ in zip(steps or itertools.repeat(1), range(draws), strict=False):
         source.take(step, loader.batch_size)
     return seeds(), source
@@ -89,7 +89,7 @@ def test_a_resumed_source_continues_with_the_seeds_of_one_that_was_never_stopped
     whole, _ = drawn(collector, prompts(2), 4)
     before, source = drawn(collector, prompts(2), 1)
     made, after = collector()
-    resumed = OnDemandSource(made, prompts(2), group_size=GROUP)
+    resumed = scheduled_source(made, prompts(2), group_size=GROUP)
     resumed.load_state_dict(source.state_dict())
     for step in range(2, 5):
         resumed.take(step, 2)
@@ -99,7 +99,7 @@ def test_a_resumed_source_continues_with_the_seeds_of_one_that_was_never_stopped
 def test_a_resume_with_another_number_of_prompts_repeats_no_seed(collector, prompts):
     before, source = drawn(collector, prompts(2), 2)
     made, after = collector()
-    resumed = OnDemandSource(made, prompts(5), group_size=GROUP)
+    resumed = scheduled_source(made, prompts(5), group_size=GROUP)
     # Two rows are left, but the batch of five in this epoch has only one of them; the others are from the next epoch.
     resumed.load_state_dict(source.state_dict())
     resumed.take(1, 5)

@@ -1,26 +1,37 @@
-"""What a rollout source provides: complete groups, every prompt once, also with groups that are put back and after a resume."""
+"""What a rollout source provides: complete groups, every prompt once, also after a resume and with groups begun ahead."""
 
 import json
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduled_sources import scheduled_source
 
 from rl_train.data.dataloader import BatchedDataLoader
-from rl_train.rollouts.source import OnDemandSource, Rollouts
+from rl_train.rollouts.loop import RolloutLoop
 
 GROUP = 2
+
+
+class Idle:
+    """The part of an engine that a source calls."""
+
+    def prepare_for_generation(self): ...
+
+    def finish_generation(self): ...
+
+    def await_weights(self): ...
 
 
 class Instant:
     """Plays every rollout at once, instead of an engine: these tests are about which prompts are taken."""
 
-    def __init__(self):
-        self.environments = {}
+    def __init__(self, **loop):
+        self.environments, self.generation, self.loop = {}, Idle(), RolloutLoop(**loop)
 
-    def collect(self, trajectories, *, stream):
+    async def play(self, trajectories, *, stream):
         for row in trajectories:
-            row.add_answer("a", torch.tensor([1]), torch.tensor([-1.0]))
+            row.add_answer("a", torch.tensor([1]), torch.tensor([-1.0]), weight_version=3)
 
 
 def loader_of(rows, *, batch_size=2, shuffle=True):
@@ -40,7 +51,7 @@ def loader_of(rows, *, batch_size=2, shuffle=True):
 
 
 def source_of(rows, **loader):
-    return OnDemandSource(Instant(), loader_of(rows, **loader), group_size=GROUP)
+    return scheduled_source(Instant(), loader_of(rows, **loader), group_size=GROUP)
 
 
 def groups_of(rollouts):
@@ -51,66 +62,34 @@ def groups_of(rollouts):
     return ordinals[::GROUP]
 
 
-def only(rollouts, ordinals):
-    rows = [i for i, row in enumerate(rollouts.trajectories) if row.ordinal in ordinals]
-    trajectories = [rollouts.trajectories[i] for i in rows]
-    return Rollouts(batch=rollouts.batch.select_indices(rows), metrics={}, trajectories=trajectories)
-
-
-def test_groups_that_are_put_back_come_first_in_the_next_step():
-    source = source_of(8, shuffle=False)
-    assert groups_of(source.take(1, 4)) == [0, 1, 2, 3]
-    source.put_back(only(source.take(1, 3), {5, 6}))
-    assert groups_of(source.take(2, 4)) == [5, 6, 7, 8]
-
-
-def test_a_group_that_was_put_back_has_the_same_prompt_and_record():
-    source = source_of(6)
-    first = source.take(1, 3)
-    source.put_back(first)
-    again = source.take(2, 3)
-    assert torch.equal(again.batch["input_ids"], first.batch["input_ids"])
-    assert again.batch["idx"] == first.batch["idx"]
-
-
 def test_samples_of_a_prompt_do_not_share_their_metadata():
     source = source_of(4)
     taken = source.take(1, 1)
     first, second = taken.trajectories
     first.metadata["seen"].append("a turn of the first sample")
     assert second.metadata == {"seen": []}
-    source.put_back(taken)
-    assert source.take(2, 1).trajectories[0].metadata == {"seen": []}
 
 
-STEPS = st.lists(st.tuples(st.integers(1, 4), st.sets(st.integers(0, 3)), st.booleans()), min_size=1, max_size=12)
+STEPS = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=12)
 
 
 @given(steps=STEPS, rows=st.integers(4, 9), shuffle=st.booleans())
-def test_no_prompt_is_lost_or_trained_twice_whatever_is_put_back_and_whenever_the_run_is_resumed(steps, rows, shuffle):
+def test_no_prompt_is_lost_or_trained_twice_whenever_the_run_is_resumed(steps, rows, shuffle):
     source, trained = source_of(rows, shuffle=shuffle), []
-    for step, (groups, unused, resumes) in enumerate(steps, start=1):
-        taken = source.take(step, groups)
-        ordinals = groups_of(taken)
+    for step, (groups, resumes) in enumerate(steps, start=1):
+        ordinals = groups_of(source.take(step, groups))
         assert len(set(ordinals)) == groups
-        surplus = {ordinal for i, ordinal in enumerate(ordinals) if i in unused}
-        source.put_back(only(taken, surplus))
-        trained += [ordinal for ordinal in ordinals if ordinal not in surplus]
+        trained += ordinals
         if resumes:
             state = json.loads(json.dumps(source.state_dict()))
             source = source_of(rows, shuffle=shuffle)
             source.load_state_dict(state)
-    kept = source.state_dict()["put_back"]
-    seen = sorted([*trained, *kept])
-    assert len(set(seen)) == len(seen)
-    # Whatever was taken is a prefix of the loader's own order.
-    assert seen == loader_of(rows, shuffle=shuffle).draw(len(seen))
+    assert trained == loader_of(rows, shuffle=shuffle).draw(len(trained))
 
 
-def test_a_state_without_groups_that_were_put_back_can_be_loaded():
-    whole = source_of(6)
-    state = whole.state_dict()
-    del state["put_back"]
-    resumed = source_of(6)
-    resumed.load_state_dict(state)
-    assert groups_of(resumed.take(1, 2)) == groups_of(whole.take(1, 2))
+def test_groups_that_an_older_version_put_back_come_first():
+    state = source_of(6).state_dict()
+    del state["again"]
+    resumed = source_of(6, shuffle=False)
+    resumed.load_state_dict(state | {"put_back": [1, 3], "prompts": {**resumed.state_dict()["prompts"], "cursor": 4}})
+    assert groups_of(resumed.take(1, 3)) == [1, 3, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 0.05
+"""Interval in which a thread that waits for another one's refit looks whether it has ended."""
 
 
 class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
@@ -138,15 +141,25 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
 
     @property
     def restarts(self) -> int:
-        return self._restarter.count
+        with self._restarting:  # a restart that another thread has begun counts once its worker is set up
+            return self._restarter.count
+
+    def restarts_of(self, rank: int) -> int:
+        """Number of times that a replica was restarted."""
+        return self._restarter.restarted[rank]
 
     def restart_dead(self, cause: Exception | None = None) -> bool:
         if self._closed:
             return False
         with self._restarting:
-            replaced = self._restarter.restart_dead(self.wait_ready(), cause)
-            if self._was_refitted:
-                self._without_weights |= replaced
+            before = set(self._without_weights)
+            try:
+                replaced = self._restarter.restart_dead(self.wait_ready(), cause, on_exit=self._without_weights.update)
+            except BaseException:
+                self._without_weights &= before
+                raise
+            if not self._was_refitted:
+                self._without_weights -= replaced
         if replaced and not self._was_refitted:
             _log.warning("the new generation workers have the initial weights, like the others: there was no refit yet")
         return bool(replaced)
@@ -171,19 +184,20 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         """Whether a replica was restarted and must not sample before `await_weights`."""
         return rank in self._without_weights
 
-    def recover(self, cause: WorkerDiedError, restarts_before: int) -> None:
-        """Restart dead replicas, unless that happened since, and wait for their weights; may be called in any thread.
+    def recover(self, rank: int, cause: WorkerDiedError, restarts_before: int) -> None:
+        """Restart a dead replica, unless that happened since, and wait for its weights; may be called in any thread.
 
         Args:
-            cause: the error of a replica.
-            restarts_before: `restarts` when the failed call started.
+            rank: the replica.
+            cause: its error.
+            restarts_before: `restarts_of(rank)` when the failed call started.
 
         Raises:
             WorkerDiedError: no restart explains the error, or the restarts are used up.
             WeightSyncError: see `await_weights`.
         """
         with self._restarting:
-            if self.restarts == restarts_before and not self.restart_dead(cause):
+            if self.restarts_of(rank) == restarts_before and not self.restart_dead(cause):
                 raise cause
         self.await_weights()
 
@@ -194,7 +208,10 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
             WeightSyncError: the refit failed, there is no owner of weight synchronization, or it is the caller.
             WorkerDiedError: a replica died and its restarts are used up.
         """
-        while True:
+        is_other_thread = self.refit_thread not in (None, threading.get_ident())
+        while is_other_thread and self._without_weights and not self._closed:
+            time.sleep(_LOOK_S)
+        while not is_other_thread:
             with self._restarting:  # waits for a restart of another thread
                 ranks, before = sorted(self._without_weights), self.restarts
             if not ranks:

@@ -38,9 +38,8 @@ _log = logging.getLogger(__name__)
 class ReplicaRecovery(Protocol):
     """Restarts dead replicas; `DistributedGeneration` implements it. The last two methods block and are called in threads."""
 
-    @property
-    def restarts(self) -> int:
-        """Number of workers restarted so far."""
+    def restarts_of(self, rank: int) -> int:
+        """Number of times that a replica was restarted."""
 
     def lacks_weights(self, rank: int) -> bool:
         """Whether a replica was restarted and must not sample yet."""
@@ -48,8 +47,8 @@ class ReplicaRecovery(Protocol):
     def await_weights(self) -> None:
         """Wait until every restarted replica has its weights."""
 
-    def recover(self, cause: WorkerDiedError, restarts_before: int) -> None:
-        """Restart dead replicas and wait for their weights."""
+    def recover(self, rank: int, cause: WorkerDiedError, restarts_before: int) -> None:
+        """Restart a dead replica and wait for its weights."""
 
 
 @dataclass
@@ -133,7 +132,7 @@ class RowStream:
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return
-        if self._loop is not None and self._loop.is_running():
+        if self._loop is not None and self._loop.is_running() and any(self.load):
             raise UserError(
                 "generate_async is running in another event loop. Use one event loop at a time; rows of several calls in one "
                 "loop are sampled together."
@@ -189,16 +188,19 @@ class RowStream:
     async def _poll_or_recover(self, rank: int) -> None:
         recovery = self._recovery
         if recovery is None:
-            await self._poll(rank)
+            await self._poll(rank, lambda: False)
             return
+        restarts = recovery.restarts_of(rank)
         if recovery.lacks_weights(rank):
             await self._recover(rank, recovery.await_weights)
-        restarts = recovery.restarts
+            return
         try:
-            await self._poll(rank)
+            # Another thread may restart the replica at any time: the new worker must not sample before its refit.
+            if not await self._poll(rank, lambda: recovery.restarts_of(rank) != restarts):
+                await self._recover(rank, recovery.await_weights)
         except WorkerDiedError as error:
             cause = error
-            await self._recover(rank, lambda: recovery.recover(cause, restarts))
+            await self._recover(rank, lambda: recovery.recover(rank, cause, restarts))
 
     async def _recover(self, rank: int, step: Callable[[], None]) -> None:
         """Run a blocking step of a restart in a thread, then send all rows in progress to the new worker."""
@@ -213,12 +215,16 @@ class RowStream:
         replica.arrivals = [request for request, _ in replica.in_flight.values()]
         replica.last_progress = asyncio.get_running_loop().time()
 
-    async def _poll(self, rank: int) -> None:
+    async def _poll(self, rank: int, was_replaced: Callable[[], bool]) -> bool:
+        """Pass arrivals to a replica and its results to their consumers; False, without results, if it was replaced."""
         replica = self._replicas[rank]
         arrivals, replica.arrivals = replica.arrivals, []
         calls = [self._call(rank, arrivals, wait_s=self._wait_s)]
         while calls:
-            self._deliver(replica, await _result(calls.pop(), self._deadline_s))
+            ended = await _result(calls.pop(), self._deadline_s)
+            if was_replaced():
+                return False
+            self._deliver(replica, ended)
             calls, replica.cancellations = calls + replica.cancellations, []
         if replica.in_flight and asyncio.get_running_loop().time() - replica.last_progress > self._deadline_s:
             names = list(replica.in_flight)
@@ -231,6 +237,7 @@ class RowStream:
                 ),
             )
             self._cancel_on_replica(rank, names)
+        return True
 
     def _deliver(self, replica: _Replica, ended: dict[str, BatchedDataDict[Any] | Exception]) -> None:
         if ended:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.cluster.worker_group import WorkerGroup
@@ -29,8 +30,16 @@ class WorkerRestarter:
         self._start_s = start_s
         self.count = 0
         """Workers replaced so far."""
+        self.restarted: Counter[int] = Counter()
+        """By rank: number of replacements that have started."""
 
-    def restart_dead(self, facts: Sequence[Mapping[str, Any]], cause: Exception | None = None) -> set[int]:
+    def restart_dead(
+        self,
+        facts: Sequence[Mapping[str, Any]],
+        cause: Exception | None = None,
+        *,
+        on_exit: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> set[int]:
         """Restart all dead workers and set them up.
 
         A worker that dies again during its start counts as another restart.
@@ -38,6 +47,7 @@ class WorkerRestarter:
         Args:
             facts: what each rank's first `setup` reported.
             cause: the error that led to this call.
+            on_exit: called with the ranks of dead workers, before they are replaced.
 
         Returns:
             The ranks of the new workers, which have none of the old ones' state.
@@ -52,9 +62,11 @@ class WorkerRestarter:
         while (dead := self._dead()) or waiting:
             waiting.update(dead)
             self._count(dead, cause)
+            on_exit(dead)
             try:
                 for rank in dead:
                     self._group.restart(rank)
+                    self.restarted[rank] += 1
             except WorkerDiedError as error:
                 cause = error
                 continue

@@ -106,6 +106,9 @@ class GenerationInterface(ABC):
     weight_owner: WeightOwner | None = None
     """The one owner of weight synchronization, which starts all refits. A replica that was restarted waits for its weights
     (`WeightOwner.provide_weights`) and does not sample before."""
+    refit_thread: int | None = None
+    """The thread that starts all refits (`threading.get_ident`), if the engine is also called in others, which then wait for it
+    in `await_weights`."""
 
     @abstractmethod
     def generate(
@@ -192,6 +195,10 @@ class GenerationInterface(ABC):
 
     def restarted_replicas(self) -> GenerationInterface | None:
         """The replicas that were restarted and have no weights yet, as an engine for a refit; None if there are none."""
+        return None
+
+    def await_weights(self) -> None:
+        """Wait until restarted replicas have the policy's weights; in the thread that starts refits, provide them."""
         return None
 
     def generate_async(

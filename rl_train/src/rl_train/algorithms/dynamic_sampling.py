@@ -8,6 +8,7 @@ dropped as a whole.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ def draw_rollouts(
 ) -> Rollouts:
     """A step's rollouts, filtered, with shaped rewards: one draw, or as many as dynamic sampling needs.
 
-    Informative groups beyond P are put back. If `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups;
-    the metrics report how many are missing.
+    Each draw takes the groups that are missing, times `batch_multiplier`; informative groups beyond P are dropped. If
+    `dynamic_sampling_max_gen_batches` is reached first, the step has fewer groups; the metrics report how many are missing.
 
     Args:
         source: provides groups.
@@ -57,17 +58,14 @@ def draw_rollouts(
     metrics: list[dict[str, float]] = []
     num_groups = drawn = 0
     while num_groups < num_prompts and len(metrics) < config.dynamic_sampling_max_gen_batches:
-        raw = _draw(source, step, config=config)
+        raw = _draw(source, step, math.ceil((num_prompts - num_groups) * config.batch_multiplier), config=config)
         informative = is_informative(raw.batch)
         draw = _shaped(raw, shape)
         metrics.append(draw.metrics)
         drawn += len(draw.batch["group_ids"].unique())
         groups = _trained_groups(draw.batch, informative & is_informative(draw.batch))
-        used, surplus = groups[: num_prompts - num_groups], groups[num_prompts - num_groups :]
-        if used:
-            selected.append(_select(draw, used, first_id=num_groups))
-        if surplus:
-            source.put_back(_select(draw, surplus, first_id=0))
+        if groups:
+            selected.append(_select(draw, groups[: num_prompts - num_groups], first_id=num_groups))
         num_groups += len(groups)
     if not selected:
         raise RLCoreError(
@@ -88,12 +86,12 @@ def draw_once(
     source: RolloutSource, step: int, *, config: PolicyGradientConfig, shape: Callable[[Batch], dict[str, float]]
 ) -> Rollouts:
     """One draw, without the rows that must not be trained on, and with its rewards shaped; arguments as `draw_rollouts`."""
-    return _shaped(_draw(source, step, config=config), shape)
+    return _shaped(_draw(source, step, config.num_prompts_per_step, config=config), shape)
 
 
-def _draw(source: RolloutSource, step: int, *, config: PolicyGradientConfig) -> Rollouts:
+def _draw(source: RolloutSource, step: int, groups: int, *, config: PolicyGradientConfig) -> Rollouts:
     """One draw with the environment's rewards; rows that must not be trained on have a `sample_mask` of 0."""
-    draw = source.take(step, config.prompts_per_draw)
+    draw = source.take(step, groups)
     if config.overlong_filtering:
         draw.batch["sample_mask"] = draw.batch["sample_mask"] * ~draw.batch["truncated"]
     return draw

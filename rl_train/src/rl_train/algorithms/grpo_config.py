@@ -111,7 +111,9 @@ class GRPOConfig(PolicyGradientConfig):
     def runtime_needs(self) -> RuntimeNeeds:
         needs = super().runtime_needs
         assert needs.rollouts is not None
-        return replace(needs, rollouts=replace(needs.rollouts, accepts_segments=True))
+        return replace(
+            needs, rollouts=replace(needs.rollouts, accepts_segments=True, accepts_stale=not self.use_dynamic_sampling)
+        )
 
     @model_validator(mode="after")
     def _check_dynamic_sampling(self) -> GRPOConfig:

@@ -34,11 +34,13 @@ from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.mixed_source import MixedRolloutSource
-from rl_train.rollouts.source import OnDemandSource, RolloutSource
+from rl_train.rollouts.schedule import Schedule
+from rl_train.rollouts.source import RolloutSource, ScheduledSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import checkpoint_store
 from rl_train.weight_sync.device_memory import DeviceMemory
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 _log = logging.getLogger("rlcore")
 
@@ -117,7 +119,7 @@ def assemble_run(
         run.memory = DeviceMemory(workers.policy, workers.generation, companions=companions, limited=builder.uses_gpus)
         run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
-        run.rollouts = _rollout_source(config, collector, loaders)
+        run.rollouts = _rollout_source(config, collector, loaders, run.weights)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)
         evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
@@ -141,14 +143,23 @@ def assemble_run(
     return run
 
 
-def _rollout_source(config: RunConfig, collector: Collector, loaders: DataLoaders) -> RolloutSource | None:
+def _rollout_source(
+    config: RunConfig, collector: Collector, loaders: DataLoaders, weights: WeightSynchronizer
+) -> RolloutSource | None:
     """Rollouts of the prompts, mixed with the data's own answers if the algorithm uses them; None if it does not sample."""
     needs = config.algorithm.runtime_needs.rollouts
     if loaders.prompts is None or needs is None:
         return None
-    sampled = OnDemandSource(
+    prompts, last = needs.prompts_per_draw, config.algorithm.max_num_steps
+    sampled = ScheduledSource(
         collector,
         loaders.prompts,
+        schedule=Schedule(
+            max_staleness=config.rollout.max_staleness,
+            ahead=config.rollout.batches_ahead,
+            demand=lambda step: prompts if step <= last else 0,
+        ),
+        weight_version=lambda: weights.synced_version,
         group_size=needs.samples_per_prompt,
         reward_names={task: section.reward_names for task, section in config.env.items()},
         min_scored=config.rollout.min_scored_of(needs.samples_per_prompt),

@@ -30,6 +30,9 @@ class RolloutNeeds:
     """Whether a rollout may have several rows (`rollout_ids`), one for each segment. Otherwise, a config in which rollouts can
     have several segments is refused."""
 
+    accepts_stale: bool = False
+    """Whether rows may be sampled with the weights of earlier steps (`rollout.max_staleness` above 0)."""
+
     def __post_init__(self) -> None:
         _at_least_one(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.samples_per_prompt)
         if not 0.0 <= self.sampled_fraction <= 1.0:

@@ -111,6 +111,31 @@ class RolloutConfig(Section):
     """Maximum fraction of failed rows over the last 20 steps. If it is exceeded, the run stops and reports the most frequent
     error."""
 
+    max_staleness: int = Field(default=0, ge=0)
+    """Maximum number of steps between the weights that sample a token and the step that trains it. 0: rollouts are sampled when
+    a step needs them, and training waits. Above 0, rollouts are also sampled during training."""
+    ahead: int | None = Field(default=None, ge=0)
+    """Number of batches whose rollouts begin before the batch in training is done; at most `max_staleness`. By default 1, or 0
+    without staleness. More keep the engine busier, with older rollouts."""
+    timeout_s: float | None = Field(default=None, gt=0.0)
+    """Timeout of a whole rollout in seconds. A rollout that exceeds it starts again, up to `retries` times, and is then
+    excluded like one whose environment failed. No timeout by default. It removes slow rollouts, so the remaining ones are
+    biased."""
+
+    @model_validator(mode="after")
+    def _ahead_is_within_the_bound(self) -> RolloutConfig:
+        if self.ahead is not None and self.ahead > self.max_staleness:
+            raise ValueError(
+                f"ahead is {self.ahead}, but rollouts of a batch that begins {self.ahead} steps early can be {self.ahead} "
+                f"steps old, and max_staleness is {self.max_staleness}: lower ahead or raise max_staleness"
+            )
+        return self
+
+    @property
+    def batches_ahead(self) -> int:
+        """`ahead`, or its default."""
+        return min(1, self.max_staleness) if self.ahead is None else self.ahead
+
     def min_scored_of(self, group_size: int) -> int:
         """`min_scored`, or its default, for groups of this size."""
         return min(max(2, -(-group_size // 2)), group_size) if self.min_scored is None else self.min_scored

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from rl_core.errors import ConfigError, RLCoreError
@@ -16,7 +15,8 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
 from rl_train.rollouts.engines import BatchSampler, RolloutSampler, RowSampler, TurnSampler
-from rl_train.rollouts.failures import StepFailedError
+from rl_train.rollouts.failures import RolloutTimeoutError, StepFailedError
+from rl_train.rollouts.loop import RolloutLoop
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.sessions import Session, StepQueue
 from rl_train.rollouts.trajectory import Trajectory
@@ -41,6 +41,9 @@ class Collector:
         tool_parsers: parsers of tool calls, by task name; messages of other tasks are not parsed.
         history: `rollout.history`.
         drivers: drivers of tasks that are not run in turns of model and environment, by task name.
+        row_by_row: whether rollouts of one turn are also sampled row by row, so that they can begin and end at any time.
+        timeout_s: `rollout.timeout_s`.
+        loop: the event loop of all rollouts.
     """
 
     generation: GenerationInterface
@@ -54,19 +57,26 @@ class Collector:
     tool_parsers: Mapping[str, ToolCallParser] = field(default_factory=dict)
     history: str = "as_sampled"
     drivers: Mapping[str, RolloutDriver] = field(default_factory=dict)
+    row_by_row: bool = False
+    timeout_s: float | None = None
+    loop: RolloutLoop = field(default_factory=RolloutLoop)
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Run `trajectories` to their end, in place.
 
         Rollouts of several turns are sampled row by row. Rollouts of one turn, and those of an engine without `generate_async`,
-        are sampled in complete batches. A rollout whose environment fails, also when the step is repeated, ends without a score
-        (`Trajectory.failure`).
+        are sampled in complete batches, unless `row_by_row` is set. A rollout whose environment fails, also when the step is
+        repeated, ends without a score (`Trajectory.failure`).
 
         Args:
             trajectories: rollouts with only their prompts.
             stream: training or validation; part of the seeds, together with prompt ordinal, sample and turn.
             greedy: use greedy decoding.
         """
+        self.generation.prepare_for_generation()
+        self.loop.run(self.play(trajectories, stream=stream, greedy=greedy), meanwhile=self.generation.await_weights)
+
+    def _check(self, trajectories: Sequence[Trajectory]) -> None:
         unknown = {row.task_name for row in trajectories} - set(self.environments)
         if unknown and self.environments:
             raise ConfigError(
@@ -78,51 +88,56 @@ class Collector:
                 f"{type(self.generation).__name__} sends messages without the tools of the environment, so the model "
                 "would not know them. Use an endpoint that takes token ids (policy.generation.openai_cfg.api: completions)."
             )
-        for row in trajectories:
-            row.reward_weights = self.reward_weights.get(row.task_name, {})
-        self.generation.prepare_for_generation()
-        run_blocking(lambda: self._play(trajectories, stream, greedy))
 
-    async def _play(self, trajectories: Sequence[Trajectory], stream: SampleStream, greedy: bool) -> None:
-        sampler = self._sampler(len(trajectories), greedy)
-        driver = EnvironmentDriver(
+    @cached_property
+    def _queues(self) -> Mapping[str, StepQueue]:
+        return {task: StepQueue(environment, task) for task, environment in self.environments.items()}
+
+    @cached_property
+    def _driver(self) -> EnvironmentDriver:
+        return EnvironmentDriver(
             self.tokenizer,
             max_turns={task: turns for task, turns in self.max_turns.items() if task not in self.drivers},
             max_total_length=self.max_total_length,
             tool_parsers=self.tool_parsers,
             history=self.history,
         )
-        queues = {task: StepQueue(environment, task) for task, environment in self.environments.items()}
+
+    async def play(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
+        """Run `trajectories` to their end in `loop`, while the engine is prepared; arguments as `collect`."""
+        self._check(trajectories)
+        for row in trajectories:
+            row.reward_weights = self.reward_weights.get(row.task_name, {})
+        sampler = self._sampler(len(trajectories), greedy)
 
         async def play(position: int, row: Trajectory) -> None:
             engine = RolloutSampler(
                 sampler, run_seed=self.seed, stream=stream, ordinal=row.ordinal, sample=row.sample, position=position
             )
             try:
-                await self._play_one(row, self.drivers.get(row.task_name, driver), engine, queues)
+                await self._play_one(row, self.drivers.get(row.task_name, self._driver), engine)
             finally:
                 sampler.rollout_ended(position)
 
         await gather_or_cancel([play(position, row) for position, row in enumerate(trajectories)])
 
-    async def _play_one(
-        self, row: Trajectory, driver: RolloutDriver, engine: RolloutSampler, queues: Mapping[str, StepQueue]
-    ) -> None:
-        if not queues:
+    async def _play_one(self, row: Trajectory, driver: RolloutDriver, engine: RolloutSampler) -> None:
+        if not self._queues:
             try:
-                await driver.run(row, engine, None)
+                await self._run_in_time(driver.run(row, engine, None))
             except StepFailedError as error:
                 row.fail(error.headline, str(error))
             return
-        queue, start = queues[row.task_name], engine.name
+        queue, start = self._queues[row.task_name], engine.name
         # A session cannot be continued after a failure: the rollout starts again, in another session.
-        prompt = copy.deepcopy(row) if queue.keeps_sessions else None
+        prompt = copy.deepcopy(row) if queue.keeps_sessions or self.timeout_s is not None else None
         while True:
             session = Session(queue, name=f"{start}-{row.retries}", retries=self.retries)
             try:
-                await driver.run(row, engine, session)
+                await self._run_in_time(driver.run(row, engine, session))
             except StepFailedError as error:
-                if prompt is not None and row.retries < self.retries:
+                repeats = queue.keeps_sessions or isinstance(error.cause, RolloutTimeoutError)
+                if prompt is not None and repeats and row.retries < self.retries:
                     row.restart(prompt)
                     engine = engine.restarted()
                     continue
@@ -136,10 +151,20 @@ class Collector:
                 await asyncio.wait([closing])
             return
 
+    async def _run_in_time(self, rollout: Coroutine[Any, Any, Trajectory]) -> None:
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                await rollout
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            late = RolloutTimeoutError(f"the rollout did not end within {self.timeout_s:g} s (rollout.timeout_s)")
+            raise StepFailedError(late) from error
+
     def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
         pad_token_id: int = self.tokenizer.pad_token_id
         several_turns = max(self.max_turns.values(), default=1) > 1 or bool(self.drivers)
-        if several_turns and self.generation.streams_rows:
+        if (several_turns or self.row_by_row) and self.generation.streams_rows:
             return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id)
         if several_turns:
             _log_batches(type(self.generation).__name__)
@@ -170,17 +195,6 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, None]]) -> N
             "A rollout ended with CancelledError, but the run did not cancel it: something that its environment waited for was "
             "cancelled. Catch CancelledError in the environment."
         )
-
-
-def run_blocking(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine from code that is not asynchronous, also within a notebook, whose thread has a running event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(start())
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="rlcore-rollouts") as thread:
-        thread.submit(lambda: asyncio.run(start())).result()
 
 
 @cache

@@ -20,6 +20,10 @@ class RowNotSampledError(RLCoreError):
     """The engine could not sample a row, for example because its server did not respond."""
 
 
+class RolloutTimeoutError(Exception):
+    """A rollout did not end in time."""
+
+
 class RowFailedError(Exception):
     """An environment could not respond to one row for a reason that is not the model's (`EnvironmentReturn.failures`)."""
 

@@ -49,10 +49,6 @@ class MixedRolloutSource(RolloutSource):
         batch = self._dataset.take(groups * self._group_size)
         return Rollouts(batch=batch, metrics={"rollout/sampled": 0.0}, trajectories=[])
 
-    def put_back(self, rollouts: Rollouts) -> None:
-        """Return groups of sampled rollouts that are not trained on; conversations of the data are not taken again."""
-        self._sampled.put_back(rollouts)
-
     def state_dict(self) -> dict[str, Any]:
         return {"sampled": self._sampled.state_dict(), "given": self._dataset.state_dict()}
 

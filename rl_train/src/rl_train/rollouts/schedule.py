@@ -39,6 +39,8 @@ class Schedule:
     in_order: bool = False
     next_step: int = 1
     weights_step: int = 0
+    _size: int = 0
+    """Number of groups of the next batch."""
     _began: dict[int, int] = field(default_factory=dict)
     """By group: the step of the weights with which it began."""
     _ended: dict[int, None] = field(default_factory=dict)
@@ -57,8 +59,11 @@ class Schedule:
     @property
     def space(self) -> int:
         """Number of groups that may begin now."""
-        limit = sum(self.demand(step) for step in range(self.next_step, self.weights_step + self.ahead + 1))
+        limit = sum(self._demand(step) for step in range(self.next_step, self.weights_step + self.ahead + 1))
         return max(limit - len(self._began), 0)
+
+    def _demand(self, step: int) -> int:
+        return self._size if step == self.weights_step else self.demand(step)
 
     def begin(self, group: int) -> None:
         """A group begins with the engine's current weights."""
@@ -73,16 +78,20 @@ class Schedule:
         del self._began[group]
         self._ended.pop(group, None)
 
-    def refit(self, step: int) -> None:
-        """The engine has the weights that step `step` starts with."""
+    def refit(self, step: int, groups: int) -> None:
+        """The engine has the weights that step `step` starts with, and the next batch has `groups` groups of that step.
+
+        Without staleness, a step may take several batches of any size; otherwise, it takes one with the groups of its demand.
+        """
         self.weights_step = self.next_step = step
+        self._size = groups
 
     def batch(self) -> list[int] | None:
         """The groups of the next step, those that must be in it first; None until enough of them have ended."""
         due = self._due()
         if due is None:
             return None
-        size = self.demand(self.next_step)
+        size = self._size
         if len(due) > size:
             raise RLCoreError(
                 f"Step {self.next_step} trains on {size} groups, but {len(due)} groups would exceed the staleness bound of "
@@ -110,7 +119,7 @@ class Schedule:
         chosen: list[int] = []
         later = 0
         for step in range(self.next_step, self.next_step + self.max_staleness + 1):
-            later += self.demand(step) if step > self.next_step else 0
+            later += self._demand(step) if step > self.next_step else 0
             old = {group for group, began in self._began.items() if began <= step - self.max_staleness}
             needed = len(old) - later - len(old.intersection(chosen))
             if needed > 0:

@@ -1,10 +1,12 @@
-"""Sources of an algorithm's rollouts: the interface, and a source that samples on demand."""
+"""Sources of an algorithm's rollouts: the interface, and the source that samples."""
 
 from __future__ import annotations
 
 import copy
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,9 @@ from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.equal_rewards import EqualRewardWatch
 from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
 from rl_train.rollouts.reward_weights import RewardWeightCheck
+from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.staleness import DeliveredVersions
 from rl_train.rollouts.summary import environment_metrics, environment_times, failure_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
@@ -34,7 +38,7 @@ class Rollouts:
 
 
 _MAX_REPLACED = 10
-"""A step fails once it has replaced this many times its rows."""
+"""A step fails once it has replaced this many times its groups."""
 
 
 class RolloutSource(ABC):
@@ -44,19 +48,11 @@ class RolloutSource(ABC):
     def take(self, step: int, groups: int) -> Rollouts:
         """The next complete groups: all G rows of a prompt are included and share a `group_ids` entry.
 
-        A step may take several times. Every call returns other groups.
+        Every call returns other groups.
 
         Args:
-            step: the step that trains on them.
+            step: the step that trains on them; the engine has the weights that the step starts with.
             groups: number of groups.
-        """
-
-    @abstractmethod
-    def put_back(self, rollouts: Rollouts) -> None:
-        """Return groups of the current step that are not trained on; later calls of `take` provide their prompts first.
-
-        Args:
-            rollouts: complete groups from `take`.
         """
 
     @abstractmethod
@@ -72,18 +68,20 @@ class RolloutSource(ABC):
         return None
 
 
-class OnDemandSource(RolloutSource):
-    """Samples rollouts when they are taken, with the current weights of the generation backend.
+class ScheduledSource(RolloutSource):
+    """Samples groups as the schedule allows: with staleness 0 while they are taken, otherwise also during training.
 
-    Groups that are put back would be off-policy in a later step, so only their prompts are kept, by ordinal. They are sampled
-    again, with the weights of the step that takes them. The ordinals are part of the state: no prompt is lost or used twice.
+    Only the thread of the step loop begins groups and takes them; the rollouts run in the collector's event loop. A group with
+    too few scored rows is replaced by one of the next prompt.
 
     Args:
         collector: plays the rollouts.
         prompts: the training prompts.
+        schedule: which groups may begin and make up a batch.
         group_size: G, samples per prompt.
+        weight_version: weight version of the engine, which it has since its last refit.
         reward_names: rewards that may be missing in the first step, by task, see `EnvironmentConfig.reward_names`.
-        min_scored: number of scored rows that a group needs; a group with fewer is replaced by one of the next prompt.
+        min_scored: number of scored rows that a group needs.
         max_failed_share: see `rl_train.rollouts.failures.FailureLimit`.
     """
 
@@ -92,79 +90,132 @@ class OnDemandSource(RolloutSource):
         collector: Collector,
         prompts: BatchedDataLoader,
         *,
+        schedule: Schedule,
         group_size: int,
+        weight_version: Callable[[], int],
         reward_names: Mapping[str, Collection[str]] | None = None,
         min_scored: int = 1,
         max_failed_share: float = 0.1,
     ) -> None:
         self._collector = collector
         self._prompts = prompts
-        self._put_back: list[int] = []
+        self._schedule = schedule
         self._group_size, self._min_scored = group_size, min_scored
         self._failures = FailureLimit(max_failed_share)
         self._watch = EqualRewardWatch()
         self._weights = RewardWeightCheck(reward_names or {})
+        self._versions = DeliveredVersions(schedule.max_staleness, weight_version)
+        self._rows: dict[int, list[Trajectory]] = {}
+        """By ordinal of the prompt: the rows of each group that is alive."""
+        self._playing: dict[Future[None], list[int]] = {}
+        """The ordinals of the groups that run together."""
+        self._again: list[int] = []
+        """Ordinals that a resumed run begins again."""
+        self._replaced: list[Trajectory] = []
+        """Rows of the groups that were replaced since the last batch."""
 
     def take(self, step: int, groups: int) -> Rollouts:
-        """Complete groups of a step; every row has the current weight version of the generation backend.
+        """Complete groups of a step, none of which exceeds the staleness bound.
 
         Raises:
             RLCoreError: too many rows could not be scored.
         """
+        started = time.perf_counter()
         self._failures.expect(step, groups * self._group_size)
-        sampled = self._sample(step, groups)
-        everything = [row for group in sampled for row in group]
-        if groups > 1:
-            refuse_total_failure(everything)
-        while lacking := [i for i, group in enumerate(sampled) if sum(row.scored for row in group) < self._min_scored]:
-            if len(everything) > _MAX_REPLACED * groups * self._group_size:
-                raise RLCoreError(
-                    f"Step {step}: of {len(everything)} rollouts, too few could be scored for {groups} groups with at least "
-                    f"{self._min_scored} scored rows (rollout.min_scored). Check which rows the environment or the reward "
-                    "functions leave unscored."
-                )
-            for i, group in zip(lacking, self._sample(step, len(lacking)), strict=True):
-                sampled[i] = group
-                everything += group
-        trajectories = [row for group in sampled for row in group]
+        self._schedule.refit(step, groups)
+        self._versions.record(step)
+        self._collector.generation.await_weights()
+        self._begin()
+        while (batch := self._schedule.batch()) is None:
+            self._await_groups(step, groups)
+            self._begin()
+        trajectories = [row for ordinal in sorted(batch) for row in self._rows.pop(ordinal)]
+        self._schedule.take(batch)
+        self._begin()
+        return self._rollouts(step, trajectories, waited_s=time.perf_counter() - started)
+
+    def _begin(self) -> None:
+        """Begin as many groups as the schedule allows; with staleness 0, all groups of a batch together."""
+        if self._schedule.max_staleness == 0 and self._playing:
+            return
+        count = self._schedule.space
+        ordinals, self._again = self._again[:count], self._again[count:]
+        ordinals += self._prompts.draw(count - len(ordinals))
+        if not ordinals:
+            return
+        rows = start_rollouts(self._prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
+        if not self._playing:
+            self._collector.generation.prepare_for_generation()
+        for position, ordinal in enumerate(ordinals):
+            self._schedule.begin(ordinal)
+            self._rows[ordinal] = rows[position * self._group_size : (position + 1) * self._group_size]
+        for together in [ordinals] if self._schedule.max_staleness == 0 else [[ordinal] for ordinal in ordinals]:
+            played = [row for ordinal in together for row in self._rows[ordinal]]
+            self._playing[self._collector.loop.start(self._collector.play(played, stream=SampleStream.TRAINING))] = together
+
+    def _await_groups(self, step: int, groups: int) -> None:
+        """Wait until groups have ended, and sort out those with too few scored rows."""
+        loop, generation = self._collector.loop, self._collector.generation
+        loop.wait(lambda: any(future.done() for future in self._playing), meanwhile=generation.await_weights)
+        is_first = self._schedule.max_staleness == 0 and not self._replaced and not self._schedule.ended
+        ended = [future for future in self._playing if future.done()]
+        ordinals = [ordinal for future in ended for ordinal in self._playing.pop(future)]
+        for future in ended:
+            future.result()
+        rows = [row for ordinal in ordinals for row in self._rows[ordinal]]
+        self._failures.count(step, rows)
+        if is_first and len(ordinals) > 1:
+            refuse_total_failure(rows)
+        for ordinal in ordinals:
+            if sum(row.scored for row in self._rows[ordinal]) >= self._min_scored:
+                self._schedule.end(ordinal)
+            else:
+                self._schedule.drop(ordinal)
+                self._replaced += self._rows.pop(ordinal)
+        if len(self._replaced) > _MAX_REPLACED * groups * self._group_size:
+            raise RLCoreError(
+                f"Step {step}: {len(self._replaced)} rollouts were replaced, and too few could be scored for {groups} groups "
+                f"with at least {self._min_scored} scored rows (rollout.min_scored). Check which rows the environment or the "
+                "reward functions leave unscored."
+            )
+
+    def _rollouts(self, step: int, trajectories: list[Trajectory], *, waited_s: float) -> Rollouts:
         for i, row in enumerate(trajectories):
             row.group_id = i // self._group_size
+        replaced, self._replaced = self._replaced, []
         self._weights.check(trajectories)
         self._watch.observe(step, trajectories)
-        metrics = summarize(trajectories) | environment_times(everything)
+        batch = to_batch(trajectories)
+        metrics = summarize(trajectories) | environment_times(trajectories + replaced)
         metrics |= environment_metrics(trajectories, self._collector.environments)
-        metrics |= failure_metrics(everything, replaced_groups=len(everything) // self._group_size - groups)
-        return Rollouts(batch=to_batch(trajectories), metrics=metrics, trajectories=trajectories)
-
-    def _sample(self, step: int, groups: int) -> list[list[Trajectory]]:
-        """Sample the next prompts; G rows each."""
-        ordinals, self._put_back = self._put_back[:groups], self._put_back[groups:]
-        ordinals += self._prompts.draw(groups - len(ordinals))
-        rows = start_rollouts(self._prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
-        self._collector.collect(rows, stream=SampleStream.TRAINING)
-        self._failures.count(step, rows)
-        return [rows[start : start + self._group_size] for start in range(0, len(rows), self._group_size)]
-
-    def put_back(self, rollouts: Rollouts) -> None:
-        """Return groups of the current step that are not trained on; `take` provides their prompts first."""
-        ordinals = {row.ordinal for row in rollouts.trajectories}
-        self._put_back = sorted(ordinals.union(self._put_back))
+        metrics |= failure_metrics(trajectories + replaced, replaced_groups=len(replaced) // self._group_size)
+        metrics |= self._versions.staleness(batch, step)
+        metrics |= {
+            "rollout/in_flight": float(len(self._schedule.in_progress) * self._group_size),
+            "rollout/ready": float(len(self._schedule.ended) * self._group_size),
+            "rollout/wait_s": waited_s,
+        }
+        return Rollouts(batch=batch, metrics=metrics, trajectories=trajectories)
 
     def state_dict(self) -> dict[str, Any]:
+        """The position; groups that are in no batch yet are begun again, with the weights of the resumed run."""
         return {
             "prompts": self._prompts.state_dict(),
-            "put_back": list(self._put_back),
+            "again": sorted([*self._rows, *self._again]),
             "failures": self._failures.state_dict(),
             "equal_rewards": self._watch.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state["prompts"])
-        self._put_back = list(state.get("put_back", ()))
+        self._again = list(state.get("again", state.get("put_back", ())))
         if "failures" in state:
             self._failures.load_state_dict(state["failures"])
         if "equal_rewards" in state:
             self._watch.load_state_dict(state["equal_rewards"])
+
+    def close(self) -> None:
+        self._collector.loop.close()
 
 
 def start_rollouts(prompts: Sequence[DatumSpec], group_size: int, *, ordinals: Sequence[int] | None = None) -> list[Trajectory]:

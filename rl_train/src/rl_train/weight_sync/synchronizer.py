@@ -135,6 +135,11 @@ class WeightSynchronizer(WeightOwner):
         return self._transport.name
 
     @property
+    def synced_version(self) -> int:
+        """Weight version of the last verified refit of all replicas; -1 before the first."""
+        return -1 if self._synced_version is None else self._synced_version
+
+    @property
     def is_stale(self) -> bool:
         """Whether the generation backend's weight version differs from the policy's."""
         return self._policy.weight_version != self._generation.weight_version

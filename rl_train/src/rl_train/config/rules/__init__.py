@@ -5,6 +5,7 @@ need the classes, models or data of a run are in `rl_train.build.rules`, which h
 """
 
 from rl_train.config.rules import (
+    asynchronous,
     cluster,
     components,
     data,
@@ -18,5 +19,17 @@ from rl_train.config.rules import (
 )
 from rl_train.config.rules.rule import rules_in
 
-PAGES = (written, required_sections, components, models, optimizers, schedules, sampling, environments, data, cluster)
+PAGES = (
+    written,
+    required_sections,
+    components,
+    models,
+    optimizers,
+    schedules,
+    sampling,
+    asynchronous,
+    environments,
+    data,
+    cluster,
+)
 RULES = tuple(rule for page in PAGES for rule in rules_in(page))

@@ -1,0 +1,87 @@
+"""Asynchronous rollouts: what `rollout.max_staleness` above 0 requires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_core.config.diagnostics import Problem
+from rl_core.plugins.component import Kind, is_path
+from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
+
+ASYNC_CAPABILITIES = ("async_rows", "refit_in_flight")
+"""Capabilities of an engine whose rows join, leave and span refits while others run."""
+_AT = ("rollout", "max_staleness")
+
+
+@rule("algorithm", "rollout.max_staleness", applies_to=TRAINING)
+def algorithm_accepts_older_rollouts(config: CheckedConfig) -> Iterator[Problem]:
+    """With max_staleness above 0, the algorithm samples in every step and is correct for rollouts of older weights."""
+    run = config.run
+    if run.rollout.max_staleness == 0:
+        return
+    needs = run.algorithm.runtime_needs.rollouts
+    if needs is None:
+        yield Problem(
+            _AT, f"{run.algorithm_name} does not sample during training, so there is nothing to sample ahead. Remove it."
+        )
+        return
+    if not needs.accepts_stale:
+        yield Problem(
+            _AT,
+            f"{run.algorithm_name} does not support rollouts that older weights sampled, with these settings "
+            "(`RolloutNeeds.accepts_stale`). Dynamic sampling does not support them yet. Set max_staleness to 0.",
+        )
+    if needs.sampled_fraction < 1.0:
+        yield Problem(
+            _AT,
+            f"{run.algorithm_name} trains on answers from the data in some steps, which is not supported with rollouts that "
+            "are sampled ahead. Set max_staleness to 0, or sample the rows of every step.",
+        )
+
+
+@rule("rollout.max_staleness", "loss_fn", applies_to=TRAINING)
+def loss_corrects_for_older_weights(config: CheckedConfig) -> Iterator[Problem]:
+    """With max_staleness above 0, the loss corrects for samples of older weights."""
+    run = config.run
+    if run.rollout.max_staleness > 0 and not run.loss_fn.corrects_for_older_weights:
+        yield Problem(
+            _AT,
+            "the loss treats every sample as one of the current weights, so older samples would bias the gradient. Set "
+            "loss_fn.ratio_to: sampler or loss_fn.use_importance_sampling_correction: true, for distillation loss_fn.topk, or "
+            "set max_staleness to 0.",
+        )
+
+
+@rule("rollout.max_staleness", "cluster.backend", applies_to=TRAINING)
+def engine_runs_beside_the_policy(config: CheckedConfig) -> Iterator[Problem]:
+    """With max_staleness above 0, policy and engine run in separate processes."""
+    run = config.run
+    if run.rollout.max_staleness > 0 and run.cluster.backend == "in_process":
+        yield Problem(
+            _AT,
+            "with cluster.backend: in_process, policy and engine compute in one thread and may share weights, so rollouts "
+            "cannot continue during training. Set cluster.backend: ray, or set max_staleness to 0.",
+        )
+
+
+@rule("rollout.max_staleness", "policy.generation", applies_to=TRAINING)
+def engine_continues_rows_over_refits(config: CheckedConfig) -> Iterator[Problem]:
+    """With max_staleness above 0, rows of the engine join, leave and continue over refits, and the engine does not sleep."""
+    run, generation = config.run, config.run.policy.generation
+    if run.rollout.max_staleness == 0 or generation is None:
+        return
+    at = ("policy", "generation")
+    if not is_path(generation.backend):
+        capabilities = config.registry.find(Kind.GENERATION, generation.backend).capabilities
+        missing = [name for name in ASYNC_CAPABILITIES if name not in capabilities]
+        if missing:
+            yield Problem(
+                (*at, "backend"),
+                f"the engine {generation.backend!r} does not have the capability {' or '.join(map(repr, missing))}, so its "
+                "rows cannot continue during training and refits. Set rollout.max_staleness to 0, or choose another engine.",
+            )
+    for key in generation.sleeps():
+        yield Problem(
+            (*at, *key),
+            "an engine that sleeps during training cannot sample ahead. Set it to 0, or set rollout.max_staleness to 0.",
+        )

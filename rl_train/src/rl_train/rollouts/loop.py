@@ -1,0 +1,112 @@
+"""The event loop of all rollouts of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+_LOOK_S = 0.1
+"""Interval in which a thread that waits for rollouts looks whether it must do something for them."""
+_STOP_S = 10.0
+"""Maximum time that cancelled coroutines may take to end."""
+
+
+class RolloutLoop:
+    """An event loop that keeps its rollouts from one call to the next, until it is closed.
+
+    The loop runs in its own thread, so rollouts continue during training. For an engine that computes in the calling thread, it
+    only runs while that thread waits.
+
+    Args:
+        threaded: whether it has its own thread. In a thread that runs an event loop itself, such as that of a notebook, it
+            always has one.
+    """
+
+    def __init__(self, *, threaded: bool = False) -> None:
+        self._threaded = threaded
+        self._loop = asyncio.new_event_loop()
+        self._threads: list[threading.Thread] = []
+        """The loop's own thread, if it has one."""
+        self._changed = threading.Condition()
+        self._close = weakref.finalize(self, _stop, self._loop, self._threads)
+
+    def start(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Start a coroutine; without a thread, it runs during `wait`."""
+        if not self._threads and (self._threaded or _runs_event_loop()):
+            self._threads.append(threading.Thread(target=self._loop.run_forever, name="rlcore-rollouts", daemon=True))
+            self._threads[0].start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future.add_done_callback(self._notify)
+        return future
+
+    def wait(self, condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until a condition holds, which is checked whenever a coroutine has ended.
+
+        Args:
+            condition: whether to return.
+            meanwhile: called repeatedly in this thread, if the loop has its own.
+        """
+        while not condition():
+            if not self._threads:
+                self._loop.run_forever()  # until `_notify`
+                continue
+            meanwhile()
+            with self._changed:
+                if not condition():
+                    self._changed.wait(_LOOK_S)
+
+    def run(self, coroutine: Coroutine[Any, Any, ResultT], *, meanwhile: Callable[[], None] = lambda: None) -> ResultT:
+        """Run a coroutine to its end; arguments as `wait`."""
+        future = self.start(coroutine)
+        try:
+            self.wait(future.done, meanwhile=meanwhile)
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
+
+    def close(self) -> None:
+        """Cancel all coroutines and stop the thread; calling it twice is fine."""
+        if self._close.alive and self._threads:
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_STOP_S)
+        elif self._close.alive:
+            self._loop.run_until_complete(_cancel_all())
+        self._close()
+
+    def _notify(self, _: Future[Any]) -> None:
+        if not self._threads:
+            self._loop.stop()
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _runs_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_STOP_S)
+    if not loop.is_running():
+        loop.close()

@@ -1,0 +1,55 @@
+"""Staleness of rollouts in steps, checked in every batch against the versions of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.errors import RLCoreError
+
+
+class DeliveredVersions:
+    """The weight versions with which rows may have been sampled, and the steps whose refits delivered them.
+
+    The staleness of a token is the step that trains it minus the last step whose refit delivered the weights that sampled it.
+    It is counted in steps, because a step may take several optimizer steps or none.
+
+    Args:
+        max_staleness: the bound.
+        weight_version: the version of the engine's weights.
+    """
+
+    def __init__(self, max_staleness: int, weight_version: Callable[[], int]) -> None:
+        self._max_staleness, self._weight_version = max_staleness, weight_version
+        self._steps: dict[int, int] = {}
+
+    def record(self, step: int) -> None:
+        """The engine now has the weights that `step` starts with; forget those that are too old."""
+        self._steps[self._weight_version()] = step
+        self._steps = {version: at for version, at in self._steps.items() if at >= step - self._max_staleness}
+
+    def staleness(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
+        """`staleness/steps_mean` and `staleness/steps_max` over rows, of the oldest token of each.
+
+        Args:
+            batch: rollouts with `token_versions` and `token_mask`.
+            step: the step that trains them.
+
+        Raises:
+            RLCoreError: a token exceeds the bound.
+        """
+        sampled = batch["token_mask"] > 0
+        versions = torch.where(sampled, batch["token_versions"], torch.iinfo(torch.int64).max)
+        for version in versions[sampled].unique().tolist():
+            if version not in self._steps:
+                raise RLCoreError(
+                    f"Step {step} would train on tokens that weight version {version} sampled, but rollout.max_staleness "
+                    f"({self._max_staleness}) allows only the versions of the engine since step "
+                    f"{max(step - self._max_staleness, 0)}: {', '.join(map(str, sorted(self._steps)))}. The engine reports "
+                    "wrong versions, or the scheduler exceeded its bound."
+                )
+        lags = [float(step - self._steps[oldest]) for oldest in versions.amin(-1).tolist() if oldest in self._steps]
+        return {"staleness/steps_mean": sum(lags) / len(lags), "staleness/steps_max": max(lags)} if lags else {}
