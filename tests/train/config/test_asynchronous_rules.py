@@ -1,0 +1,52 @@
+"""What `rollout.max_staleness` above 0 requires: each refusal names the key and the reason."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.diagnostics import InvalidConfigError
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.config.rules.rule import Stage
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ASYNC = ["++rollout.max_staleness=1", "++cluster.backend=ray", "++loss_fn.use_importance_sampling_correction=true"]
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return Registry(discover())
+
+
+def problems(registry, *overrides, example="grpo_addition"):
+    try:
+        load_config(EXAMPLES / f"{example}.yaml", list(overrides), registry=registry, stages=(Stage.STATIC,))
+    except InvalidConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def test_asynchronous_rollouts_are_accepted_with_a_correction_and_separate_processes(registry):
+    assert problems(registry, *ASYNC) == []
+    assert problems(registry, *ASYNC[:2], "++loss_fn.ratio_to=sampler") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([ASYNC[0], ASYNC[1]], "older samples would bias the gradient"),
+        ([*ASYNC, "++cluster.backend=in_process"], "policy and engine compute in one thread"),
+        ([*ASYNC, "++grpo.use_dynamic_sampling=true"], "does not support rollouts that older weights sampled"),
+        ([*ASYNC, "++rollout.ahead=2"], "lower ahead or raise max_staleness"),
+        ([*ASYNC, "++policy.generation.backend=openai"], "does not have the capability 'refit_in_flight'"),
+    ],
+)
+def test_what_cannot_work_with_older_rollouts_is_refused_with_the_reason(registry, overrides, reason):
+    found = problems(registry, *overrides)
+    assert any(reason in problem for problem in found), found
+
+
+def test_an_algorithm_without_rollouts_is_refused(registry):
+    [problem] = problems(registry, "++rollout.max_staleness=1", "++cluster.backend=ray", example="dpo_addition")[:1]
+    assert "does not sample during training" in problem
