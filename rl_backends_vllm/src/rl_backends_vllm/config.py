@@ -108,9 +108,6 @@ class VllmConfig(GenerationConfig):
             )
         return self
 
-    def sleeps(self) -> list[KeyPath]:
-        return [("vllm_cfg", "sleep_level")] if self.vllm_cfg.sleep_level else []
-
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report a model that does not exist."""
         yield from super().conflicts(run)

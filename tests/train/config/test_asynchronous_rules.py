@@ -48,5 +48,5 @@ def test_what_cannot_work_with_older_rollouts_is_refused_with_the_reason(registr
 
 
 def test_an_algorithm_without_rollouts_is_refused(registry):
-    [problem] = problems(registry, "++rollout.max_staleness=1", "++cluster.backend=ray", example="dpo_addition")[:1]
-    assert "does not sample during training" in problem
+    found = problems(registry, "++rollout.max_staleness=1", "++cluster.backend=ray", example="dpo_addition")
+    assert any("does not sample" in problem for problem in found), found

@@ -186,10 +186,6 @@ class GenerationConfig(ComponentSection):
         neutral: dict[KeyPath, Any] = {("top_p",): 1.0, ("top_k",): None}
         return {key: value for key, value in neutral.items() if getattr(self, str(key[0])) != value}
 
-    def sleeps(self) -> list[KeyPath]:
-        """Keys of this section that let the engine free memory, so that it cannot sample, while a model is trained."""
-        return []
-
     def logit_changes(self) -> dict[KeyPath, Any]:
         """Keys of this section that change logits other than by the temperature, each with the value that disables it.
 

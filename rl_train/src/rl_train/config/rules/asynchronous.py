@@ -10,6 +10,10 @@ from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 
 ASYNC_CAPABILITIES = ("async_rows", "refit_in_flight")
 """Capabilities of an engine whose rows join, leave and span refits while others run."""
+ENGINE_SHARES_GPUS = (
+    "policy and engine share their GPUs, so the engine sleeps while a model is trained and cannot sample ahead. Set "
+    "rollout.max_staleness to 0."
+)
 _AT = ("rollout", "max_staleness")
 
 
@@ -52,9 +56,9 @@ def loss_corrects_for_older_weights(config: CheckedConfig) -> Iterator[Problem]:
         )
 
 
-@rule("rollout.max_staleness", "cluster.backend", applies_to=TRAINING)
+@rule("rollout.max_staleness", "cluster.backend", "cluster.use_gpus", applies_to=TRAINING)
 def engine_runs_beside_the_policy(config: CheckedConfig) -> Iterator[Problem]:
-    """With max_staleness above 0, policy and engine run in separate processes."""
+    """With max_staleness above 0, policy and engine run in separate processes and do not share GPUs."""
     run = config.run
     if run.rollout.max_staleness > 0 and run.cluster.backend == "in_process":
         yield Problem(
@@ -62,26 +66,21 @@ def engine_runs_beside_the_policy(config: CheckedConfig) -> Iterator[Problem]:
             "with cluster.backend: in_process, policy and engine compute in one thread and may share weights, so rollouts "
             "cannot continue during training. Set cluster.backend: ray, or set max_staleness to 0.",
         )
+    elif run.rollout.max_staleness > 0 and run.cluster.use_gpus:
+        yield Problem(_AT, ENGINE_SHARES_GPUS)
 
 
 @rule("rollout.max_staleness", "policy.generation", applies_to=TRAINING)
 def engine_continues_rows_over_refits(config: CheckedConfig) -> Iterator[Problem]:
-    """With max_staleness above 0, rows of the engine join, leave and continue over refits, and the engine does not sleep."""
+    """With max_staleness above 0, rows of the engine join, leave and continue over refits."""
     run, generation = config.run, config.run.policy.generation
-    if run.rollout.max_staleness == 0 or generation is None:
+    if run.rollout.max_staleness == 0 or generation is None or is_path(generation.backend):
         return
-    at = ("policy", "generation")
-    if not is_path(generation.backend):
-        capabilities = config.registry.find(Kind.GENERATION, generation.backend).capabilities
-        missing = [name for name in ASYNC_CAPABILITIES if name not in capabilities]
-        if missing:
-            yield Problem(
-                (*at, "backend"),
-                f"the engine {generation.backend!r} does not have the capability {' or '.join(map(repr, missing))}, so its "
-                "rows cannot continue during training and refits. Set rollout.max_staleness to 0, or choose another engine.",
-            )
-    for key in generation.sleeps():
+    capabilities = config.registry.find(Kind.GENERATION, generation.backend).capabilities
+    missing = [name for name in ASYNC_CAPABILITIES if name not in capabilities]
+    if missing:
         yield Problem(
-            (*at, *key),
-            "an engine that sleeps during training cannot sample ahead. Set it to 0, or set rollout.max_staleness to 0.",
+            ("policy", "generation", "backend"),
+            f"the engine {generation.backend!r} does not have the capability {' or '.join(map(repr, missing))}, so its rows "
+            "cannot continue during training and refits. Set rollout.max_staleness to 0, or choose another engine.",
         )
