@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.05
-"""Interval in which a thread that waits for another one's refit looks whether it has ended."""
+_LOOK_S = 0.05  # interval in which a thread that waits for another one's refit looks whether it has ended
 
 
 class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
@@ -145,7 +144,6 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
             return self._restarter.count
 
     def restarts_of(self, rank: int) -> int:
-        """Number of times that a replica was restarted."""
         return self._restarter.restarted[rank]
 
     def restart_dead(self, cause: Exception | None = None) -> bool:

@@ -29,8 +29,7 @@ _WAIT_S = 0.05
 """Duration of a poll if no row ends; a row that arrives meanwhile waits at most this long."""
 _IN_PROCESS_WAIT_S = 0.01
 """The same in this process, where a poll blocks the event loop; an engine takes at least one step."""
-_LOOK_S = 1.0
-"""Interval of checks, while a call is pending, that Ray itself is alive."""
+_LOOK_S = 1.0  # interval of checks, while a call is pending, that Ray itself is alive
 _names = itertools.count()
 _log = logging.getLogger(__name__)
 
@@ -78,7 +77,6 @@ class RowStream:
         self._replicas = [_Replica() for _ in range(group.world_size)]
         self._affinity = ReplicaAffinity(group.world_size)
         self._pumps: dict[int, asyncio.Task[None]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def load(self) -> list[int]:
@@ -107,7 +105,6 @@ class RowStream:
             DeadlineExceededError: a replica finished no row for too long.
             UserError: rows are in flight in another event loop that is still running.
         """
-        self._enter_loop()
         ended: asyncio.Queue[Any] = asyncio.Queue()
         places: dict[str, tuple[int, int]] = {}
         try:
@@ -127,22 +124,13 @@ class RowStream:
             for rank in range(len(self._replicas)):
                 self._cancel(rank, [name for name, place in places.items() if place[1] == rank])
 
-    def _enter_loop(self) -> None:
-        """Drop the rows of an event loop that has ended."""
-        loop = asyncio.get_running_loop()
-        if loop is self._loop:
-            return
-        if self._loop is not None and self._loop.is_running() and any(self.load):
-            raise UserError(
-                "generate_async is running in another event loop. Use one event loop at a time; rows of several calls in one "
-                "loop are sampled together."
-            )
-        self._loop, self._pumps = loop, {}
-        for rank, replica in enumerate(self._replicas):
-            self._cancel(rank, list(replica.in_flight))
-
     def _begin(self, rank: int, arrival: GenerationRequest, consumer: asyncio.Queue[Any]) -> None:
         replica, pump = self._replicas[rank], self._pumps.get(rank)
+        if pump is not None and not pump.done() and pump.get_loop() is not asyncio.get_running_loop():
+            if pump.get_loop().is_running():
+                raise UserError("generate_async has rows in another event loop. Use one event loop for all rows of an engine.")
+            self._cancel(rank, list(replica.in_flight))  # the loop has ended
+            pump = None
         if not replica.in_flight:
             replica.last_progress = asyncio.get_running_loop().time()
             replica.cancellations.clear()

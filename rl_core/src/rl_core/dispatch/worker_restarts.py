@@ -30,8 +30,7 @@ class WorkerRestarter:
         self._start_s = start_s
         self.count = 0
         """Workers replaced so far."""
-        self.restarted: Counter[int] = Counter()
-        """By rank: number of replacements that have started."""
+        self.restarted: Counter[int] = Counter()  # by rank: number of replacements that have started
 
     def restart_dead(
         self,

@@ -107,8 +107,7 @@ class GenerationInterface(ABC):
     """The one owner of weight synchronization, which starts all refits. A replica that was restarted waits for its weights
     (`WeightOwner.provide_weights`) and does not sample before."""
     refit_thread: int | None = None
-    """The thread that starts all refits (`threading.get_ident`), if the engine is also called in others, which then wait for it
-    in `await_weights`."""
+    """The thread that starts all refits (`threading.get_ident`); other threads wait for it in `await_weights`."""
 
     @abstractmethod
     def generate(
