@@ -150,14 +150,16 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
         if self._closed:
             return False
         with self._restarting:
-            before = set(self._without_weights)
+            dead = set(self._restarter.dead())
+            self._without_weights |= dead  # before other threads can call the new workers
             try:
-                replaced = self._restarter.restart_dead(self.wait_ready(), cause, on_exit=self._without_weights.update)
-            except BaseException:
-                self._without_weights &= before
-                raise
-            if not self._was_refitted:
-                self._without_weights -= replaced
+                replaced = self._restarter.restart_dead(self.wait_ready(), cause)
+                self._without_weights |= replaced
+            finally:
+                if not self._was_refitted:
+                    self._without_weights.clear()
+                elif self._restarter.dead():
+                    self._without_weights -= dead
         if replaced and not self._was_refitted:
             _log.warning("the new generation workers have the initial weights, like the others: there was no refit yet")
         return bool(replaced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.cluster.worker_group import WorkerGroup
@@ -32,13 +32,7 @@ class WorkerRestarter:
         """Workers replaced so far."""
         self.restarted: Counter[int] = Counter()  # by rank: number of replacements that have started
 
-    def restart_dead(
-        self,
-        facts: Sequence[Mapping[str, Any]],
-        cause: Exception | None = None,
-        *,
-        on_exit: Callable[[Sequence[int]], None] = lambda _: None,
-    ) -> set[int]:
+    def restart_dead(self, facts: Sequence[Mapping[str, Any]], cause: Exception | None = None) -> set[int]:
         """Restart all dead workers and set them up.
 
         A worker that dies again during its start counts as another restart.
@@ -46,7 +40,6 @@ class WorkerRestarter:
         Args:
             facts: what each rank's first `setup` reported.
             cause: the error that led to this call.
-            on_exit: called with the ranks of dead workers, before they are replaced.
 
         Returns:
             The ranks of the new workers, which have none of the old ones' state.
@@ -58,10 +51,9 @@ class WorkerRestarter:
         """
         replaced: set[int] = set()
         waiting: set[int] = set()
-        while (dead := self._dead()) or waiting:
+        while (dead := self.dead()) or waiting:
             waiting.update(dead)
             self._count(dead, cause)
-            on_exit(dead)
             try:
                 for rank in dead:
                     self._group.restart(rank)
@@ -79,7 +71,8 @@ class WorkerRestarter:
                 replaced.add(rank)
         return replaced
 
-    def _dead(self) -> list[int]:
+    def dead(self) -> list[int]:
+        """The ranks whose workers have exited."""
         return [rank for rank, alive in enumerate(self._group.workers_alive()) if not alive]
 
     def _set_up(self, ranks: Sequence[int]) -> list[Any]:
