@@ -6,7 +6,8 @@ Independent of YAML and of the sections; other modules report their findings her
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,6 +94,15 @@ class Problems:
         problem = Problem(path, self.redact(message), location)
         if problem not in self.found:
             self.found.append(problem)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Adds the problems of an error that the block raises, and continues after it."""
+        try:
+            yield
+        except InvalidConfigError as error:
+            for problem in error.problems:
+                self.add(problem.message, location=problem.location, path=problem.path)
 
     def mark_invalid(self, message: str, *, location: SourceLocation | None, path: KeyPath) -> None:
         """Adds a problem, and marks its value as invalid so that it is not checked again."""

@@ -6,7 +6,7 @@ import enum
 import pathlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
@@ -64,24 +64,25 @@ def find_field(model: Model, path: KeyPath, *, prefix: KeyPath = ()) -> Field | 
     if not path:
         return None
     name, rest = str(path[0]), path[1:]
-    info = model.model_fields.get(name)
-    if info is None:
+    if name not in model.model_fields:
         return None
-    field = Field(path=(*prefix, name), owner=declaring_model(model, name), name=name, info=info, default=plain_default(info))
+    field = _field(model, name, prefix)
     if not rest:
         return field
-    inner = section_model(info.annotation)
-    if inner is not None:
-        return find_field(inner, rest, prefix=field.path)
+    if field.model is not None:
+        return find_field(field.model, rest, prefix=field.path)
     listed = _entry_of_mapping(field, rest)
-    if listed is not None:
+    if listed is not None or not holds_free_keys(field.info.annotation):
         return listed
-    if holds_free_keys(info.annotation):
-        default = field.default
-        for part in rest:
-            default = default.get(part, NO_DEFAULT) if isinstance(default, dict) else NO_DEFAULT
-        return Field(path=(*field.path, *rest), owner=field.owner, name=name, info=info, is_free=True, default=default)
-    return None
+    default = field.default
+    for part in rest:
+        default = default.get(part, NO_DEFAULT) if isinstance(default, dict) else NO_DEFAULT
+    return replace(field, path=(*field.path, *rest), is_free=True, default=default)
+
+
+def _field(model: Model, name: str, prefix: KeyPath) -> Field:
+    info = model.model_fields[name]
+    return Field(path=(*prefix, name), owner=declaring_model(model, name), name=name, info=info, default=plain_default(info))
 
 
 def _entry_of_mapping(field: Field, path: KeyPath) -> Field | None:
@@ -96,12 +97,10 @@ def _entry_of_mapping(field: Field, path: KeyPath) -> Field | None:
 
 def all_fields(model: Model, *, prefix: KeyPath = (), depth: int = 8) -> Iterator[Field]:
     """Every field of a model and of the sections within it, in the order of declaration."""
-    for name, info in model.model_fields.items():
-        path = (*prefix, name)
-        yield Field(path=path, owner=declaring_model(model, name), name=name, info=info, default=plain_default(info))
-        inner = section_model(info.annotation)
-        if inner is not None and depth > 0:  # a model may hold itself
-            yield from all_fields(inner, prefix=path, depth=depth - 1)
+    for field in (_field(model, name, prefix) for name in model.model_fields):
+        yield field
+        if field.model is not None and depth > 0:  # a model may hold itself
+            yield from all_fields(field.model, prefix=field.path, depth=depth - 1)
 
 
 def declaring_model(model: Model, name: str) -> Model:
@@ -178,8 +177,7 @@ def type_name(annotation: Any) -> str:
 
 def describe(info: FieldInfo) -> str:
     """The allowed values of a field, for a sentence."""
-    bounds = [item for item in info.metadata if isinstance(item, Ge | Gt | Le | Lt | MinLen | MaxLen | MultipleOf)]
-    return describe_type(info.annotation, bounds)
+    return describe_type(info.annotation, [item for item in info.metadata if type(item) in _BOUNDS])
 
 
 def describe_type(annotation: Any, bounds: Sequence[Any] = ()) -> str:
@@ -196,6 +194,15 @@ def describe_type(annotation: Any, bounds: Sequence[Any] = ()) -> str:
     return (", or " if any("," in text for text in texts[:-1]) else " or ").join(texts)
 
 
+_BOUNDS: dict[type, str] = {
+    Ge: "{0} or more",
+    Gt: "more than {0}",
+    Le: "at most {0}",
+    Lt: "less than {0}",
+    MultipleOf: "a multiple of {0}",
+    MinLen: "{0} or more {unit}",
+    MaxLen: "at most {0} {unit}",
+}
 _LISTS = (list, tuple, set, frozenset)
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -229,24 +236,9 @@ def _describe_one(option: Any) -> str:
 def _bounds(bounds: Sequence[Any], *, of: Any) -> str:
     sized = get_origin(of) is not None or of is str
     unit = "characters" if of is str else "items"
-    words = []
-    for bound in bounds:
-        match bound:
-            case Ge(ge=limit) if not sized:
-                words.append(f"{limit} or more")
-            case Gt(gt=limit) if not sized:
-                words.append(f"more than {limit}")
-            case Le(le=limit) if not sized:
-                words.append(f"at most {limit}")
-            case Lt(lt=limit) if not sized:
-                words.append(f"less than {limit}")
-            case MultipleOf(multiple_of=factor) if not sized:
-                words.append(f"a multiple of {factor}")
-            case MinLen(min_length=length) if sized:
-                words.append(f"{length} or more {unit}")
-            case MaxLen(max_length=length) if sized:
-                words.append(f"at most {length} {unit}")
-    return "".join(f", {word}" for word in words)
+    words = {kind: text for kind, text in _BOUNDS.items() if sized == (kind in (MinLen, MaxLen))}
+    limits = [words[type(bound)].format(*astuple(bound), unit=unit) for bound in bounds if type(bound) in words]
+    return "".join(f", {limit}" for limit in limits)
 
 
 def _options(annotation: Any) -> list[Any]:

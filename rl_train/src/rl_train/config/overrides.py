@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.config.diagnostics import Problems, show
+from rl_core.config.diagnostics import InvalidConfigError, Problem, Problems, show
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_train.yaml_reader import read_yaml
 
@@ -53,49 +53,42 @@ def apply_overrides(root: Node, overrides: Sequence[str], *, problems: Problems)
     for number, text in enumerate(overrides, start=1):
         shortened = text if len(text) <= 80 else f"{text[:77]}..."
         location = SourceLocation(f"override #{number} `{shortened}`", number=number)
-        parsed = _parse(text, location=location, problems=problems)
-        if parsed is None:
-            continue
-        path, value, adds = parsed
-        path = _with_indices(root, path)
-        known = max(length for length in range(len(path) + 1) if root.at(path[:length]) is not None)
-        changed = _set(root, path, value, done=(), location=location, problems=problems)
-        if changed is not None:
-            root = changed
+        with problems.collecting():
+            path, value, adds = _parse(text, location)
+            path = _with_indices(root, path)
+            known = max(length for length in range(len(path) + 1) if root.at(path[:length]) is not None)
+            root = _set(root, path, value, done=(), location=location)
             applied.append(Override(path=path, location=location, adds=adds, known=known))
     return root, tuple(applied)
 
 
-def _parse(text: str, *, location: SourceLocation, problems: Problems) -> tuple[KeyPath, Node, bool] | None:
+def _parse(text: str, location: SourceLocation) -> tuple[KeyPath, Node, bool]:
+    """The key, the value and whether the override may add the key; raises InvalidConfigError, as `_set`."""
     match = _SHAPE.fullmatch(text)
     if match is None:
         meant = ""
         if text.endswith((".yaml", ".yml")) or os.path.isfile(text):
             meant = " To layer several config files, give the first ones with --config, or use `defaults:` in the last."
-        problems.add(f"Overrides have the form key=value, such as policy.precision=bfloat16.{meant}", location=location)
-        return None
+        raise _invalid(f"Overrides have the form key=value, such as policy.precision=bfloat16.{meant}", location)
     if match["plus"] == "+":
-        problems.add(
-            "The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.", location=location
-        )
-        return None
+        raise _invalid("The prefix `+` is not supported: use `++key=value` to add a key, or `key=value` to set one.", location)
     keys = [key for part in _components(match["key"].strip()) for key in part]
     if "" in keys:
-        problems.add("The key before `=` has an empty component: write it like policy.precision.", location=location)
-        return None
+        raise _invalid("The key before `=` has an empty component: write it like policy.precision.", location)
     if keys[0] == "defaults":
-        problems.add("`defaults` is read before overrides are applied: set it in a file.", location=location)
-        return None
+        raise _invalid("`defaults` is read before overrides are applied: set it in a file.", location)
     if not match["value"].strip():
-        problems.add("There is no value after `=`: use null for no value, '' for an empty string.", location=location)
-        return None
-    before = len(problems.found)
+        raise _invalid("There is no value after `=`: use null for no value, '' for an empty string.", location)
+    problems = Problems()
     value = read_yaml(match["value"], location=location, problems=problems)
+    problems.raise_if_any()
     if value is None:
-        if len(problems.found) == before:
-            problems.add("There is no value after `=`: text that starts with `#` must be quoted.", location=location)
-        return None
+        raise _invalid("There is no value after `=`: text that starts with `#` must be quoted.", location)
     return tuple(keys), value, bool(match["plus"])
+
+
+def _invalid(message: str, location: SourceLocation, path: KeyPath = ()) -> InvalidConfigError:
+    return InvalidConfigError([Problem(path, message, location)])
 
 
 def _components(key: str) -> Iterator[KeyPath]:
@@ -123,31 +116,23 @@ def _with_indices(root: Node, path: KeyPath) -> KeyPath:
     return tuple(keys)
 
 
-def _set(node: Node, path: KeyPath, value: Node, *, done: KeyPath, location: SourceLocation, problems: Problems) -> Node | None:
+def _set(node: Node, path: KeyPath, value: Node, *, done: KeyPath, location: SourceLocation) -> Node:
     if not path:
         return value
     part, rest = path[0], path[1:]
     here = (*done, part)
     inner = node.child(part)
+    if isinstance(node.value, list) and inner is None:
+        valid = f"valid indices are 0 to {len(node.value) - 1}"
+        raise _invalid(f"{dotted(done)} is a list of {len(node.value)}: {valid}.", location, here)
+    if not isinstance(node.value, dict | list):
+        raise _invalid(f"{dotted(done)} is {show(node.value)} ({node.location}), which has no keys.", location, here)
     # A missing or null key becomes a new section.
     child = Node({}, location=location, key_location=location) if inner is None or (inner.value is None and rest) else inner
-    changed: Any
-    if isinstance(node.value, dict):
-        new = _set(child, rest, value, done=here, location=location, problems=problems)
-        changed = None if new is None else {**node.value, str(part): new}
-    elif isinstance(node.value, list):
-        if inner is None:
-            problems.add(
-                f"{dotted(done)} is a list of {len(node.value)}: valid indices are 0 to {len(node.value) - 1}.",
-                location=location,
-                path=here,
-            )
-            return None
-        new = _set(inner, rest, value, done=here, location=location, problems=problems)
-        changed = None if new is None else [new if i == part else item for i, item in enumerate(node.value)]
-    else:
-        problems.add(
-            f"{dotted(done)} is {show(node.value)} ({node.location}), which has no keys.", location=location, path=here
-        )
-        return None
-    return None if changed is None else Node(changed, location=node.location, key_location=node.key_location)
+    new = _set(child, rest, value, done=here, location=location)
+    changed: Any = (
+        {**node.value, str(part): new}
+        if isinstance(node.value, dict)
+        else [new if index == part else item for index, item in enumerate(node.value)]
+    )
+    return Node(changed, location=node.location, key_location=node.key_location)

@@ -32,11 +32,10 @@ def components_can_be_imported(config: RunFacts, path: KeyPath, part: SectionSch
 
 
 @rule("loss_fn", "algorithm", stage=Stage.IMPORTED, applies_to=TRAINING)
-def loss_can_be_created(config: RunFacts) -> Iterator[Problem]:
+def loss_can_be_created(config: RunFacts) -> None:
     """The class of the loss is a loss, and its constructor accepts the section."""
     config.load(Kind.LOSS, config.run.loss_fn.name or config.run.algorithm.default_loss or "")
     _ = config.loss_fn
-    yield from ()
 
 
 def _loss_of(config: RunFacts) -> LossFunction | None:

@@ -71,17 +71,15 @@ def rows_fit_the_trained_positions(config: RunFacts) -> Iterator[Problem]:
 
 
 @rule(*_FILES, stage=Stage.DATA)
-def companions_have_the_tokenizer_of_the_policy(config: RunFacts) -> Iterator[Problem]:
+def companions_have_the_tokenizer_of_the_policy(config: RunFacts) -> None:
     """A value model and a teacher have the tokenizer of the policy, because they receive its token ids."""
     refuse_other_tokenizers(config.run, config.tokenizer)
-    yield from ()
 
 
 @rule(*_FILES, "policy.generation", stage=Stage.DATA)
-def end_of_sequence_token_is_of_the_model(config: RunFacts) -> Iterator[Problem]:
+def end_of_sequence_token_is_of_the_model(config: RunFacts) -> None:
     """The end-of-sequence token that `policy.generation` repeats is one of the model's."""
     config.require_models()
     generation = config.run.policy.generation
     if generation is not None and (generation.model_name is None or config.missing_source(generation.model_name) is None):
         refuse_other_end_tokens(config.run)
-    yield from ()

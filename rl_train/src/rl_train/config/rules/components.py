@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem
-from rl_core.config.schema import PolicyConfig
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import ComponentSection
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.config_layout import SectionSchema
-from rl_train.config.rules.models import MODELS, each_model
+from rl_train.config.rules.models import MODELS, each_engine, each_model
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, Use, rule
 from rl_train.config.schema import LoggerConfig, RunConfig
 from rl_train.config.slots import SLOTS, sections_at
@@ -69,12 +69,10 @@ def policy_backend_has_the_capabilities(config: CheckedConfig, name: str, model:
         yield from _lacks(config, key, setting, (name,), Kind.POLICY, model.backend, capability)
 
 
-@rule("policy.generation", "cluster.backend")
-def generation_backend_has_the_capabilities(config: CheckedConfig) -> Iterator[Problem]:
+@rule("policy.generation", "cluster.backend", each=each_engine)
+def generation_backend_has_the_capabilities(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """The engine supports its sampling filters and the cluster."""
-    generation, at = config.run.policy.generation, ("policy", "generation")
-    if generation is None:
-        return
+    at = ("policy", "generation")
     required: list[tuple[KeyPath, str, str]] = []
     if config.run.cluster.backend == "in_process":
         required.append((("cluster", "backend"), "in_process", "in_process"))

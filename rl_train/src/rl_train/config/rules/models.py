@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem, show
-from rl_core.config.schema import PolicyConfig
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.plugins.component import Kind
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 from rl_train.config.schema import RunConfig
@@ -24,6 +24,12 @@ def models_of(run: RunConfig) -> dict[str, PolicyConfig]:
 def each_model(config: CheckedConfig) -> Iterator[tuple[str, PolicyConfig]]:
     """The models of a config, for rules that check each of them."""
     yield from models_of(config.run).items()
+
+
+def each_engine(config: CheckedConfig) -> Iterator[tuple[GenerationConfig]]:
+    """The section `policy.generation`, for rules that check it if there is one."""
+    if config.run.policy.generation is not None:
+        yield (config.run.policy.generation,)
 
 
 @rule("algorithm", "loss_fn", applies_to=TRAINING)
@@ -67,11 +73,11 @@ def companions_keep_what_their_section_implies(config: CheckedConfig, companion:
         yield Problem((companion, "generation"), f"a {companion} does not sample; only the policy does. Remove the section.")
 
 
-@rule("policy.max_total_sequence_length", "policy.generation.max_new_tokens")
-def completions_leave_tokens_for_a_prompt(config: CheckedConfig) -> Iterator[Problem]:
+@rule("policy.max_total_sequence_length", "policy.generation.max_new_tokens", each=each_engine)
+def completions_leave_tokens_for_a_prompt(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """The longest completion is shorter than a row of the policy."""
-    policy, generation = config.run.policy, config.run.policy.generation
-    if generation is not None and generation.max_new_tokens >= policy.max_total_sequence_length:
+    policy = config.run.policy
+    if generation.max_new_tokens >= policy.max_total_sequence_length:
         yield Problem(
             ("policy", "generation", "max_new_tokens"),
             f"{generation.max_new_tokens} leaves no tokens for a prompt: policy.max_total_sequence_length, for prompt "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from rl_core.config.diagnostics import Problem, comma_separated, show
@@ -15,6 +14,7 @@ from rl_core.plugins.static_lookup import missing_target
 from rl_train.config.aliases import MEANINGS
 from rl_train.config.rules.models import MODELS, each_model
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
+from rl_train.config.schedule_lengths import LENGTH, arguments, is_number
 from rl_train.config.torch_arguments import (
     DECAY_MATRICES_ONLY,
     LR_SCHEDULER,
@@ -25,27 +25,19 @@ from rl_train.config.torch_arguments import (
     arguments_of,
 )
 
-_LENGTH = "num_training_steps"
-
-
-def _of_model(name: str, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Problems with keys within the section of a model, with the whole keys."""
-    for problem in problems:
-        yield Problem((name, *problem.path), problem.message)
-
 
 @rule(*(f"{name}.optimizer" for name in MODELS), applies_to=TRAINING, each=each_model)
 def optimizer_can_be_created(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
     """The optimizer of a trained model exists, and its arguments have values that it accepts."""
     if not model.frozen:
-        yield from _of_model(name, _optimizer_problems(model.optimizer))
+        yield from _optimizer_problems(model.optimizer, (name, "optimizer"))
 
 
 @rule(*(f"{name}.scheduler" for name in MODELS), applies_to=TRAINING, each=each_model)
 def schedule_can_be_created(config: CheckedConfig, name: str, model: PolicyConfig) -> Iterator[Problem]:
     """The learning-rate schedule of a trained model exists, and its arguments have values that it accepts."""
     if not model.frozen and model.scheduler is not None:
-        yield from _of_model(name, _scheduler_problems(model.scheduler))
+        yield from _scheduler_problems(model.scheduler, (name, "scheduler"))
 
 
 @rule(
@@ -67,50 +59,48 @@ def allowed_argument(path: KeyPath) -> str | None:
     return None if check is None else check[1]
 
 
-def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
-    at = ("optimizer", "name")
+def _optimizer_problems(optimizer: OptimizerConfig, at: KeyPath) -> Iterator[Problem]:
     if (problem := missing_target(optimizer.name)) is not None:
-        yield Problem(at, f"{optimizer.name} cannot be imported: {problem}")
+        yield Problem((*at, "name"), f"{optimizer.name} cannot be imported: {problem}")
         return
     name = _class_of(optimizer.name, OPTIM)
     if name in UNUSABLE_OPTIMIZERS:
-        yield Problem(at, f"{optimizer.name} cannot be used to train a language model: {UNUSABLE_OPTIMIZERS[name]}.")
+        unusable = UNUSABLE_OPTIMIZERS[name]
+        yield Problem((*at, "name"), f"{optimizer.name} cannot be used to train a language model: {unusable}.")
         return
-    if name and (arguments := arguments_of(OPTIM, name)) is not None:
-        allowed = (*arguments[0], *arguments[1], DECAY_MATRICES_ONLY)
-        yield from _unknown(optimizer.kwargs, allowed, section="optimizer", of=optimizer.name)
-    yield from _bad_values(optimizer.kwargs, section="optimizer", checks=_OPTIMIZER_VALUES)
+    if name and (torch_arguments := arguments_of(OPTIM, name)) is not None:
+        allowed = (*torch_arguments[0], *torch_arguments[1], DECAY_MATRICES_ONLY)
+        yield from _unknown(optimizer.kwargs, allowed, at, of=optimizer.name)
+    yield from _bad_values(optimizer.kwargs, at, checks=_OPTIMIZER_VALUES)
 
 
-def _scheduler_problems(scheduler: SchedulerConfig) -> Iterator[Problem]:
-    at, name = ("scheduler", "name"), scheduler.name
+def _scheduler_problems(scheduler: SchedulerConfig, at: KeyPath) -> Iterator[Problem]:
+    name = scheduler.name
     if name in SCHEDULES:
-        parameters = tuple(inspect.signature(SCHEDULES[name]).parameters)[1:]
-        yield from _unknown(scheduler.kwargs, parameters, section="scheduler", of=f"the schedule {name}")
-        yield from _bad_values(scheduler.kwargs, section="scheduler", checks=_SCHEDULE_VALUES)
+        yield from _unknown(scheduler.kwargs, arguments(scheduler), at, of=f"the schedule {name}")
+        yield from _bad_values(scheduler.kwargs, at, checks=_SCHEDULE_VALUES)
         return
     if "." not in name and ":" not in name:
         meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS])
         yield Problem(
-            at,
+            (*at, "name"),
             f"unknown schedule {name!r}.{meant} Use {comma_separated(sorted(SCHEDULES))}, or a dotted name such as "
             f"{LR_SCHEDULER}.CosineAnnealingLR.",
         )
         return
     if (problem := missing_target(name)) is not None:
-        yield Problem(at, f"{name} cannot be imported: {problem}")
+        yield Problem((*at, "name"), f"{name} cannot be imported: {problem}")
         return
     short = _class_of(name, LR_SCHEDULER)
     if short in UNUSABLE_SCHEDULERS:
-        yield Problem(
-            at, f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. Use {comma_separated(sorted(SCHEDULES))}."
-        )
-    elif short and (arguments := arguments_of(LR_SCHEDULER, short)) is not None:
-        required, optional = arguments
-        yield from _unknown(scheduler.kwargs, (*required, *optional), section="scheduler", of=name)
+        instead = f"Use {comma_separated(sorted(SCHEDULES))}."
+        yield Problem((*at, "name"), f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. {instead}")
+    elif short and (torch_arguments := arguments_of(LR_SCHEDULER, short)) is not None:
+        required, optional = torch_arguments
+        yield from _unknown(scheduler.kwargs, (*required, *optional), at, of=name)
         for key in required:
             if key not in scheduler.kwargs:
-                yield Problem(("scheduler", "kwargs", key), f"is required by {name}.")
+                yield Problem((*at, "kwargs", key), f"is required by {name}.")
 
 
 def _class_of(name: str, module: str) -> str:
@@ -119,32 +109,28 @@ def _class_of(name: str, module: str) -> str:
     return short if holder == module else ""
 
 
-def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], *, section: str, of: str) -> Iterator[Problem]:
+def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], at: KeyPath, *, of: str) -> Iterator[Problem]:
     for key in kwargs:
         if key not in allowed:
             meant = f" Did you mean {MEANINGS[key]!r}?" if MEANINGS.get(key) in allowed else did_you_mean(key, list(allowed))
             yield Problem(
-                (section, "kwargs", key),
+                (*at, "kwargs", key),
                 f"{of} has no argument {key!r}.{meant} Its arguments are: {comma_separated(allowed)}.",
             )
 
 
-def _bad_values(kwargs: Mapping[str, Any], *, section: str, checks: Mapping[str, _Check]) -> Iterator[Problem]:
+def _bad_values(kwargs: Mapping[str, Any], at: KeyPath, *, checks: Mapping[str, _Check]) -> Iterator[Problem]:
     for key, (fits, allowed) in checks.items():
         if key in kwargs and not fits(kwargs[key]):
-            yield Problem((section, "kwargs", key), f"must be {allowed}; found {show(kwargs[key])}.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            yield Problem((*at, "kwargs", key), f"must be {allowed}; found {show(kwargs[key])}.")
 
 
 def _is_not_negative(value: Any) -> bool:
-    return _is_number(value) and value >= 0
+    return is_number(value) and value >= 0
 
 
 def _is_fraction(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 1
+    return is_number(value) and 0 <= value < 1
 
 
 def _is_step_count(value: Any) -> bool:
@@ -167,7 +153,7 @@ _OPTIMIZER_VALUES: dict[str, _Check] = {
 }
 _STEPS: _Check = (_is_step_count, "a whole number of optimizer steps, 0 or more")
 _SCHEDULE_VALUES: dict[str, _Check] = {
-    _LENGTH: _STEPS,
+    LENGTH: _STEPS,
     "num_warmup_steps": (lambda value: value is not None and _is_step_count(value), _STEPS[1]),
-    "min_lr_ratio": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "min_lr_ratio": (lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
 }

@@ -117,12 +117,15 @@ def _once(_: object) -> Iterable[tuple[Any, ...]]:
     return [()]
 
 
+Check = Callable[..., Iterable[Problem] | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """One rule.
 
     Attributes:
-        check: Yields the problems of a config.
+        check: Returns or yields the problems of a config; it may also raise them as a `UserError`.
         reads: Sections and keys that it reads, for readers; a test compares the sections with what it really reads.
         stage: When it can be checked.
         applies_to: What the config must be loaded for.
@@ -131,7 +134,7 @@ class Rule:
         warns: Whether its problems are warnings: valid, but probably not intended.
     """
 
-    check: Callable[..., Iterator[Problem]]
+    check: Check
     reads: tuple[str, ...]
     stage: Stage = Stage.STATIC
     applies_to: frozenset[Use] = ANY_USE
@@ -151,7 +154,7 @@ class Rule:
     def problems(self, config: CheckedConfig | WrittenConfig) -> Iterator[Problem]:
         """The problems of a config without invalid keys."""
         for item in self.each(config):
-            yield from self.check(config, *item)
+            yield from self.check(config, *item) or ()
 
 
 def rule(
@@ -160,7 +163,7 @@ def rule(
     applies_to: frozenset[Use] = ANY_USE,
     each: Callable[[Any], Iterable[tuple[Any, ...]]] = _once,
     warns: bool = False,
-) -> Callable[[Callable[..., Iterator[Problem]]], Rule]:
+) -> Callable[[Check], Rule]:
     """Declares a function as a rule; see `Rule`."""
     return lambda check: Rule(check=check, reads=reads, stage=stage, applies_to=applies_to, each=each, warns=warns)
 
@@ -178,10 +181,11 @@ class NotChecked:
     missing: str
     """The key or the file that it reads, and that is reported as invalid."""
     item: tuple[Any, ...] = ()
-    """The item of `rule.each` that it could not be checked for; it starts with a name or a key."""
+    """The item of `rule.each` that it could not be checked for; it starts with a name or a key if there may be several."""
 
     def __str__(self) -> str:
-        about = "" if not self.item else f" for {self.item[0] if isinstance(self.item[0], str) else dotted(self.item[0])}"
+        name = self.item[0] if self.item else None
+        about = f" for {name}" if isinstance(name, str) else f" for {dotted(name)}" if isinstance(name, tuple) else ""
         return f"not checked{about}, because {self.missing} is invalid: {self.rule.text}"
 
 
@@ -202,7 +206,7 @@ class RuleReport:
             items += rule.each(config)
         for item in items:
             with self._reporting_errors_of(rule, item):
-                for problem in rule.check(config, *item):
+                for problem in rule.check(config, *item) or ():
                     (self.warnings if rule.warns else self.problems).append(problem)
 
     @contextmanager

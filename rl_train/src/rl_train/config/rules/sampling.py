@@ -9,6 +9,7 @@ from rl_core.config.schema import GenerationConfig
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
+from rl_train.config.rules.models import each_engine
 from rl_train.config.rules.rule import CONFIG_FILE, TRAINING, CheckedConfig, Stage, rule
 from rl_train.config.static_attribute import static_attribute
 
@@ -34,11 +35,11 @@ def default_transports(num_nodes: int, *, on_gpus: bool | None, is_colocated: bo
     return ("shared_memory", "collective") if shares_memory else ("collective",)
 
 
-@rule("algorithm", "policy.generation", applies_to=TRAINING)
-def samples_are_not_filtered(config: CheckedConfig) -> Iterator[Problem]:
+@rule("algorithm", "policy.generation", applies_to=TRAINING, each=each_engine)
+def samples_are_not_filtered(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """Rollouts are sampled from the whole distribution of the policy, unless the algorithm allows filters."""
-    run, generation = config.run, config.run.policy.generation
-    if generation is None or not run.algorithm.needs_generation or run.algorithm.allows_filtered_sampling:
+    run = config.run
+    if not run.algorithm.needs_generation or run.algorithm.allows_filtered_sampling:
         return
     for key, neutral in generation.sampling_filters().items():
         yield Problem(
@@ -49,17 +50,14 @@ def samples_are_not_filtered(config: CheckedConfig) -> Iterator[Problem]:
         )
 
 
-@rule("algorithm", "policy.generation", applies_to=TRAINING)
-def samples_are_from_unchanged_logits(config: CheckedConfig) -> Iterator[Problem]:
+@rule("algorithm", "policy.generation", applies_to=TRAINING, each=each_engine)
+def samples_are_from_unchanged_logits(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """The engine does not change logits, because the policy scores tokens without the change."""
-    run, generation = config.run, config.run.policy.generation
-    if generation is None or not run.algorithm.needs_generation:
-        return
-    for key, neutral in generation.logit_changes().items():
+    for key, neutral in generation.logit_changes().items() if config.run.algorithm.needs_generation else ():
         yield Problem(
             (*_GENERATION, *key),
-            f"{run.algorithm_name} cannot train on samples from changed logits: the policy scores tokens without the change, "
-            f"so every probability ratio would be wrong. Set it to {show(neutral)}.",
+            f"{config.run.algorithm_name} cannot train on samples from changed logits: the policy scores tokens without the "
+            f"change, so every probability ratio would be wrong. Set it to {show(neutral)}.",
         )
 
 
@@ -88,32 +86,29 @@ def own_weights_refused(algorithm: str, engine: str, key: str | None = None) -> 
     )
 
 
-@rule("algorithm", "policy.generation", applies_to=TRAINING)
-def engine_samples_from_the_policy(config: CheckedConfig) -> Iterator[Problem]:
+@rule("algorithm", "policy.generation", applies_to=TRAINING, each=each_engine)
+def engine_samples_from_the_policy(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """A run that trains on samples does not use an engine with its own weights, as far as its source file says so."""
-    yield from _own_weights(config, None)
+    yield from _own_weights(config, generation, None)
 
 
-@rule("algorithm", "policy.generation", applies_to=TRAINING, stage=Stage.IMPORTED)
-def imported_engine_samples_from_the_policy(config: CheckedConfig) -> Iterator[Problem]:
+@rule("algorithm", "policy.generation", applies_to=TRAINING, stage=Stage.IMPORTED, each=each_engine)
+def imported_engine_samples_from_the_policy(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """A run that trains on samples does not use an engine whose class has its own weights."""
-    section = config.run.policy.generation
-    if section is not None:
-        config.load(Kind.GENERATION, section.backend)
-    yield from _own_weights(config, config.registry)
+    config.load(Kind.GENERATION, generation.backend)
+    yield from _own_weights(config, generation, config.registry)
 
 
-def _own_weights(config: CheckedConfig, registry: Registry | None) -> Iterator[Problem]:
-    run, section = config.run, config.run.policy.generation
-    if section is not None and run.algorithm.runtime_needs.samples and declares_own_weights(section, registry):
+def _own_weights(config: CheckedConfig, section: GenerationConfig, registry: Registry | None) -> Iterator[Problem]:
+    run = config.run
+    if run.algorithm.runtime_needs.samples and declares_own_weights(section, registry):
         yield Problem((*_GENERATION, "backend"), own_weights_refused(run.algorithm_name, section.backend, section.weights_key))
 
 
-@rule("policy.generation.refit_canary", "policy.generation.backend")
-def synced_weights_are_verified(config: CheckedConfig) -> Iterator[Problem]:
+@rule("policy.generation.refit_canary", "policy.generation.backend", each=each_engine)
+def synced_weights_are_verified(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """The canary is only disabled for an engine whose digests cover the tensors that it computes with."""
-    generation = config.run.policy.generation
-    if generation is None or generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
+    if generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
         return
     known = generation.backend in config.registry.names(Kind.GENERATION)
     if known and HELD_DIGESTS not in config.registry.find(Kind.GENERATION, generation.backend).capabilities:
@@ -129,13 +124,14 @@ def without_canary(backend: str) -> str:
     )
 
 
-@rule("policy.generation.refit_transport", "policy.generation.backend", "policy.backend", applies_to=CONFIG_FILE)
-def weight_transport_is_supported(config: CheckedConfig) -> Iterator[Problem]:
+@rule(
+    "policy.generation.refit_transport", "policy.generation.backend", "policy.backend", applies_to=CONFIG_FILE, each=each_engine
+)
+def weight_transport_is_supported(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """The configured weight transport exists, and both backends support it."""
-    generation, at = config.run.policy.generation, (*_GENERATION, "refit_transport")
-    if generation is None or generation.refit_transport is None:
+    transport, at = generation.refit_transport, (*_GENERATION, "refit_transport")
+    if transport is None:
         return
-    transport = generation.refit_transport
     try:
         config.registry.find(Kind.WEIGHT_TRANSPORT, transport)
     except PluginError as error:
@@ -148,11 +144,11 @@ def weight_transport_is_supported(config: CheckedConfig) -> Iterator[Problem]:
             yield Problem(at, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {known or 'none'}.")
 
 
-@rule("policy.generation.backend", "policy.backend", "cluster", applies_to=CONFIG_FILE)
-def backends_have_a_common_transport(config: CheckedConfig) -> Iterator[Problem]:
+@rule("policy.generation.backend", "policy.backend", "cluster", applies_to=CONFIG_FILE, each=each_engine)
+def backends_have_a_common_transport(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """Both backends support one of the weight transports that are tried by default."""
-    run, registry, generation = config.run, config.registry, config.run.policy.generation
-    if generation is None or generation.refit_transport is not None or generation.has_own_weights:
+    run, registry = config.run, config.registry
+    if generation.refit_transport is not None or generation.has_own_weights:
         return
     if run.cluster.backend == "in_process":
         tried: tuple[str, ...] = IN_PROCESS_TRANSPORTS
@@ -187,15 +183,20 @@ def _capabilities(registry: Registry, kind: Kind, backend: str) -> tuple[str, ..
     return None if is_path(backend) else registry.find(kind, backend).capabilities
 
 
-@rule("policy.generation.resources", "policy.generation.num_workers", "cluster.backend", applies_to=CONFIG_FILE)
-def resources_of_the_engine_determine_its_replicas(config: CheckedConfig) -> Iterator[Problem]:
+@rule(
+    "policy.generation.resources",
+    "policy.generation.num_workers",
+    "cluster.backend",
+    applies_to=CONFIG_FILE,
+    each=each_engine,
+)
+def resources_of_the_engine_determine_its_replicas(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """An engine with its own resources has one replica for each of their workers, in separate processes."""
-    generation, at = config.run.policy.generation, (*_GENERATION, "resources")
-    if generation is None or generation.resources is None:
+    if generation.resources is None:
         return
     if config.run.cluster.backend == "in_process":
         yield Problem(
-            at,
+            (*_GENERATION, "resources"),
             "is not supported with cluster.backend: in_process, which runs policy and engine in this process. Remove it, or "
             "set cluster.backend: ray.",
         )
@@ -207,11 +208,16 @@ def resources_of_the_engine_determine_its_replicas(config: CheckedConfig) -> Ite
         )
 
 
-@rule("policy.generation.resources", "policy.generation.refit_transport", "cluster.use_gpus", applies_to=CONFIG_FILE)
-def shared_gpu_memory_needs_shared_gpus(config: CheckedConfig) -> Iterator[Problem]:
+@rule(
+    "policy.generation.resources",
+    "policy.generation.refit_transport",
+    "cluster.use_gpus",
+    applies_to=CONFIG_FILE,
+    each=each_engine,
+)
+def shared_gpu_memory_needs_shared_gpus(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """Weights are only sent through the memory of GPUs to an engine on the same GPUs."""
-    generation = config.run.policy.generation
-    if generation is None or generation.resources is None or generation.refit_transport != "shared_memory":
+    if generation.resources is None or generation.refit_transport != "shared_memory":
         return
     if config.run.cluster.use_gpus or generation.resources.use_gpus:
         yield Problem(
@@ -221,13 +227,17 @@ def shared_gpu_memory_needs_shared_gpus(config: CheckedConfig) -> Iterator[Probl
         )
 
 
-@rule("policy.generation.refit_transport", "policy.generation.refit_folder", "cluster.num_nodes", applies_to=CONFIG_FILE)
-def refit_folder_is_for_the_disk_transport(config: CheckedConfig) -> Iterator[Problem]:
+@rule(
+    "policy.generation.refit_transport",
+    "policy.generation.refit_folder",
+    "cluster.num_nodes",
+    applies_to=CONFIG_FILE,
+    each=each_engine,
+)
+def refit_folder_is_for_the_disk_transport(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """A folder for weights is set if several nodes exchange them by disk, and only with that transport."""
-    generation, at = config.run.policy.generation, (*_GENERATION, "refit_folder")
-    if generation is None:
-        return
-    transport, folder, nodes = generation.refit_transport, generation.refit_folder, config.run.cluster.num_nodes
+    at, nodes = (*_GENERATION, "refit_folder"), config.run.cluster.num_nodes
+    transport, folder = generation.refit_transport, generation.refit_folder
     if transport == "disk" and folder is None and (nodes > 1 or generation.resources is not None):
         where = (
             f"on {nodes} nodes" if nodes > 1 else "and policy.generation.resources, because the engine may be on another node"
