@@ -11,9 +11,8 @@ from rl_core.config.diagnostics import Problem
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath, dotted
-from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
-from rl_core.errors import ConfigError, DataError, with_key
+from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.generation import GenerationInterface
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
@@ -80,18 +79,6 @@ def refuse_other_end_tokens(config: RunConfig) -> None:
 def tokenizer_key(section: PolicyConfig) -> str:
     """The key of a model's section that names its tokenizer."""
     return "tokenizer.name" if section.tokenizer.name else "model_name"
-
-
-def missing_models(config: RunConfig) -> Iterator[tuple[set[str], Problem]]:
-    """Each model that does not exist: the sections that load its tokenizer, and the error at the first of them."""
-    keys: dict[str, list[KeyPath]] = {}
-    for name, section in models_of(config).items():
-        keys.setdefault(section.tokenizer.name or section.model_name, []).append((name, *tokenizer_key(section).split(".")))
-    for source, paths in keys.items():
-        try:
-            require_model(source)
-        except DataError as error:
-            yield {str(path[0]) for path in paths}, Problem(paths[0], f"{error}.")
 
 
 def length_conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -50,7 +50,7 @@ def find_damage(checkpoint: Path, *, only: Collection[str] | None = None) -> lis
     return problems
 
 
-def read_checked_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> dict[str, Any]:
     """`state.json` of a complete checkpoint, in the form that `Checkpoints` writes.
 
     Raises:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_train.checkpoints.config_changes import refuse_changes
-from rl_train.checkpoints.damage import damage_error, read_checked_state, verify_checkpoint
+from rl_train.checkpoints.damage import damage_error, verify_checkpoint
+from rl_train.checkpoints.damage import read_state as read_state
 from rl_train.checkpoints.disk_space import check_disk_space
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.training_checks.weight_changes import check_equal_ranks
@@ -195,12 +196,3 @@ def _load_part(part: Stateful, name: str, state: Mapping[str, Any], checkpoint: 
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         problem = f"state.json: `parts.{name}` cannot be restored: {type(error).__name__}: {error}"
         raise damage_error(checkpoint, [problem]) from error
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a complete checkpoint; its other files are not compared with their digests.
-
-    Raises:
-        CheckpointError: it is not a complete checkpoint, or its state is damaged.
-    """
-    return read_checked_state(checkpoint)

@@ -75,14 +75,15 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source_each(self) -> DataConfig:
-        if self.train is not None and self.train_data_path is not None:
-            raise ValueError("train and train_data_path both define the training data: keep one of them")
-        if self.mix and (self.train is not None or self.train_data_path is not None):
-            raise ValueError("mix and train both define the training data: keep one of them")
-        if self.validation is not None and self.val_data_path is not None:
-            raise ValueError("validation and val_data_path both define the validation data: keep one of them")
-        if self.split is not None and (self.validation is not None or self.val_data_path is not None):
-            raise ValueError("split and validation both define the validation data: keep one of them")
+        train, validation = self.train or self.train_data_path is not None, self.validation or self.val_data_path is not None
+        for data, one, other, are_both in (
+            ("training", "train", "train_data_path", self.train and self.train_data_path is not None),
+            ("training", "mix", "train", self.mix and train),
+            ("validation", "validation", "val_data_path", self.validation and self.val_data_path is not None),
+            ("validation", "split", "validation", self.split and validation),
+        ):
+            if are_both:
+                raise ValueError(f"{one} and {other} both define the {data} data: keep one of them")
         for key, section in self.sections().items():
             if section.weight is not None and not key.startswith("mix."):
                 raise ValueError(f"{key}.weight has no effect: weights apply only to the datasets of mix")

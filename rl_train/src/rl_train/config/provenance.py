@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_train.config.config_layout import ConfigLayout
+from rl_train.config.dotted_keys import leaves_by_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ def trace(
     """
     return {
         dotted(path): _origin(path, written=written, interpolations=interpolations, layout=layout)
-        for path in _leaf_paths(resolved)
+        for path, _ in leaves_by_path(resolved)
     }
 
 
@@ -59,11 +60,3 @@ def _origin(path: KeyPath, *, written: Node, interpolations: Mapping[KeyPath, st
         return Origin(default_of=f"{dotted(path[:-1])}" if loss_of is None else f"the algorithm {loss_of}")
     field = layout.find(path)
     return Origin(default_of=field.owner.__name__ if field is not None else dotted(path[:-1]))
-
-
-def _leaf_paths(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaf_paths(item, (*path, key))
-    else:
-        yield path

@@ -214,37 +214,31 @@ class RunConfig(Section):
         return self.policy.scoring_temperature if self.algorithm.needs_generation else 1.0
 
 
-class OpenPolicyConfig(PolicyConfig):
+class _OpenSection(Section):
+    """A section of a component given by its path, whose other keys are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenPolicyConfig(PolicyConfig, _OpenSection):
     """`policy` of a backend given by its path. Keys unknown to this model are passed on."""
 
-    model_config = ConfigDict(extra="allow")
 
-
-class OpenGenerationConfig(GenerationConfig):
+class OpenGenerationConfig(GenerationConfig, _OpenSection):
     """`policy.generation` of a backend given by its path. Keys unknown to this model are passed on."""
 
-    model_config = ConfigDict(extra="allow")
 
-
-class OpenEnvironmentConfig(EnvironmentConfig):
+class OpenEnvironmentConfig(EnvironmentConfig, _OpenSection):
     """`env.<task>` of an environment given by its path. Keys unknown to this model are passed on."""
 
-    model_config = ConfigDict(extra="allow")
 
-
-class OpenDatasetConfig(DatasetConfig):
+class OpenDatasetConfig(DatasetConfig, _OpenSection):
     """Section of a dataset given by its path. Keys unknown to this model are passed on."""
 
-    model_config = ConfigDict(extra="allow")
 
-
-class OpenLossConfig(LossConfig):
+class OpenLossConfig(LossConfig, _OpenSection):
     """`loss_fn` of a loss given by its path. Keys unknown to this model are passed on."""
 
-    model_config = ConfigDict(extra="allow")
 
-
-class OpenLoggerConfig(LoggerConfig):
+class OpenLoggerConfig(LoggerConfig, _OpenSection):
     """Section of a logger given by its path. Keys unknown to this model are passed on."""
-
-    model_config = ConfigDict(extra="allow")

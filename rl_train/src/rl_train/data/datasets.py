@@ -15,32 +15,14 @@ from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.interfaces.dataset import Record
 from rl_train.data.conversations import Messages, kind_of, paired_text, read_messages, with_system_prompt, without_answer
-from rl_train.data.record_functions import form_hint, load_record_function
-from rl_train.data.records import Records, Rows
+from rl_train.data.record_functions import form_hint
+from rl_train.data.records import Records, RowReader
 from rl_train.data.row_sections import RecordFields
-from rl_train.data.sources import open_rows
 from rl_train.data.tool_calls import check_tool_use, read_tools, tools_of
 from rl_train.prompts.templates import PromptTemplate, load_prompt
-from rl_train.user_code import reporting_errors
 
 
-class RecordDataset(Records[Record]):
-    """The prompts or conversations of any source.
-
-    Args:
-        config: The source and its fields.
-        rows: The source, replacing that of the config.
-
-    Raises:
-        DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
-    """
-
-    def __init__(self, config: RecordFields, rows: Rows | None = None) -> None:
-        super().__init__(open_rows(config) if rows is None else rows, RecordReader(config), on_bad_row=config.on_bad_row)
-        self.config = config
-
-
-class RecordReader:
+class RecordReader(RowReader[RecordFields, Record]):
     """Creates one record per row, by the keys of the config or by its function.
 
     Args:
@@ -55,19 +37,14 @@ class RecordReader:
     called = "row"
 
     def __init__(self, config: RecordFields, *, with_examples: bool = True) -> None:
-        self._config = config
         self._template = _template(config)
         if self._template is not None and not with_examples:
             self._template = self._template.without_examples()
-        self._function = None if config.record_fn is None else load_record_function(config.record_fn)
+        super().__init__(config)
 
     def records(self, row: dict[str, Any]) -> list[Record]:
         """The row's record."""
-        if self._function is not None:
-            with reporting_errors(f"record_fn {self._config.record_fn}", self._function):
-                made = self._function(row)
-            return [self._checked(made)]
-        return [self._from_keys(row)]
+        return [self._from_keys(row) if self.function is None else self._checked(self.made(row))]
 
     def kind(self, record: Record) -> frozenset[str]:
         """Features of a record that a chat template may not support: its roles and tool use."""
@@ -75,16 +52,16 @@ class RecordReader:
 
     def prompt_of(self, row: dict[str, Any]) -> Any:
         """The prompt: the input field, the fields of the template, or a conversation without its answer."""
-        if self._function is not None:
+        if self.function is not None:
             return without_answer(self.records(row)[0]["messages"])
-        key = self._config.input_key
+        key = self.config.input_key
         if self._template is not None and key not in row:
             return {name: row[name] for name in sorted(self._template.names)}
         value = row[key]
         return value if isinstance(value, str) else without_answer(read_messages(value, "the row", role="user"))
 
     def _from_keys(self, row: dict[str, Any]) -> Record:
-        config = self._config
+        config = self.config
         messages = with_system_prompt(self._prompt_messages(row), config.system_prompt)
         if config.response_key is not None:
             given = _field(row, config.response_key, (str, list), "response_key")
@@ -109,7 +86,7 @@ class RecordReader:
         return record
 
     def _prompt_messages(self, row: dict[str, Any]) -> Messages:
-        key = self._config.input_key
+        key = self.config.input_key
         if self._template is not None and self._template.names and self._template.names <= row.keys():
             return list(self._template.fill(row, input_key=key))
         asked = _field(row, key, (str, list), "input_key")
@@ -123,18 +100,18 @@ class RecordReader:
 
     def _checked(self, made: Any) -> Record:
         """Check and complete a record that the function returned."""
-        name = self._config.record_fn
+        name = self.config.record_fn
         if not isinstance(made, Mapping) or "messages" not in made:
             found = sorted(made) if isinstance(made, Mapping) else format_value(made)
             raise DataError(f"{name} returned {found}: expected a record with `messages`")
         if unknown := sorted(made.keys() - Record.__annotations__.keys()):
             raise DataError(f"{name} returned a record with {unknown}: allowed keys are {', '.join(Record.__annotations__)}")
         messages = read_messages(made["messages"], f"the result of {name}", role="user")
-        messages = with_system_prompt(messages, self._config.system_prompt)
+        messages = with_system_prompt(messages, self.config.system_prompt)
         info = dict(made.get("extra_env_info") or {})
         if not isinstance(info.get("expected_answer"), _CONTAINERS):  # the function may know an environment that reads them
             _expected_answer(info.get("expected_answer"), f"`expected_answer` of the result of {name}")
-        record = Record(messages=messages, extra_env_info=info, task_name=self._config.task_name or "default")
+        record = Record(messages=messages, extra_env_info=info, task_name=self.config.task_name or "default")
         tools = read_tools(made.get("tools"), f"`tools` of the result of {name}")
         check_tool_use(messages, tools)
         if tools:
@@ -144,6 +121,12 @@ class RecordReader:
         if made.get("stop_strings") is not None:
             record["stop_strings"] = _texts(made["stop_strings"])
         return record
+
+
+class RecordDataset(Records[Record]):
+    """The prompts or conversations of any source."""
+
+    reader = RecordReader
 
 
 def _template(config: RecordFields) -> PromptTemplate | None:

@@ -10,12 +10,9 @@ from typing import Any, NotRequired, TypedDict
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_train.data.conversations import Messages, kind_of, read_messages, with_system_prompt
-from rl_train.data.record_functions import load_record_function
-from rl_train.data.records import Records, Rows
+from rl_train.data.records import Records, RowReader
 from rl_train.data.row_sections import PreferenceFields
-from rl_train.data.sources import open_rows
 from rl_train.data.tool_calls import check_tool_use, tools_of
-from rl_train.user_code import reporting_errors
 
 
 class PreferenceRecord(TypedDict):
@@ -38,50 +35,19 @@ class PreferenceRecord(TypedDict):
     margin: NotRequired[float]
 
 
-class PreferenceDataset(Records[PreferenceRecord]):
-    """The pairs of any source.
-
-    A row is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
-    "rank": 0}, ...]}`; a prompt or answer is a text or a list of messages.
-
-    Args:
-        config: The source and its fields.
-        rows: The source, replacing that of the config.
-
-    Raises:
-        DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
-    """
-
-    def __init__(self, config: PreferenceFields, rows: Rows | None = None) -> None:
-        super().__init__(open_rows(config) if rows is None else rows, PairReader(config), on_bad_row=config.on_bad_row)
-        self.config = config
-
-
-class PairReader:
-    """Creates the pairs of a row, by the keys of the config or by its function.
-
-    Args:
-        config: The meaning of the fields.
-
-    Raises:
-        ConfigError: The function does not exist.
-    """
+class PairReader(RowReader[PreferenceFields, PreferenceRecord]):
+    """Creates the pairs of a row, by the keys of the config or by its function."""
 
     called = "pair"
 
-    def __init__(self, config: PreferenceFields) -> None:
-        self._config = config
-        self._function = None if config.record_fn is None else load_record_function(config.record_fn)
-
     def records(self, row: dict[str, Any]) -> list[PreferenceRecord]:
         """The row's pairs."""
-        if self._function is None:
-            return pairs_from_row(row, self._config)
-        with reporting_errors(f"record_fn {self._config.record_fn}", self._function):
-            made = self._function(row)
+        if self.function is None:
+            return pairs_from_row(row, self.config)
+        made = self.made(row)
         if not isinstance(made, Mapping):
-            raise DataError(f"{self._config.record_fn} returned {format_value(made)}: expected the fields of a pair")
-        return pairs_from_row(dict(made), self._config)
+            raise DataError(f"{self.config.record_fn} returned {format_value(made)}: expected the fields of a pair")
+        return pairs_from_row(dict(made), self.config)
 
     def kind(self, record: PreferenceRecord) -> frozenset[str]:
         """Features of a record that a chat template may not support: its roles and tool use."""
@@ -90,7 +56,17 @@ class PairReader:
     def prompt_of(self, row: dict[str, Any]) -> Any:
         """The prompt of both answers, without the system message that the config adds."""
         prompt = self.records(row)[0]["prompt"]
-        return [message for message in prompt if message != {"role": "system", "content": self._config.system_prompt}]
+        return [message for message in prompt if message != {"role": "system", "content": self.config.system_prompt}]
+
+
+class PreferenceDataset(Records[PreferenceRecord]):
+    """The pairs of any source.
+
+    A row is `{"prompt": ..., "chosen": ..., "rejected": ...}`, or `{"prompt": ..., "completions": [{"completion": ...,
+    "rank": 0}, ...]}`; a prompt or answer is a text or a list of messages.
+    """
+
+    reader = PairReader
 
 
 def pairs_from_row(row: dict[str, Any], config: PreferenceFields) -> list[PreferenceRecord]:

@@ -1,17 +1,22 @@
-"""The protocol of row sources, and datasets of the records of their valid rows."""
+"""Sources of rows, and datasets of the records of their valid rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
 from rl_core.errors import ConfigError, DataError
-from rl_train.data.row_sections import OnBadRow
+from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
+from rl_train.data.json_lines import JsonLines
+from rl_train.data.record_functions import load_record_function
+from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
+from rl_train.user_code import reporting_errors
 
+ConfigT = TypeVar("ConfigT", bound=RowsConfig)
 RecordT = TypeVar("RecordT")
-RecordT_co = TypeVar("RecordT_co", covariant=True)
 
 _MAX_REASONS = 5
 
@@ -37,27 +42,48 @@ class Rows(Protocol):
         ...
 
 
-class RowReader(Protocol[RecordT_co]):
-    """Turns the fields of a row into records."""
+class RowReader(ABC, Generic[ConfigT, RecordT]):
+    """Turns the fields of a row into records, by the keys of the config or by its function.
 
-    called: str
+    Args:
+        config: The meaning of the fields.
+
+    Raises:
+        ConfigError: The function does not exist.
+    """
+
+    called: ClassVar[str]
     """Name of a record in errors."""
 
-    def records(self, row: dict[str, Any]) -> Sequence[RecordT_co]:
+    def __init__(self, config: ConfigT) -> None:
+        self.config = config
+        self.function = None if config.record_fn is None else load_record_function(config.record_fn)
+
+    def made(self, row: dict[str, Any]) -> Any:
+        """What the function of the config, which must have one, returns for a row.
+
+        Raises:
+            ConfigError: It raised.
+        """
+        assert self.function is not None
+        with reporting_errors(f"record_fn {self.config.record_fn}", self.function):
+            return self.function(row)
+
+    @abstractmethod
+    def records(self, row: dict[str, Any]) -> Sequence[RecordT]:
         """The records of one row.
 
         Raises:
             DataError: The row is invalid.
         """
-        ...
 
+    @abstractmethod
     def kind(self, record: Any) -> Hashable:
         """Features of a record that a chat template may not support: its roles and tool use."""
-        ...
 
+    @abstractmethod
     def prompt_of(self, row: dict[str, Any]) -> Any:
         """The prompt of a valid row, without template and system message; identifies the row."""
-        ...
 
 
 class Records(Sequence[RecordT]):
@@ -66,21 +92,26 @@ class Records(Sequence[RecordT]):
     All rows are checked once, at the start. Records are created again on each access, so that sources may keep rows on disk.
 
     Args:
-        rows: The source.
-        form: Turns rows into records.
-        on_bad_row: How invalid rows are handled.
+        config: The source, its fields, and how invalid rows are handled.
+        rows: The source, replacing that of the config.
 
     Attributes:
+        config: The same.
         skipped: Number of invalid rows skipped with `on_bad_row: skip`.
         reasons: Reasons and locations of the first few.
         firsts: Index of the first record of every kind.
         fingerprint: Hash of all records in order. If it differs, a resumed run would not continue with the same rows.
 
     Raises:
-        DataError: There is no valid row, or a row is invalid; the message has its location.
+        DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
     """
 
-    def __init__(self, rows: Rows, form: RowReader[RecordT], *, on_bad_row: OnBadRow) -> None:
+    reader: ClassVar[type[RowReader[Any, Any]]]
+    """Turns rows into records."""
+
+    def __init__(self, config: RowsConfig, rows: Rows | None = None) -> None:
+        rows, form = open_rows(config) if rows is None else rows, self.reader(config)
+        self.config = config
         self.skipped = 0
         self.reasons: list[str] = []
         self._rows = rows
@@ -93,7 +124,7 @@ class Records(Sequence[RecordT]):
                 records = form.records(rows[number])
             except DataError as error:
                 reason = f"{rows.row_location(number)}: {error}"
-                if on_bad_row is OnBadRow.ERROR:
+                if config.on_bad_row is OnBadRow.ERROR:
                     raise DataError(reason) from error
                 self.skipped += 1
                 self.reasons = [*self.reasons, reason][:_MAX_REASONS]
@@ -124,7 +155,8 @@ class Records(Sequence[RecordT]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         number, part = self._index[index]
-        return self._form.records(self._rows[number])[part]
+        record: RecordT = self._form.records(self._rows[number])[part]
+        return record
 
     def row_location(self, index: int) -> str:
         """Location of the row of a record."""
@@ -133,3 +165,19 @@ class Records(Sequence[RecordT]):
     def prompt_of(self, index: int) -> Any:
         """The prompt of the row of a record: equal for all records of the row."""
         return self._form.prompt_of(self._rows[self._index[index][0]])
+
+
+def open_rows(config: RowsConfig) -> Rows:
+    """The rows of a config's source.
+
+    Raises:
+        DataError: The path of the config has no data.
+    """
+    match config:
+        case JsonLinesSource():
+            return JsonLines(config.path)
+        case ParquetSource():
+            return parquet_rows(config.path)
+        case HuggingFaceSource():
+            return hugging_face_rows(config.path, subset=config.subset, split=config.split, revision=config.revision)
+    raise TypeError(f"{type(config).__name__} is not a source of rows: derive it from a source in dataset_config")

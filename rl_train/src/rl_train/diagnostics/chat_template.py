@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError
 from rl_train.data.messages import get_first_index_that_differs, get_formatted_message_log
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
@@ -86,7 +87,7 @@ def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diag
         status = DiagnosisStatus.WARNING
     elif shared < len(prompt):
         problem = _difference("the conversation with the answer does not begin with the prompt", prompt, whole)
-    elif _encode(tokenizer, whole)[: len(_encode(tokenizer, prompt))] != _encode(tokenizer, prompt):
+    elif encode(whole, tokenizer)[: len(encode(prompt, tokenizer))] != encode(prompt, tokenizer):
         problem = "the conversation with the answer begins with the text of the prompt, but with other tokens"
     if problem is None:
         found = f"the header {details['header']!r} is appended to the prompt, which stays unchanged"
@@ -106,7 +107,7 @@ def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
         "The tokens of a sampled answer are appended to those of the prompt. If the whole text is tokenized "
         "differently, supervised training and the next turn show the model tokens that it did not sample."
     )
-    together = _encode(tokenizer, _render(tokenizer, _answered(question), header=False))
+    together = encode(_render(tokenizer, _answered(question), header=False), tokenizer)
     try:
         joined = _tokens(tokenizer, _answered(question), header=False)
         second = _tokens(tokenizer, _second_turn(question), header=True)
@@ -142,7 +143,7 @@ def check_end_of_turn(
 ) -> Diagnosis:
     """Check that the text after an answer contains a token or a string that ends a completion."""
     closing = _closing(_render(tokenizer, _answered(question), header=False))
-    tokens = _encode(tokenizer, closing)
+    tokens = encode(closing, tokenizer)
     details = {"closing": closing, "closing_ids": tokens, "stop_ids": sorted(stop_ids), "stop_strings": list(stop_strings)}
     why = (
         "A model trained with this template ends its turn this way. An engine that does not stop there samples up to its limit."
@@ -202,11 +203,6 @@ def _closing(whole: str) -> str:
 def _tokens(tokenizer: Any, messages: Sequence[Message], *, header: bool) -> list[int]:
     log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=header)
     return [token for message in log for token in message["token_ids"].tolist()]
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
 
 
 def _name(tokenizer: Any, token: int) -> str:

@@ -96,7 +96,7 @@ class Llama3Parser(ToolCallParser):
         if not mark and not self._OBJECT.match(text):
             return ParsedMessage(content=message.text, calls=[])
         values = _values((after if mark else before).strip())
-        calls = [_read_call(value) if error is None else _invalid(error) for value, error in values]
+        calls = [_read_call(value) if error is None else invalid_call(error) for value, error in values]
         return ParsedMessage(content=thinking + (before.strip() if mark else ""), calls=calls)
 
 
@@ -123,11 +123,11 @@ class MistralParser(ToolCallParser):
             name, call_id, arguments = named.groups()
             value, error = _json(arguments)
             if error is not None:
-                return [_invalid(error, name)]
+                return [invalid_call(error, name)]
             return [_read_call({"name": name, "arguments": value} | ({"id": call_id} if call_id else {}))]
         value, error = _json(text)
         if error is not None:
-            return [_invalid(error)]
+            return [invalid_call(error)]
         return [_read_call(each) for each in (value if isinstance(value, list) else [value])]
 
 
@@ -165,7 +165,7 @@ def _values(text: str) -> Iterator[tuple[Any, str | None]]:
 
 def _call_in(text: str) -> ToolCall:
     value, error = _json(text)
-    return _invalid(error) if error is not None else _read_call(value)
+    return invalid_call(error) if error is not None else _read_call(value)
 
 
 def _json(text: str) -> tuple[Any, str | None]:
@@ -190,19 +190,20 @@ def _read_call(value: Any) -> ToolCall:
     if isinstance(inner, str) and isinstance(value, Mapping):
         inner = {**value, "name": inner}
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
-        return _invalid(f"the tool call {format_value(value)} has no name: expected name and arguments")
+        return invalid_call(f"the tool call {format_value(value)} has no name: expected name and arguments")
     arguments: Any = inner.get("arguments", inner.get("parameters", {}))
     if isinstance(arguments, str):
         arguments, error = _json(arguments)
         if error is not None:
-            return _invalid(error, inner["name"])
+            return invalid_call(error, inner["name"])
     if not isinstance(arguments, Mapping):
-        return _invalid(f"the arguments are {format_value(arguments)}: expected a JSON object", inner["name"])
+        return invalid_call(f"the arguments are {format_value(arguments)}: expected a JSON object", inner["name"])
     call: ToolCall = {"type": "function", "function": {"name": inner["name"], "arguments": dict(arguments)}}
     if isinstance(value.get("id"), str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", value["id"]):
         call["id"] = value["id"]
     return call
 
 
-def _invalid(error: str, name: str = "") -> ToolCall:
+def invalid_call(error: str, name: str = "") -> ToolCall:
+    """A call that cannot be read, and why."""
     return {"type": "function", "function": {"name": name, "arguments": {}}, "error": error}

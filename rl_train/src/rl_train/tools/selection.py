@@ -16,7 +16,7 @@ from rl_core.plugins.import_path import resolve
 from rl_train.config.rules.environments import OWN_PARSER
 from rl_train.data.chat_template import form_for, render
 from rl_train.tools.decoding import decode_answers
-from rl_train.tools.parsers import PARSERS, ParsedMessage, SampledMessage, ToolCallParser
+from rl_train.tools.parsers import PARSERS, ParsedMessage, SampledMessage, ToolCallParser, invalid_call
 
 _NAME, _ARGUMENTS = "rlcoreprobe", {"rlcorekey": "rlcorevalue", "rlcorenumber": 7}
 
@@ -40,13 +40,13 @@ class ResponseTemplateParser(ToolCallParser):
                 list(message.token_ids), prefix=list(message.prompt_ids), tools=list(message.tools) or None
             )
         except (ValueError, KeyError, TypeError) as error:
-            return ParsedMessage(content="", calls=[_unreadable(f"the response cannot be parsed: {error}")])
+            return ParsedMessage(content="", calls=[invalid_call(f"the response cannot be parsed: {error}")])
         calls: list[ToolCall] = []
         for each in found.get("tool_calls") or ():
             function = each.get("function", each) if isinstance(each, Mapping) else {}
             name, arguments = function.get("name"), function.get("arguments")
             if not isinstance(name, str) or not isinstance(arguments, Mapping):
-                calls.append(_unreadable(f"the tool call {format_value(each)} needs a name and an object of arguments"))
+                calls.append(invalid_call(f"the tool call {format_value(each)} needs a name and an object of arguments"))
             else:
                 calls.append({"type": "function", "function": {"name": name, "arguments": dict(arguments)}})
         return ParsedMessage(content=str(found.get("content") or "") if calls else message.text, calls=calls)
@@ -131,7 +131,7 @@ def _encodable(call: ToolCall) -> ToolCall:
     try:
         json.dumps(call, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        return _unreadable("the tool call has an unpaired surrogate, which is not a valid character")
+        return invalid_call("the tool call has an unpaired surrogate, which is not a valid character")
     return call
 
 
@@ -151,7 +151,3 @@ def _probe(tokenizer: Any) -> SampledMessage:
     text = whole.removeprefix(prompt)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return SampledMessage(text=decode_answers(tokenizer, [torch.tensor(ids)])[0].strip(), token_ids=ids)
-
-
-def _unreadable(error: str) -> ToolCall:
-    return {"type": "function", "function": {"name": "", "arguments": {}}, "error": error}

@@ -24,7 +24,7 @@ from rl_train.data.datasets import RecordDataset
 from rl_train.data.json_lines import csv_problem
 from rl_train.data.preferences import PreferenceDataset
 from rl_train.data.record_functions import form_hint
-from rl_train.data.records import Records, Rows
+from rl_train.data.records import Records, Rows, open_rows
 from rl_train.data.row_sections import (
     HuggingFaceSource,
     JsonLinesSource,
@@ -33,7 +33,6 @@ from rl_train.data.row_sections import (
     RecordFields,
     RowsConfig,
 )
-from rl_train.data.sources import open_rows
 from rl_train.path_lookup import looks_like_path
 
 _FORMS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
