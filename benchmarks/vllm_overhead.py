@@ -38,14 +38,15 @@ def without_end(model_name: str, folder: Path, dtype: str, *, with_tokenizer: bo
 
     from rl_backends_hf.config import HFModelConfig
     from rl_backends_hf.model import load_model
-    from rl_core.data.tokenizer import load_tokenizer_if_present
+    from rl_core.config.policy_sections import TokenizerConfig
+    from rl_core.data.tokenizer import find_tokenizer
 
     model = load_model(model_name, options=HFModelConfig(), dtype=getattr(torch, dtype))
     model.config.eos_token_id = None
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
     if with_tokenizer:
-        load_tokenizer_if_present(model_name).save_pretrained(folder)
+        find_tokenizer(model_name, TokenizerConfig()).save_pretrained(folder)
     return folder
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rl_core.data.tokenizer import load_tokenizer_if_present
+from rl_core.config.policy_sections import TokenizerConfig
+from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import ConfigError
 
 
@@ -58,7 +59,7 @@ def model_files(
         hf_config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
-    tokenizer = load_tokenizer_if_present(model_name, tokenizer_name=tokenizer_name, trust_remote_code=trust_remote_code)
+    tokenizer = find_tokenizer(model_name, TokenizerConfig(name=tokenizer_name), trust_remote_code=trust_remote_code)
     with TemporaryDirectory(dir=temp_dir) as folder:
         if is_gguf:
             hf_config.save_pretrained(folder)

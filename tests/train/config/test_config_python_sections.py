@@ -4,10 +4,10 @@ import pytest
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_core.config.keywords import section_from_keywords
+from rl_core.config.python_sections import section_of_values
 from rl_core.errors import ConfigError
 from rl_envs.config import MathEnvironmentConfig, read_section
 from rl_train.config.loader import load_config
-from rl_train.trainers.trainer_data import section_from
 
 
 def test_misspelled_backend_arguments_get_a_suggestion():
@@ -48,6 +48,6 @@ def test_an_interpolation_in_python_values_is_plain_text():
 
 def test_misspelled_trainer_and_environment_keys_get_a_suggestion():
     with pytest.raises(ConfigError, match=r"policy\.precison: policy has no key 'precison'\. Did you mean 'precision'\?"):
-        section_from(HFPolicyConfig, {"model_name": "m", "precison": "float32"}, "policy")
+        section_of_values(HFPolicyConfig, {"model_name": "m", "precison": "float32"}, name="policy")
     with pytest.raises(ConfigError, match=r"timeout: MathEnvironmentConfig has no key 'timeout'\. Did you mean 'timeout_s'\?"):
         read_section(MathEnvironmentConfig, {"timeout": 1.0})

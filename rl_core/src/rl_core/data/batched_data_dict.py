@@ -107,7 +107,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def slice(self, start: int, end: int) -> SlicedDataDict[DictT]:
         """Rows start to end (excluded), as views."""
-        return SlicedDataDict[DictT]({key: _cut(value, start, end) for key, value in self.data.items()})
+        return SlicedDataDict[DictT](
+            {
+                key: column.slice(start, end) if isinstance(column, BorrowedColumn) else column[start:end]
+                for key, column in self.data.items()
+            }
+        )
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """A new batch of these rows, in this order; rows may repeat. A bool tensor [B] selects the rows marked True."""
@@ -299,10 +304,6 @@ def _rebuilt(cls: type[BatchedDataDict[Any]], columns: dict[str, Any], plan: tup
     batch = cls(unpack_columns(columns))
     batch.micro_batch_indices, batch.micro_batch_lengths, batch.elem_counts_per_gb = plan
     return batch
-
-
-def _cut(column: Any, start: int, end: int) -> Any:
-    return column.slice(start, end) if isinstance(column, BorrowedColumn) else column[start:end]
 
 
 def _joined(key: str, parts: list[Any], padding: float) -> Any:

@@ -70,37 +70,17 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_tokenizer_if_present(
-    model_name: str | Path,
-    *,
-    tokenizer_name: str | None = None,
-    chat_template: str | Path | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """The named tokenizer, or the model's; None if none is named and the model's folder has none.
-
-    Arguments as `load_tokenizer`.
+def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a section `tokenizer`, or the model's; None if none is named and the model's folder has none.
 
     Raises:
         DataError: The tokenizer exists or is named, but cannot be loaded.
     """
     # If there is no tokenizer, Transformers may return an empty one.
-    if tokenizer_name is None and _lacks_tokenizer(Path(model_name).expanduser()):
+    if section.name is None and _lacks_tokenizer(Path(model_name).expanduser()):
         return None
     return load_tokenizer(
-        tokenizer_name or model_name,
-        chat_template=chat_template,
-        chat_template_kwargs=chat_template_kwargs,
-        trust_remote_code=trust_remote_code,
-    )
-
-
-def find_tokenizer(model_name: str | Path, section: TokenizerConfig, *, trust_remote_code: bool) -> Any:
-    """`load_tokenizer_if_present` with the settings of a section `tokenizer`."""
-    return load_tokenizer_if_present(
-        model_name,
-        tokenizer_name=section.name,
+        section.name or model_name,
         chat_template=section.chat_template,
         chat_template_kwargs=section.chat_template_kwargs,
         trust_remote_code=trust_remote_code,

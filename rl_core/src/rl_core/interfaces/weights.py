@@ -13,13 +13,6 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 
 
-def _nothing() -> None: ...
-
-
-def _unknown() -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransportContext:
     """Settings of the run that a transport needs."""
@@ -34,12 +27,12 @@ class TransportContext:
     """Returns an address and a free port on the node of the policy's rank 0, for a process group rendezvous."""
     folder: Path = Path(gettempdir())
     """Folder for files of weights that both policy and generation backend can access."""
-    receiver_dtypes: Callable[[], Mapping[str, str]] = _unknown
+    receiver_dtypes: Callable[[], Mapping[str, str]] = dict
     """Name to the dtype that the generation backend stores, such as "bfloat16", in the current refit; a tensor not listed is
     sent as it is."""
     num_receivers: int = 1
     """Number of generation workers that load weights in a refit of the whole engine; `generation.num_workers` in `push`."""
-    on_sent: Callable[[], None] = _nothing
+    on_sent: Callable[[], None] = lambda: None
     """Called by transports that can detect it once all weights have left the policy while the generation backend still loads
     the last of them: the policy's remaining work can then overlap with the loading."""
 

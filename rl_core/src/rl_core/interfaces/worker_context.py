@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -48,11 +49,7 @@ class WorkerContext:
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled: rebuild from the plain values.
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return _rebuild, ({**values, "coords": dict(self.coords)},)
-
-
-def _rebuild(values: dict[str, Any]) -> WorkerContext:
-    return WorkerContext(**values)
+        return partial(WorkerContext, **{**values, "coords": dict(self.coords)}), ()
 
 
 def construct(worker_class: type, context: WorkerContext, kwargs: Mapping[str, Any]) -> Any:

@@ -127,7 +127,8 @@ def discover(*, strict: bool | None = None) -> PluginManager:
     disabled = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
     unused = set(disabled)
     for installed in installed_plugins():
-        matches = {name for name in disabled if _is_named(name, installed)}
+        distribution = canonicalize_name(installed.name)
+        matches = {name for name in disabled if name == installed.entry_point.name or canonicalize_name(name) == distribution}
         unused -= matches
         if matches:
             manager.add_disabled(installed.entry_point.name, **_origin(installed))
@@ -161,10 +162,6 @@ def _add_installed(manager: PluginManager, plugin: InstalledPlugin) -> None:
 def _origin(plugin: InstalledPlugin) -> Origin:
     module, location = plugin.entry_point.value, str(plugin.location)
     return Origin(distribution=plugin.name, version=plugin.version, module=module, location=location)
-
-
-def _is_named(name: str, plugin: InstalledPlugin) -> bool:
-    return name == plugin.entry_point.name or canonicalize_name(name) == canonicalize_name(plugin.name)
 
 
 def _strict_from_environment() -> bool:

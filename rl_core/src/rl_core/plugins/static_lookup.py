@@ -30,15 +30,25 @@ def missing_target(path: str) -> str | None:
 
 def find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
     """Where a module is, without importing its packages."""
+    return _find(module)[0]
+
+
+def _find(module: str) -> tuple[importlib.machinery.ModuleSpec | None, str]:
+    """Where a module is, or why it does not exist, as a sentence."""
     first, *inner = module.split(".")
     spec, walked = importlib.util.find_spec(first), first
+    if spec is None:
+        return None, f"there is no package {first!r}. Install it, or put its folder on PYTHONPATH."
     for part in inner:
-        folders = None if spec is None else _folders(spec)
+        folders = _folders(spec)
         if folders is None:
-            return None
+            return None, f"{walked} is a module, not a package, so it has no {part!r}."
         spec = _find_inside(walked, part, folders)
+        if spec is None:
+            modules = [each.name for each in pkgutil.iter_modules(folders)]
+            return None, f"{walked} has no module {part!r}.{did_you_mean(part, modules)}"
         walked = f"{walked}.{part}"
-    return spec
+    return spec, ""
 
 
 def _missing(module: str, name: str) -> str | None:
@@ -47,21 +57,8 @@ def _missing(module: str, name: str) -> str | None:
         if hasattr(loaded, name):
             return None
         return f"{module} has no {name!r}.{did_you_mean(name, [each for each in dir(loaded) if not each.startswith('_')])}"
-    first, *inner = module.split(".")
-    spec = importlib.util.find_spec(first)
-    if spec is None:
-        return f"there is no package {first!r}. Install it, or put its folder on PYTHONPATH."
-    walked = first
-    for part in inner:
-        folders = _folders(spec)
-        if folders is None:
-            return f"{walked} is a module, not a package, so it has no {part!r}."
-        spec = _find_inside(walked, part, folders)
-        if spec is None:
-            modules = [each.name for each in pkgutil.iter_modules(folders)]
-            return f"{walked} has no module {part!r}.{did_you_mean(part, modules)}"
-        walked = f"{walked}.{part}"
-    return _missing_in_file(spec, module, name)
+    spec, problem = _find(module)
+    return problem if spec is None else _missing_in_file(spec, module, name)
 
 
 def _find_inside(package: str, part: str, folders: Sequence[str]) -> importlib.machinery.ModuleSpec | None:
@@ -105,12 +102,10 @@ def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
             case ast.Import() | ast.ImportFrom():
                 yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
             case _:
-                yield from (node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and _binds(node))
+                yield from (
+                    node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+                )
                 for field in ("body", "orelse", "finalbody"):
                     yield from _names(getattr(statement, field, []))
                 for handler in getattr(statement, "handlers", []):
                     yield from _names(handler.body)
-
-
-def _binds(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store)

@@ -77,7 +77,7 @@ class ToolEnvironment(EnvironmentInterface):
     def step(self, message_log_batch: list[Conversation], metadata: list[Any]) -> EnvironmentReturn:
         """Run the calls of the rows that make some, and score the others."""
         states = [_state(info) for info in metadata]
-        calls = [_calls(log) for log in message_log_batch]
+        calls = [list(log[-1].get("tool_calls") or []) for log in message_log_batch]
         calling = [row for row, own in enumerate(calls) if own and states[row]["turns"] < self.config.max_tool_turns]
         sessions = [_session(metadata[row]) for row in calling for _ in calls[row]]
         results = iter(self._runner.run([call for row in calling for call in calls[row]], sessions))
@@ -141,10 +141,6 @@ def _by_name(functions: Sequence[Callable[..., Any]], who: str) -> dict[str, Too
             raise ConfigError(f"{who} has two tools with the name {tool.name!r}: rename one of the functions.")
         tools[tool.name] = tool
     return tools
-
-
-def _calls(log: Conversation) -> list[ToolCall]:
-    return list(log[-1].get("tool_calls") or [])
 
 
 def _state(info: Any) -> Mapping[str, Any]:

@@ -5,32 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rl_core.config.diagnostics import InvalidConfigError, Problem
-from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
+from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import UserError, WorkerError
 from rl_train.assembly.worker_code_errors import problem_in_user_code
-from rl_train.config.config_layout import ConfigLayout
-from rl_train.config.loader import LoadedConfig
+from rl_train.config.loader import LoadedConfig, LocatedConfig
 from rl_train.config.slots import COMPANIONS
 
 _log = logging.getLogger("rlcore")
-
-
-class LocatedConfig(Protocol):
-    """A config with its source locations, whose sections may be invalid."""
-
-    @property
-    def layout(self) -> ConfigLayout:
-        """The models of the sections."""
-
-    @property
-    def written(self) -> Node:
-        """The config as it was written."""
-
-    def location_of(self, path: KeyPath) -> SourceLocation:
-        """Location of a key."""
 
 
 @contextmanager

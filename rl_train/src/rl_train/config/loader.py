@@ -39,7 +39,30 @@ from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, rea
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedConfig:
+class LocatedConfig:
+    """A config with its source locations, whose sections may be invalid.
+
+    Attributes:
+        layout: The models of the sections.
+        written: The config as it was written, with the source location of each value.
+        path: The file; the last one if several are layered. Empty for Python values.
+        secrets: Values from the environment that must not be shown.
+        overrides: As they were given.
+    """
+
+    layout: ConfigLayout
+    written: Node
+    path: Path
+    secrets: Secrets
+    overrides: tuple[str, ...] = ()
+
+    def location_of(self, path: KeyPath) -> SourceLocation:
+        """Location of a key; if the config does not set it, the location of the innermost section that contains it."""
+        return _location(self.written, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig(LocatedConfig):
     """A valid config with all defaults.
 
     Attributes:
@@ -48,24 +71,14 @@ class LoadedConfig:
             the same run.
         source: Where each leaf of `resolved` came from, by its dotted key.
         components: The component of each section that names one, by the section's dotted key (`policy.generation`).
-        layout: The models of the sections.
-        written: The config as it was written, with the source location of each value.
-        path: The file; the last one if several are layered. Empty for Python values.
         redacted: `resolved` with the `${...}` of each secret instead of its value; safe to write, print and send.
-        secrets: Values from the environment that must not be shown.
-        overrides: As they were given.
     """
 
     run: RunConfig
     resolved: dict[str, Any]
     source: Mapping[str, Origin]
     components: Mapping[str, Component]
-    layout: ConfigLayout
-    written: Node
-    path: Path
     redacted: dict[str, Any]
-    secrets: Secrets
-    overrides: tuple[str, ...] = ()
 
     def refuse(self, problems: Iterable[Problem]) -> None:
         """Raises an error with all problems, each at the line of its value or section.
@@ -78,38 +91,26 @@ class LoadedConfig:
             located.add(problem.message, location=self.location_of(problem.path), path=problem.path)
         located.raise_if_any()
 
-    def location_of(self, path: KeyPath) -> SourceLocation:
-        """Location of a key; if the config does not set it, the location of the innermost section that contains it."""
-        return _location(self.written, path)
-
     def to_yaml(self) -> str:
         """`redacted` as the text of a config file that inherits nothing and only interpolates secrets."""
         return yaml.safe_dump(escape(self.redacted), sort_keys=False, allow_unicode=True, width=120)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigDraft:
+class ConfigDraft(LocatedConfig):
     """A config that was read, whose sections may be invalid.
 
     Attributes:
         checked: What rules read. Invalid sections raise an error where a rule reads an invalid key.
         problems: The problems so far.
         sections: The valid sections.
-        written: The config as it was written.
         interpolations: The `${...}` of each interpolated value.
-        secrets: Values from the environment that must not be shown.
-        path: The file; the last one if several are layered.
-        overrides: As they were given.
     """
 
     checked: CheckedConfig
     problems: Problems
     sections: Mapping[KeyPath, BaseModel]
-    written: Node
     interpolations: Mapping[KeyPath, str]
-    secrets: Secrets
-    path: Path
-    overrides: tuple[str, ...]
 
     def check(self, rules: Iterable[Rule], *stages: Stage) -> list[Problem]:
         """Add the problems that the rules of some stages find, and return their warnings."""
@@ -119,16 +120,6 @@ class ConfigDraft:
         """Add the problems that rules found, and return their warnings."""
         _add(report, self.problems, self.written)
         return report.warnings
-
-    @property
-    def layout(self) -> ConfigLayout:
-        """The models of the sections."""
-        assert self.checked.layout is not None
-        return self.checked.layout
-
-    def location_of(self, path: KeyPath) -> SourceLocation:
-        """As `LoadedConfig.location_of`."""
-        return _location(self.written, path)
 
     def complete(self) -> LoadedConfig:
         """The config.
@@ -225,6 +216,7 @@ def draft_config(
     if isinstance(source, Mapping) and "cluster" not in source:  # components that were created in Python bring their own
         run.model_fields_set.discard("cluster")
     return ConfigDraft(
+        layout=layout,
         checked=CheckedConfig(run=run, registry=registry, use=use, layout=layout),
         problems=problems,
         sections=sections,

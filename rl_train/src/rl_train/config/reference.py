@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
-from rl_core.config.introspection import NO_DEFAULT, Field, Model
+from rl_core.config.introspection import NO_DEFAULT, Field
 from rl_core.config.source_tree import dotted
 from rl_train.config.config_layout import SectionSchema
 from rl_train.config.schema_index import SchemaIndex
@@ -44,16 +43,13 @@ def _name(section: SectionSchema) -> str:
 
 def _heading(section: SectionSchema) -> str:
     if section.component is None or section.kind is None:
-        return f"## `{dotted(section.path)}`\n\n{_first_line(section.model)}\n"
+        first_line = (section.model.__doc__ or "").strip().split("\n")[0]
+        return f"## `{dotted(section.path)}`\n\n{first_line}\n"
     slots = [slot.path for slot in slots_of(section.kind)]
     keys = slots if section.path in slots else [section.path]
     names = [f"`{dotted(key)}`".replace(f"env.{ANY}", "env.<task>") for key in keys]
     where = " and ".join(", ".join(names).rsplit(", ", 1))
     return f"## {where}: {section.kind.label} `{section.component.name}`\n\n{section.component.summary}.\n"
-
-
-def _first_line(model: Model) -> str:
-    return (model.__doc__ or "").strip().split("\n")[0]
 
 
 def _table(section: SectionSchema) -> Iterator[str]:
@@ -80,11 +76,7 @@ def _has_own_table(field: Field, section: SectionSchema) -> bool:
 def _default(field: Field) -> str:
     if field.default is NO_DEFAULT:
         return "required"
-    return f"`{_cell(_yaml(field.default))}`"
-
-
-def _yaml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return f"`{_cell(json.dumps(field.default, ensure_ascii=False))}`"
 
 
 def _cell(text: str) -> str:

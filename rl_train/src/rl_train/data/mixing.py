@@ -82,8 +82,8 @@ class Mixture:
         first = 0
         for number, (name, size) in enumerate(self.sizes.items()):
             count = self.counts[name]
-            drawn = _drawn(size, epoch * count, count, seed=_seed_of(name, seed), shuffle=shuffle)
-            order[self.pattern == number] = drawn + first
+            passes = _passes(size, epoch * count, (epoch + 1) * count, seed=_seed_of(name, seed), shuffle=shuffle)
+            order[self.pattern == number] = torch.cat([*passes]) + first
             first += size
         return order.tolist()
 
@@ -98,12 +98,8 @@ def row_order(rows: int, *, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(rows, generator=generator)
 
 
-def _drawn(size: int, start: int, count: int, *, seed: int, shuffle: bool) -> torch.Tensor:
-    """Rows `start` to `start + count` of the repeated passes over a member."""
-    return torch.cat([*_passes(size, start, start + count, seed=seed, shuffle=shuffle)])
-
-
 def _passes(size: int, start: int, end: int, *, seed: int, shuffle: bool) -> Iterator[torch.Tensor]:
+    """Rows `start` to `end` of the repeated passes over a member, one tensor per pass."""
     for number in range(start // size, -(-end // size)):
         rows = row_order(size, seed=seed, epoch=number) if shuffle else torch.arange(size)
         yield rows[max(0, start - number * size) : end - number * size]

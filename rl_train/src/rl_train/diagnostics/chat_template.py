@@ -142,7 +142,7 @@ def check_end_of_turn(
     tokenizer: Any, question: Sequence[Message], *, stop_ids: Collection[int], stop_strings: Sequence[str] = ()
 ) -> Diagnosis:
     """Check that the text after an answer contains a token or a string that ends a completion."""
-    closing = _closing(_render(tokenizer, _answered(question), header=False))
+    closing = _render(tokenizer, _answered(question), header=False).rpartition(_ANSWER)[2]
     tokens = encode(closing, tokenizer)
     details = {"closing": closing, "closing_ids": tokens, "stop_ids": sorted(stop_ids), "stop_strings": list(stop_strings)}
     why = (
@@ -194,10 +194,6 @@ def _answered(question: Sequence[Message]) -> list[Message]:
 
 def _second_turn(question: Sequence[Message]) -> list[Message]:
     return [*_answered(question), {"role": "user", "content": question[-1]["content"]}]
-
-
-def _closing(whole: str) -> str:
-    return whole[whole.rindex(_ANSWER) + len(_ANSWER) :]
 
 
 def _tokens(tokenizer: Any, messages: Sequence[Message], *, header: bool) -> list[int]:

@@ -104,7 +104,7 @@ def _tying_status(weights: EmbeddingWeights, declared: bool | None) -> Diagnosis
 
 def _suspicious(weight: torch.Tensor) -> dict[str, list[int]]:
     """Kind to token ids; a row is listed under the first kind that applies."""
-    parts = [_row_facts(part) for part in weight.split(_CHUNK_ROWS)]
+    parts = [(part.float().norm(dim=1), part.amax(dim=1) == part.amin(dim=1)) for part in weight.split(_CHUNK_ROWS)]
     norm, constant = (torch.cat(column) for column in zip(*parts, strict=True))
     zero = norm == 0
     same = _equal_rows(weight, norm, among=~zero & ~constant)
@@ -115,10 +115,6 @@ def _suspicious(weight: torch.Tensor) -> dict[str, list[int]]:
         "equal_rows": _ids(same),
         "odd_norm": _ids(rest & _far_from_the_others(norm, rest)),
     }
-
-
-def _row_facts(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return part.float().norm(dim=1), part.amax(dim=1) == part.amin(dim=1)
 
 
 def _equal_rows(weight: torch.Tensor, norm: torch.Tensor, *, among: torch.Tensor) -> torch.Tensor:

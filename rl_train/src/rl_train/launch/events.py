@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from rl_core.errors import PluginHookError
@@ -42,11 +42,7 @@ def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:
         raise _hook_error(event, failures) from failures[0][1]
 
 
-def _hook_error(event: str, failures: Iterable[tuple[Plugin, Exception]]) -> PluginHookError:
-    lines = []
-    names = []
-    for plugin, error in failures:
-        names.append(plugin.name)
-        lines.append(f"{event} of the plugin {plugin.name!r} ({plugin.label}) raised {describe(error)}.")
-    lines.append(f"To run without it: {DISABLE_VARIABLE}={','.join(names)}")
-    return PluginHookError("\n".join(lines))
+def _hook_error(event: str, failures: Sequence[tuple[Plugin, Exception]]) -> PluginHookError:
+    raised = [f"{event} of the plugin {plugin.name!r} ({plugin.label}) raised {describe(error)}." for plugin, error in failures]
+    names = ",".join(plugin.name for plugin, _ in failures)
+    return PluginHookError("\n".join([*raised, f"To run without it: {DISABLE_VARIABLE}={names}"]))

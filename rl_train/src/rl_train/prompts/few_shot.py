@@ -58,32 +58,16 @@ class FixedExamples:
     """The same examples for every row, without those that have the question of the row.
 
     Args:
-        examples: The examples.
+        examples: The examples; none for checks that must not read a large file.
+        needs: The fields of a row that the choice needs; those of the choice that it replaces, if it replaces one.
     """
 
-    needs = frozenset[str]()
-
-    def __init__(self, examples: Sequence[Example]) -> None:
-        self._examples = examples
+    def __init__(self, examples: Sequence[Example], *, needs: frozenset[str] = frozenset()) -> None:
+        self._examples, self.needs = examples, needs
 
     def choose(self, row: Mapping[str, Any], question: Mapping[str, Any]) -> list[Example]:
         """The examples for a row, in their order; `question` has the fields of the row that its prompt shows."""
         return [example for example in self._examples if not asks_the_same(example, question)]
-
-
-class NoExamples:
-    """No examples, for checks that must not read a large file.
-
-    Args:
-        needs: The fields that the replaced choice of examples needs.
-    """
-
-    def __init__(self, needs: frozenset[str]) -> None:
-        self.needs = needs
-
-    def choose(self, row: Mapping[str, Any], question: Mapping[str, Any]) -> list[Example]:
-        """An empty list."""
-        return []
 
 
 class NearestExamples:

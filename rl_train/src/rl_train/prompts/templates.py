@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
-from rl_train.prompts.few_shot import FixedExamples, NearestExamples, NoExamples, select_examples
+from rl_train.prompts.few_shot import FixedExamples, NearestExamples, select_examples
 from rl_train.prompts.prompt_files import EXAMPLES, FewShotExamples, find_prompt, placeholders, read_prompt
 
 
@@ -31,7 +31,7 @@ class PromptTemplate:
     user: str
     system: str | None = None
     few_shot: FewShotExamples | None = None
-    selector: FixedExamples | NearestExamples | NoExamples | None = None
+    selector: FixedExamples | NearestExamples | None = None
     source: str = "prompt template"
     path: Path | None = None
 
@@ -48,7 +48,7 @@ class PromptTemplate:
 
     def without_examples(self) -> PromptTemplate:
         """The template with an empty `{examples}`, which needs the same fields."""
-        return self if self.selector is None else replace(self, selector=NoExamples(self.selector.needs))
+        return self if self.selector is None else replace(self, selector=FixedExamples([], needs=self.selector.needs))
 
     def fill(self, record: Mapping[str, Any], *, input_key: str | None = None) -> list[dict[str, str]]:
         """The messages of a record: the system message, if there is one, and the user message.

@@ -92,7 +92,8 @@ def convert(
         elif to == HF and (source / "config.json").is_file():
             copy_model(source, partial)
         else:
-            raise _unsupported_format(backend, to, {*conversions, *_copied(source)})
+            copied = {HF} if (source / "config.json").is_file() else set()
+            raise _unsupported_format(backend, to, copied.union(conversions))
         if output.exists():
             output.rmdir()
         os.replace(partial, output)
@@ -184,10 +185,6 @@ def _conversions(registry: Registry, backend: str) -> Mapping[str, str]:
     policy_class = registry.find("policy", backend).load()
     conversions: Mapping[str, str] = getattr(policy_class, "checkpoint_conversions", {})
     return conversions
-
-
-def _copied(source: Path) -> set[str]:
-    return {HF} if (source / "config.json").is_file() else set()
 
 
 def _load(function: str) -> Any:

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import DatasetConfig
 from rl_core.errors import ConfigError, DataError
@@ -108,22 +106,6 @@ def read_python_data(
     return data, train, held_out
 
 
-def section_from(model: Any, values: Any, name: str) -> Any:
-    """A section from a dict of its keys; a section is returned unchanged.
-
-    Args:
-        model: The section's model.
-        values: The dict, the section, or None for the defaults.
-        name: Name of the section in error messages.
-
-    Raises:
-        ConfigError: A key is unknown or invalid; all such keys are listed.
-    """
-    if isinstance(values, BaseModel):
-        return values
-    return section_of_values(model, values or {}, name=name)
-
-
 def _data_section(section: Any, registry: Registry) -> DataConfig | None:
     """The section of all data, if that is what was passed."""
     if isinstance(section, DataConfig):
@@ -141,8 +123,7 @@ def _data_section(section: Any, registry: Registry) -> DataConfig | None:
             values[key] = _dataset_section(values[key], f"data.{key}", registry)
     members = values.get("mix") or {}
     values["mix"] = {name: _dataset_section(member, f"data.mix.{name}", registry) for name, member in members.items()}
-    data: DataConfig = section_from(DataConfig, values, "data")
-    return data
+    return section_of_values(DataConfig, values, name="data")
 
 
 def _dataset_section(dataset: Any, name: str, registry: Registry) -> DatasetConfig:
@@ -151,7 +132,8 @@ def _dataset_section(dataset: Any, name: str, registry: Registry) -> DatasetConf
     if not isinstance(dataset, Mapping) or not isinstance(dataset.get("dataset_name"), str):
         raise ConfigError(f"{name} is {dataset!r}: expected the section of a dataset, with `dataset_name`.")
     component = registry.find("dataset", dataset["dataset_name"])
-    section: DatasetConfig = section_from(section_of(component, Kind.DATASET), dataset, name)
+    section = section_of_values(section_of(component, Kind.DATASET), dataset, name=name)
+    assert isinstance(section, DatasetConfig)
     return section
 
 

@@ -104,7 +104,8 @@ class _SourceCheck:
         given = [(row, str(answer)) for row in self._rows if (answer := expected_answer(row.metadata)) is not None]
         if not given:
             return DiagnosisStatus.NOTE, "the rows have no expected answer, so none was tried"
-        rows = [TrialRow(messages=row.messages, metadata=_watched(row.metadata, self._read)) for row, _ in given]
+        watched = [_Watched(row.metadata, self._read) if isinstance(row.metadata, dict) else row.metadata for row, _ in given]
+        rows = [TrialRow(messages=row.messages, metadata=info) for (row, _), info in zip(given, watched, strict=True)]
         wrong = self._rewards(rows, [WRONG_ANSWERS[1]] * len(rows))
         for form in ANSWER_FORMS:
             rewards = self._rewards(rows, [form.format(expected) for _, expected in given])
@@ -219,10 +220,6 @@ class _Watched(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watched:
         return _Watched(copy.deepcopy(dict(self), memo), self._read)
-
-
-def _watched(metadata: Any, read: set[str]) -> Any:
-    return _Watched(metadata, read) if isinstance(metadata, dict) else metadata
 
 
 def _parameters(environment: EnvironmentInterface) -> set[str]:

@@ -11,10 +11,10 @@ from rl_core.config.schema import PolicyConfig
 from rl_core.data.hub import require_model
 from rl_core.errors import DataError, UserError
 from rl_core.interfaces.loss import LossFunction
-from rl_train.assembly.error_locations import LocatedConfig
 from rl_train.assembly.losses import loss_of
 from rl_train.assembly.model_checks import tokenizer_key
 from rl_train.assembly.preparation import DataLoaders, Preparation, RunData
+from rl_train.config.loader import LocatedConfig
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.models import models_of
 from rl_train.config.rules.rule import CheckedConfig
