@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
@@ -87,13 +87,8 @@ class Component:
     install: str | None = None
 
     def __post_init__(self) -> None:
-        for field, value in (("name", self.name), ("target", self.target), ("summary", self.summary)):
-            if not isinstance(value, str):
-                raise InvalidComponentError(f"{field} of a Component must be a string, not {value!r}.")
-        self._check_references()
-        self._check_name()
-        self._check_summary()
-        self._check_capabilities()
+        if (problem := next(self._problems(), None)) is not None:
+            raise InvalidComponentError(problem)
 
     @classmethod
     def from_path(cls, path: str) -> Component:
@@ -158,36 +153,24 @@ class Component:
             target = getattr(target, attribute)
         return target
 
-    def _check_references(self) -> None:
+    def _problems(self) -> Iterator[str]:
+        """Fields without the documented form; a check of a field may rely on the fields before it."""
+        for field, value in (("name", self.name), ("target", self.target), ("summary", self.summary)):
+            if not isinstance(value, str):
+                yield f"{field} of a Component must be a string, not {value!r}."
         for field, reference in (("target", self.target), ("config", self.config)):
             if reference is not None and not (isinstance(reference, str) and _REFERENCE.fullmatch(reference)):
-                raise InvalidComponentError(
-                    f"{field} of component {self.name!r} must be 'module:Attribute', not {reference!r}."
-                )
-
-    def _check_name(self) -> None:
-        is_path = self.name in (self.target, self.target.replace(":", "."))
-        if not is_path and not _SHORT_NAME.fullmatch(self.name):
-            raise InvalidComponentError(
-                f"A component cannot be named {self.name!r}: use lower case letters, digits, '-' and '_', and begin "
-                "with a letter."
-            )
-
-    def _check_summary(self) -> None:
+                yield f"{field} of component {self.name!r} must be 'module:Attribute', not {reference!r}."
+        if self.name not in (self.target, self.target.replace(":", ".")) and not _SHORT_NAME.fullmatch(self.name):
+            allowed = "lower case letters, digits, '-' and '_', and begin with a letter"
+            yield f"A component cannot be named {self.name!r}: use {allowed}."
         if not self.summary.strip() or "\n" in self.summary or len(self.summary) > _LONGEST_SUMMARY:
-            raise InvalidComponentError(
-                f"summary of component {self.name!r} must be one line of 1 to {_LONGEST_SUMMARY} characters, "
-                f"not {self.summary!r}."
-            )
-
-    def _check_capabilities(self) -> None:
-        valid = isinstance(self.capabilities, tuple) and all(
-            isinstance(capability, str) and _SHORT_NAME.fullmatch(capability) for capability in self.capabilities
-        )
-        if not valid:
-            raise InvalidComponentError(
-                f"capabilities of component {self.name!r} must be a tuple of short lower-case names, not {self.capabilities!r}."
-            )
+            form = f"one line of 1 to {_LONGEST_SUMMARY} characters"
+            yield f"summary of component {self.name!r} must be {form}, not {self.summary!r}."
+        names = self.capabilities if isinstance(self.capabilities, tuple) else (None,)
+        if not all(isinstance(name, str) and _SHORT_NAME.fullmatch(name) for name in names):
+            form = "a tuple of short lower-case names"
+            yield f"capabilities of component {self.name!r} must be {form}, not {self.capabilities!r}."
 
 
 def is_path(name: str) -> bool:

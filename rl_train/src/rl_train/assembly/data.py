@@ -129,20 +129,13 @@ def read_data(data: DataConfig, registry: Registry) -> tuple[Source | None, Sour
     Raises:
         DataError: A dataset cannot be read, or a split leaves one of the two empty.
     """
-    bad_rows = BadRows()
-    read_one = partial(read_source, registry=registry, data=data, bad_rows=bad_rows)
-    with with_key("data.validation"):
-        validation = None if data.validation is None else read_one(data.validation)
+    read_one = partial(_source_at, data=data, registry=registry, bad_rows=BadRows())
+    validation = None if data.validation is None else read_one("validation", data.validation)
     if data.mix:
-        members = {}
-        for name, section in data.mix.items():
-            with with_key(f"data.mix.{name}"):
-                members[name] = read_one(section, name=f"mix.{name}")
-        weights = {name: section.weight or 1.0 for name, section in data.mix.items()}
-        train = _mixed(members, weights)
+        members = {name: read_one(f"mix.{name}", section) for name, section in data.mix.items()}
+        train = _mixed(members, {name: section.weight or 1.0 for name, section in data.mix.items()})
     elif data.train is not None:
-        with with_key("data.train"):
-            train = read_one(data.train)
+        train = read_one("train", data.train)
     else:
         return None, validation
     if data.split is None:
@@ -163,11 +156,16 @@ def read_validation_sets(data: DataConfig, registry: Registry) -> dict[str, Sour
     Raises:
         DataError: A dataset cannot be read.
     """
-    sets = {}
-    for name, section in data.validation_sets.items():
-        with with_key(f"data.validation_sets.{name}"):
-            sets[name] = read_source(section, registry=registry, data=data, name=f"validation_sets.{name}")
-    return sets
+    sections = data.validation_sets.items()
+    return {name: _source_at(f"validation_sets.{name}", section, data, registry) for name, section in sections}
+
+
+def _source_at(
+    key: str, section: DatasetConfig, data: DataConfig, registry: Registry, bad_rows: BadRows | None = None
+) -> Source:
+    """The dataset at a key of `data`, which names it in errors if it is one of several."""
+    with with_key(f"data.{key}"):
+        return read_source(section, registry, data, name=key if "." in key else None, bad_rows=bad_rows)
 
 
 def prompt_loader(
@@ -215,15 +213,7 @@ def conversation_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch
 def preference_loader(source: Source, run: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> BatchedDataLoader:
     """Pairs of a chosen and a rejected answer; `batch_size` counts pairs."""
     limits = _limits(run, tokenizer)
-    return _loader(
-        source,
-        run,
-        preference_datum,
-        limits,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        is_trained=True,
-    )
+    return _loader(source, run, preference_datum, limits, batch_size=batch_size, shuffle=shuffle, is_trained=True)
 
 
 def _limits(run: RunConfig, tokenizer: Any) -> dict[str, Any]:

@@ -154,8 +154,7 @@ class Checkpoints:
         for name, part in self._algorithm_state.items():
             if name in self._found:
                 part.load_state_dict(self._found[name])
-        step: int = state["step"]
-        return step
+        return int(state["step"])
 
 
 def resumable_state(

@@ -55,5 +55,4 @@ def _check_joined(pieces: list[list[int]], whole: list[int], left: str, right: s
 
 
 def _text(tokens: Sequence[int], tokenizer: Any) -> str:
-    text: str = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -8,6 +8,7 @@ tokenizer is needed, no model.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from rl_core.data.conversation_tokens import encode
@@ -37,8 +38,8 @@ def check_chat_template(
         stop_strings: strings that end a completion.
     """
     if not tokenizer.chat_template:
-        found = "the tokenizer has no chat template: contents are concatenated, and the end-of-sequence token ends an answer"
-        return [Diagnosis(name=RENDERS, status=DiagnosisStatus.OK, found=found)]
+        without = "the tokenizer has no chat template: contents are concatenated, and the end-of-sequence token ends an answer"
+        return [Diagnosis(name=RENDERS, status=DiagnosisStatus.OK, found=without)]
     rendered = check_renders(tokenizer, question)
     if rendered.status is DiagnosisStatus.FAILED:
         return [rendered]
@@ -52,19 +53,21 @@ def check_chat_template(
 
 def check_renders(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
     """Check that conversations of one and two turns render, and that the text contains the content of every message."""
-    why = "Every prompt is rendered with the template, so the model never sees content that the template drops."
-    remedy = "Set another template (policy.tokenizer.chat_template), or change the messages to roles that this one supports."
+    failed = partial(
+        Diagnosis,
+        name=RENDERS,
+        status=DiagnosisStatus.FAILED,
+        why="Every prompt is rendered with the template, so the model never sees content that the template drops.",
+        remedy="Set another template (policy.tokenizer.chat_template), or change the messages to roles that this one supports.",
+    )
     for messages, header in ((question, True), (_answered(question), False), (_second_turn(question), True)):
         roles = [message["role"] for message in messages]
         try:
             text = _render(tokenizer, messages, header=header)
         except _TemplateFailed as error:
-            found = f"the template cannot render messages with the roles {roles}: {error}"
-            return Diagnosis(name=RENDERS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
-        lost = [message["role"] for message in messages if message["content"].strip() not in text]
-        if lost:
-            found = f"for messages with the roles {roles}, the rendered text lacks the content of: {lost}"
-            return Diagnosis(name=RENDERS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
+            return failed(found=f"the template cannot render messages with the roles {roles}: {error}")
+        if lost := [message["role"] for message in messages if message["content"].strip() not in text]:
+            return failed(found=f"for messages with the roles {roles}, the rendered text lacks the content of: {lost}")
     found = f"conversations of one and two turns are rendered with the content of all {len(_second_turn(question))} messages"
     return Diagnosis(name=RENDERS, status=DiagnosisStatus.OK, found=found)
 
@@ -103,35 +106,39 @@ def check_generation_prompt(tokenizer: Any, question: Sequence[Message]) -> Diag
 
 def check_turns_join(tokenizer: Any, question: Sequence[Message]) -> Diagnosis:
     """Check that prompt and answer, tokenized separately, have the tokens of the whole text, over one and two turns."""
-    why = (
-        "The tokens of a sampled answer are appended to those of the prompt. If the whole text is tokenized "
-        "differently, supervised training and the next turn show the model tokens that it did not sample."
+    differs = partial(
+        Diagnosis,
+        name=JOINS,
+        why="The tokens of a sampled answer are appended to those of the prompt. If the whole text is tokenized "
+        "differently, supervised training and the next turn show the model tokens that it did not sample.",
     )
     together = encode(_render(tokenizer, _answered(question), header=False), tokenizer)
     try:
         joined = _tokens(tokenizer, _answered(question), header=False)
         second = _tokens(tokenizer, _second_turn(question), header=True)
     except DataError as error:
-        remedy = "Rollouts of one turn are not affected; for supervised training and several turns, use another template."
-        return Diagnosis(name=JOINS, status=DiagnosisStatus.WARNING, found=str(error), why=why, remedy=remedy)
+        return differs(
+            status=DiagnosisStatus.WARNING,
+            found=str(error),
+            remedy="Rollouts of one turn are not affected; for supervised training and several turns, use another template.",
+        )
     if joined != together:
         index = get_first_index_that_differs(joined, together)
-        found = (
-            f"tokenized by turns, token {index} is {_text(tokenizer, joined, index)}, but in the whole text it is "
-            f"{_text(tokenizer, together, index)}"
+        return differs(
+            status=DiagnosisStatus.FAILED,
+            found=f"tokenized by turns, token {index} is {_text(tokenizer, joined, index)}, but in the whole text it is "
+            f"{_text(tokenizer, together, index)}",
+            remedy="Use a template with a header that ends with a special token or a line break, across which no tokens are "
+            "merged.",
         )
-        remedy = (
-            "Use a template with a header that ends with a special token or a line break, across which no tokens are merged."
-        )
-        return Diagnosis(name=JOINS, status=DiagnosisStatus.FAILED, found=found, why=why, remedy=remedy)
     if second[: len(together)] != together:
         index = get_first_index_that_differs(together, second)
-        found = (
-            f"the tokens of one turn agree, but a second turn changes the first answer: token {index} was "
-            f"{_text(tokenizer, together, index)} and becomes {_text(tokenizer, second, index)}"
+        return differs(
+            status=DiagnosisStatus.WARNING,
+            found=f"the tokens of one turn agree, but a second turn changes the first answer: token {index} was "
+            f"{_text(tokenizer, together, index)} and becomes {_text(tokenizer, second, index)}",
+            remedy="Rollouts of one turn are not affected; for several turns, use another template.",
         )
-        remedy = "Rollouts of one turn are not affected; for several turns, use another template."
-        return Diagnosis(name=JOINS, status=DiagnosisStatus.WARNING, found=found, why=why, remedy=remedy)
     found = (
         f"the {len(together)} tokens of one turn are the same tokenized by turns and as a whole, and a second turn keeps them"
     )
@@ -145,13 +152,14 @@ def check_end_of_turn(
     closing = _render(tokenizer, _answered(question), header=False).rpartition(_ANSWER)[2]
     tokens = encode(closing, tokenizer)
     details = {"closing": closing, "closing_ids": tokens, "stop_ids": sorted(stop_ids), "stop_strings": list(stop_strings)}
-    why = (
-        "A model trained with this template ends its turn this way. An engine that does not stop there samples up to its limit."
-    )
     ending = next((token for token in tokens if token in stop_ids), None)
     stopped_by = next((string for string in stop_strings if string in closing), None)
     if ending is not None or stopped_by is not None:
-        what = f"token {ending} ({_name(tokenizer, ending)!r})" if ending is not None else f"the stop string {stopped_by!r}"
+        what = (
+            f"token {ending} ({tokenizer.convert_ids_to_tokens(ending)!r})"
+            if ending is not None
+            else f"the stop string {stopped_by!r}"
+        )
         found = f"the template ends a turn with {closing!r}, and {what} ends a completion"
         return Diagnosis(name=ENDS, status=DiagnosisStatus.OK, found=found, details=details)
     if not closing.strip():
@@ -163,12 +171,13 @@ def check_end_of_turn(
             remedy="Use a template that ends assistant messages with the end-of-sequence token.",
             details=details,
         )
-    stops = ", ".join(f"{token} {_name(tokenizer, token)!r}" for token in sorted(stop_ids)) or "none"
+    stops = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in sorted(stop_ids)) or "none"
     return Diagnosis(
         name=ENDS,
         status=DiagnosisStatus.FAILED,
         found=f"the template ends a turn with {closing!r} (token {tokens[0]}), without a stop token (these are: {stops})",
-        why=why,
+        why="A model trained with this template ends its turn this way. An engine that does not stop there samples up to its "
+        "limit.",
         remedy=f"Set policy.generation.stop_token_ids: [{tokens[0]}], or add it to eos_token_id in generation_config.json.",
         details=details,
     )
@@ -201,13 +210,8 @@ def _tokens(tokenizer: Any, messages: Sequence[Message], *, header: bool) -> lis
     return [token for message in log for token in message["token_ids"].tolist()]
 
 
-def _name(tokenizer: Any, token: int) -> str:
-    name: str = tokenizer.convert_ids_to_tokens(token)
-    return name
-
-
 def _text(tokenizer: Any, tokens: Sequence[int], index: int) -> str:
-    return f"{tokens[index]} {_name(tokenizer, tokens[index])!r}" if index < len(tokens) else "the end"
+    return f"{tokens[index]} {tokenizer.convert_ids_to_tokens(tokens[index])!r}" if index < len(tokens) else "the end"
 
 
 def _difference(what: str, shorter: str, longer: str) -> str:

@@ -141,8 +141,7 @@ def _far_from_the_others(norm: torch.Tensor, among: torch.Tensor) -> torch.Tenso
 
 
 def _ids(chosen: torch.Tensor) -> list[int]:
-    found: list[int] = chosen.nonzero().flatten().tolist()
-    return found
+    return list(chosen.nonzero().flatten().tolist())
 
 
 def _listed(ids: Sequence[int], tokenizer: Any) -> str:

@@ -187,11 +187,8 @@ def _worker_names(config: RunConfig) -> str:
 def _attach_loggers(
     run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack, *, show_samples: int | None = None
 ) -> None:
-    def token_text(token: int) -> str:
-        text: str = run.tokenizer.decode([token])
-        return text
-
-    always: list[Any] = [JsonlLogger(run.folder, resume_from=run.first_step, token_text=token_text)]
+    files = JsonlLogger(run.folder, resume_from=run.first_step, token_text=lambda token: str(run.tokenizer.decode([token])))
+    always: list[Any] = [files]
     if console:
         screen = ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step)
         always.append(screen)

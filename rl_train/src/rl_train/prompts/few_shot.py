@@ -158,8 +158,7 @@ class Bm25:
         if self._index is None or not known:
             return list(range(self._count))
         scores = self._index.get_scores(known)
-        ranked: list[int] = (-scores).argsort(kind="stable").tolist()
-        return ranked
+        return list((-scores).argsort(kind="stable").tolist())
 
 
 def select_examples(config: FewShotExamples | None) -> FixedExamples | NearestExamples | None:
