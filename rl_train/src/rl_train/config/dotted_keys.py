@@ -14,7 +14,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def leaves_by_path(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """The same by path, also for a value that is no section."""
+    """The same by path; a value that is not a section has the empty path."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from leaves_by_path(item, (*path, name))
