@@ -155,7 +155,8 @@ class Component:
 
     def _problems(self) -> Iterator[str]:
         """Fields without the documented form; a check of a field may rely on the fields before it."""
-        for field, value in (("name", self.name), ("target", self.target), ("summary", self.summary)):
+        texts: dict[str, Any] = {"name": self.name, "target": self.target, "summary": self.summary}
+        for field, value in texts.items():
             if not isinstance(value, str):
                 yield f"{field} of a Component must be a string, not {value!r}."
         for field, reference in (("target", self.target), ("config", self.config)):

@@ -8,9 +8,9 @@ from typing import Any
 from rl_core.config.source_tree import KeyPath, dotted
 
 
-def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of a section by dotted key; an empty section within it counts as a value."""
-    return ((dotted(path), leaf) for path, leaf in leaves_by_path(value) if path)
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a section by dotted key, which begins with `key`; an empty section within it counts as a value."""
+    return ((dotted(path), leaf) for path, leaf in leaves_by_path(value, (key,) if key else ()) if path)
 
 
 def leaves_by_path(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
