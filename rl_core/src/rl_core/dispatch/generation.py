@@ -166,9 +166,7 @@ class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
 
     def restarted_replicas(self) -> RestartedReplicas | None:
         ranks = sorted(self._without_weights)
-        if not ranks:
-            return None
-        versions = self._run_on(ranks, "get_weight_version")
+        versions = self._run_on(ranks, "get_weight_version") if ranks else []
         waiting = [rank for rank, version in zip(ranks, versions, strict=True) if version < 0]
         if not waiting:
             return None

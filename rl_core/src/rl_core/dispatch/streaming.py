@@ -25,10 +25,8 @@ from rl_core.dispatch.affinity import ReplicaAffinity
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError
 from rl_core.interfaces.worker import GenerationRequest
 
-_WAIT_S = 0.05
-"""Duration of a poll if no row ends; a row that arrives meanwhile waits at most this long."""
-_IN_PROCESS_WAIT_S = 0.01
-"""The same in this process, where a poll blocks the event loop; an engine takes at least one step."""
+_WAIT_S = 0.05  # duration of a poll if no row ends; a row that arrives meanwhile waits at most this long
+_IN_PROCESS_WAIT_S = 0.01  # in this process, where a poll blocks the event loop; an engine takes at least one step
 _LOOK_S = 1.0  # interval of checks, while a call is pending, that Ray itself is alive
 _names = itertools.count()
 _log = logging.getLogger(__name__)

@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from rl_core.config.diagnostics import Problem
 from rl_core.plugins.component import Kind, is_path
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
+from rl_train.config.schema import RunConfig
 
 ASYNC_CAPABILITIES = ("async_rows", "refit_in_flight")
 """Capabilities of an engine whose rows join, leave and span refits while others run."""
 ENGINE_SHARES_GPUS = (
     "policy and engine share their GPUs, so the engine sleeps while a model is trained and cannot sample ahead. Set "
-    "rollout.max_staleness to 0."
+    "policy.generation.resources, or set rollout.max_staleness to 0."
 )
 _AT = ("rollout", "max_staleness")
+
+
+def shares_resources(run: RunConfig) -> bool:
+    """Whether the engine has no resources of its own."""
+    return run.policy.generation is None or run.policy.generation.resources is None
 
 
 @rule("algorithm", "rollout.max_staleness", applies_to=TRAINING)
@@ -56,7 +62,7 @@ def loss_corrects_for_older_weights(config: CheckedConfig) -> Iterator[Problem]:
         )
 
 
-@rule("rollout.max_staleness", "cluster.backend", "cluster.use_gpus", applies_to=TRAINING)
+@rule("rollout.max_staleness", "cluster.backend", "cluster.use_gpus", "policy.generation", applies_to=TRAINING)
 def engine_runs_beside_the_policy(config: CheckedConfig) -> Iterator[Problem]:
     """With max_staleness above 0, policy and engine run in separate processes and do not share GPUs."""
     run = config.run
@@ -66,7 +72,7 @@ def engine_runs_beside_the_policy(config: CheckedConfig) -> Iterator[Problem]:
             "with cluster.backend: in_process, policy and engine compute in one thread and may share weights, so rollouts "
             "cannot continue during training. Set cluster.backend: ray, or set max_staleness to 0.",
         )
-    elif run.rollout.max_staleness > 0 and run.cluster.use_gpus:
+    elif run.rollout.max_staleness > 0 and run.cluster.use_gpus and shares_resources(run):
         yield Problem(_AT, ENGINE_SHARES_GPUS)
 
 
