@@ -92,7 +92,7 @@ class ScheduledSource(RolloutSource):
         *,
         schedule: Schedule,
         group_size: int,
-        weight_version: Callable[[], int],
+        weight_version: Callable[[], int | None],
         reward_names: Mapping[str, Collection[str]] | None = None,
         min_scored: int = 1,
         max_failed_share: float = 0.1,

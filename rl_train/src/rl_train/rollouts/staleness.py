@@ -22,9 +22,9 @@ class DeliveredVersions:
         weight_version: the version of the engine's weights.
     """
 
-    def __init__(self, max_staleness: int, weight_version: Callable[[], int]) -> None:
+    def __init__(self, max_staleness: int, weight_version: Callable[[], int | None]) -> None:
         self._max_staleness, self._weight_version = max_staleness, weight_version
-        self._steps: dict[int, int] = {}
+        self._steps: dict[int | None, int] = {}
 
     def record(self, step: int) -> None:
         """The engine now has the weights that `step` starts with; forget those that are too old."""
@@ -48,7 +48,7 @@ class DeliveredVersions:
                 raise RLCoreError(
                     f"Step {step} would train on tokens that weight version {version} sampled, but rollout.max_staleness "
                     f"({self._max_staleness}) allows only the versions of the engine since step "
-                    f"{max(step - self._max_staleness, 0)}: {', '.join(map(str, sorted(self._steps)))}. The engine reports "
+                    f"{max(step - self._max_staleness, 0)}: {', '.join(map(str, self._steps))}. The engine reports "
                     "wrong versions, or the scheduler exceeded its bound."
                 )
         lags = [float(step - self._steps[oldest]) for oldest in versions.amin(-1).tolist() if oldest in self._steps]

@@ -93,7 +93,7 @@ class WeightSynchronizer(WeightOwner):
         self._turn = threading.RLock()
         """Held during a refit."""
         self._is_refitting = False
-        self._synced_version: int | None = None
+        self.synced_version: int | None = None
         """Weight version of the last verified refit of all replicas."""
         self._prove = prove
         self._make_canary, self.has_canary = canary, canary is not None
@@ -135,11 +135,6 @@ class WeightSynchronizer(WeightOwner):
         return self._transport.name
 
     @property
-    def synced_version(self) -> int:
-        """Weight version of the last verified refit of all replicas; -1 before the first."""
-        return -1 if self._synced_version is None else self._synced_version
-
-    @property
     def is_stale(self) -> bool:
         """Whether the generation backend's weight version differs from the policy's."""
         return self._policy.weight_version != self._generation.weight_version
@@ -164,7 +159,7 @@ class WeightSynchronizer(WeightOwner):
             while True:
                 metrics = self._attempt(self._generation, only_if_stale)
                 if metrics is not None:
-                    self._synced_version = self._policy.weight_version
+                    self.synced_version = self._policy.weight_version
                     return metrics
 
     def request_canary(self) -> None:
@@ -222,10 +217,10 @@ class WeightSynchronizer(WeightOwner):
                 if self._is_refitting:
                     raise WeightSyncError("A generation worker died during a refit; the refit must be repeated.")
                 version = self._policy.weight_version
-                engine = replicas if version == self._synced_version else self._generation
+                engine = replicas if version == self.synced_version else self._generation
                 metrics = self._attempt(engine, only_if_stale=False)
                 if metrics is not None and engine is self._generation:
-                    self._synced_version = version
+                    self.synced_version = version
                 if metrics is not None:
                     _log.info(
                         "restarted generation workers have weight version %d, in %.1f s", version, metrics["refit/total_s"]
@@ -247,7 +242,7 @@ class WeightSynchronizer(WeightOwner):
             return self._sync_once(engine, only_if_stale)
         except (WorkerError, WeightSyncError) as error:
             if engine is self._generation:
-                self._synced_version = None  # replicas may have some of the new weights
+                self.synced_version = None  # replicas may have some of the new weights
             # A death explains a broken broadcast, whichever was noticed first.
             self._restart_or_raise(error, before)
             _log.warning("a generation worker died in the refit by %s; the refit is repeated", self.transport_name)
@@ -302,7 +297,7 @@ class WeightSynchronizer(WeightOwner):
         with _timed(seconds, "prove_s"):
             self._prove_version(engine)
             # Memory that is shared was compared once; the engine checks in each refit that it is still the policy's.
-            if self._prove and not (self._transport.shares_memory and self._synced_version is not None):
+            if self._prove and not (self._transport.shares_memory and self.synced_version is not None):
                 self._prove_fingerprint(engine)
         return moved
 
