@@ -65,6 +65,15 @@ def test_two_ranks_have_the_gradients_of_one_plain_backward_pass(parts, model_fo
     assert found[0]["norm"] == found[1]["norm"]
 
 
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_start_with_the_weights_of_the_files_bit_for_bit(model_folder, ranks, mode, kind):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder(kind), dtype=torch.float32)
+    for rank in read(ranks, f"{mode}-gradients"):
+        before = rank[kind, "by_count"]["before"]
+        assert all(torch.equal(before[name], tensor) for name, tensor in plain.named_parameters())
+
+
 @pytest.mark.parametrize("form", ["by_count", "packed"])
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_with_a_shared_prefix_have_the_gradients_of_one_plain_backward_pass(parts, model_folder, ranks, mode, form):

@@ -135,7 +135,9 @@ def test_a_model_whose_logits_are_not_its_head_is_refused(model_folder):
     scoring = TokenScoring(plain_model(model_folder("granite")), chunk_tokens=7)
     scoring.transform = LogitTransform()
     with pytest.raises(NotSupportedError, match="not its head applied to its backbone"):
-        probe_scoring(scoring, device=torch.device("cpu"), packing=False, variable_length_kernel=False)
+        probe_scoring(
+            scoring, device=torch.device("cpu"), packing=False, variable_length_kernel=False, computed_in=torch.float32
+        )
 
 
 def test_a_model_without_block_diagonal_packing_is_refused_for_packing_alone():
@@ -143,7 +145,7 @@ def test_a_model_without_block_diagonal_packing_is_refused_for_packing_alone():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         scoring = TokenScoring(transformers.MambaForCausalLM(config).eval(), chunk_tokens=7)
-    cpu = torch.device("cpu")
-    probe_scoring(scoring, device=cpu, packing=False, variable_length_kernel=False)
+    options = {"device": torch.device("cpu"), "variable_length_kernel": False, "computed_in": torch.float32}
+    probe_scoring(scoring, packing=False, **options)
     with pytest.raises(NotSupportedError, match="Packed rows attend to each other"):
-        probe_scoring(scoring, device=cpu, packing=True, variable_length_kernel=False)
+        probe_scoring(scoring, packing=True, **options)

@@ -339,7 +339,9 @@ def test_models_without_full_causal_attention_are_computed_as_rows_and_the_reaso
     else:
         model = transformers.AutoModelForCausalLM.from_config(transformers.MambaConfig(**small, state_size=4))
     use_cpu_sdpa(model.eval())
-    reason = why_not_shared(TokenScoring(model, chunk_tokens=7), parts.make_config("any"), device=CPU)
+    reason = why_not_shared(
+        TokenScoring(model, chunk_tokens=7), parts.make_config("any"), device=CPU, computed_in=torch.float32
+    )
     assert re.search(UNSUPPORTED[kind], reason), reason
 
 
@@ -349,7 +351,9 @@ def test_a_model_that_mixes_tokens_outside_of_attention_is_found_by_the_test_inp
     layer = model.base_model.layers[0].mlp
     plain = layer.forward
     layer.forward = lambda hidden: plain(hidden + hidden.roll(1, dims=1))
-    reason = why_not_shared(TokenScoring(model, chunk_tokens=7), parts.make_config("any"), device=CPU)
+    reason = why_not_shared(
+        TokenScoring(model, chunk_tokens=7), parts.make_config("any"), device=CPU, computed_in=torch.float32
+    )
     assert "for a test input change by" in reason
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_missing_head, prepare_head
@@ -53,7 +55,72 @@ def load_model(
         UserError: the model does not exist, has another head, or cannot be loaded with the options; nothing was loaded.
     """
     model = _load_as_stored(name, options=options, dtype=dtype, device=device, head=head)
-    return _cast(model, dtype, model.device) if _is_gguf(name) else model
+    return _cast(model, dtype, model.device) if is_gguf(name) else model
+
+
+def load_model_shards(
+    name: str,
+    model_class: type[PreTrainedModel],
+    *,
+    options: HFModelConfig,
+    dtype: torch.dtype,
+    shard: Callable[[PreTrainedModel], None],
+    head: Head = "tokens",
+) -> PreTrainedModel:
+    """Load only this rank's shards of a model, in evaluation mode on the CPU; the whole model is never in memory.
+
+    Args:
+        name: as in `load_model`.
+        model_class: class of the model; see `why_read_whole` for those that do not support it.
+        options: how to load it.
+        dtype: float32 or bfloat16.
+        shard: as in `sharding_class`.
+        head: head type.
+
+    Raises:
+        UserError: as `load_model`, or the files lack weights, which each rank would initialize differently.
+    """
+    loader = sharding_class(model_class, shard)
+    model = _load_as_stored(name, options=options, dtype=dtype, device="cpu", head=head, loader=loader)
+    model.__class__ = model_class
+    return model
+
+
+def sharding_class(model_class: type[PreTrainedModel], shard: Callable[[PreTrainedModel], None]) -> type[PreTrainedModel]:
+    """A subclass of `model_class` that calls `shard` with each new model, before `from_pretrained` reads its weights.
+
+    For a parameter that is a DTensor, Transformers reads only this rank's shard of the file.
+
+    Args:
+        model_class: class of the model.
+        shard: replaces parameters of a model on the device `meta` with DTensors.
+    """
+
+    def build(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(model, *args, **kwargs)
+        shard(model)
+
+    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+
+
+def why_read_whole(model: PreTrainedModel, ranks: int) -> str | None:
+    """Why a rank cannot read only its shards of the files of a model; None if it can.
+
+    Transformers shards each tensor of a file before it converts it, which is right if the conversion stacks whole experts, but
+    not if it splits or joins tensors along the dimension that is sharded, the first.
+
+    Args:
+        model: on any device.
+        ranks: number of shards of each tensor.
+    """
+    converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    for operation in (operation for each in converters for operation in each.operations):
+        stacks = isinstance(operation, MergeModulelist) and operation.dim == 0
+        if not stacks and not (isinstance(operation, Concatenate) and operation.dim == 1):
+            return f"the weights of a {type(model).__name__} are stored in another layout ({type(operation).__name__})"
+    if converters and (experts := min((len(each) for each in model.parameters() if each.ndim == 3), default=ranks)) < ranks:
+        return f"it has {experts} experts, fewer than ranks"
+    return None
 
 
 def load_model_with_exact_weights(
@@ -74,7 +141,7 @@ def load_model_with_exact_weights(
     Raises:
         UserError: as `load_model`.
     """
-    if not _is_gguf(name) or options.device_map is not None:
+    if not is_gguf(name) or options.device_map is not None:
         model = load_model(name, options=options, dtype=dtype, device=device, head=head)
         return model, exact_weights(name, options=options, dtype=dtype, head=head)
     stored = _load_as_stored(name, options=options, dtype=torch.float32, device="cpu", head=head)
@@ -82,9 +149,15 @@ def load_model_with_exact_weights(
 
 
 def _load_as_stored(
-    name: str, *, options: HFModelConfig, dtype: torch.dtype, device: str | torch.device, head: Head
+    name: str,
+    *,
+    options: HFModelConfig,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    head: Head,
+    loader: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """The model as Transformers loads it; `save_pretrained` still fails for one read from GGUF."""
+    """The model as Transformers loads it (with the class `loader`); `save_pretrained` still fails for one read from GGUF."""
     _check_options(options, name)
     where = _locate(name)
     config = _load_config(name, where, options)
@@ -106,9 +179,16 @@ def _load_as_stored(
         arguments.setdefault("device_map", {"": device})
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model, report = _with_explained_errors(name, options, lambda: AUTO_CLASSES[head].from_pretrained(**arguments), head=head)
+    from_pretrained = (loader or AUTO_CLASSES[head]).from_pretrained
+    model, report = _with_explained_errors(name, options, lambda: from_pretrained(**arguments), head=head)
+    missing = report["missing_keys"]
     if head == "scalar":
-        init_missing_head(model, report["missing_keys"], name=name)
+        init_missing_head(model, missing, name=name)
+    elif loader is not None and missing:
+        raise UserError(
+            f"{name} lacks {len(missing)} weights of a {type(model).__name__}, the first {min(missing)}, so its folder is "
+            "incomplete."
+        )
     if "device_map" not in arguments:
         model.to(device)
     _check_not_offloaded(model, name)
@@ -148,7 +228,7 @@ def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head
         dtype: dtype of the loaded model.
         head: head type.
     """
-    if not _is_gguf(name) and _load_config(name, _locate(name), options).dtype == dtype:
+    if not is_gguf(name) and _load_config(name, _locate(name), options).dtype == dtype:
         return {}
     on_cpu = options.model_copy(update={"device_map": None})
     return dict(load_model(name, options=on_cpu, dtype=torch.float32, head=head).named_parameters())
@@ -284,7 +364,8 @@ def length_dependent_rope(model: PreTrainedModel, length: int) -> str | None:
     return None
 
 
-def _is_gguf(name: str) -> bool:
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is the path of a GGUF file."""
     return Path(name).suffix == ".gguf"
 
 

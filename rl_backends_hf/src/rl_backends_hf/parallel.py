@@ -6,9 +6,10 @@ averaging is therefore turned off. Reductions are float32.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -24,10 +25,16 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
+from rl_backends_hf.model import is_gguf, load_model, load_model_shards, model_without_weights, why_read_whole
+from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_core.cluster.process_groups import join_process_group
 from rl_core.interfaces.worker_context import WorkerContext
+from rl_core.training.heads import Head
+
+_log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 32 * 2**20
 """Gradients are reduced in flat buckets of this size."""
@@ -52,10 +59,10 @@ class Parallel(ABC):
 
     @abstractmethod
     def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
-        """Distribute a full model over the ranks.
+        """Distribute a model over the ranks.
 
         Args:
-            scoring: the model, identical on all ranks.
+            scoring: the full model, identical on all ranks; or without values, on the device `meta`.
             trainable: a frozen model is kept in CPU memory and moved to the device when used.
         """
 
@@ -148,9 +155,7 @@ class FullyShard(Parallel):
         return squared.sqrt()
 
     def after_forward(self, scoring: ScoringModel) -> None:
-        # The root stays gathered after a forward pass, because a backward pass is expected.
-        assert isinstance(scoring, FSDPModule)
-        scoring.reshard()
+        reshard(scoring)
 
 
 def make_parallel(context: WorkerContext, mode: Literal["replicate", "fsdp2"], *, dtype: torch.dtype) -> Parallel:
@@ -161,6 +166,59 @@ def make_parallel(context: WorkerContext, mode: Literal["replicate", "fsdp2"], *
         return Replicate(context)
     join_process_group(context, "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo")
     return FullyShard(context, compute_dtype=dtype) if mode == "fsdp2" else Replicate(context)
+
+
+def load_sharded(
+    name: str,
+    make_scoring: Callable[[PreTrainedModel], ScoringModel],
+    *,
+    parallel: Parallel,
+    options: HFModelConfig,
+    dtype: torch.dtype,
+    head: Head = "tokens",
+    trainable: bool = True,
+) -> ScoringModel:
+    """A model of which each rank has its shards, and has read no other weights.
+
+    A warning is logged if each rank must read the whole model into CPU memory; see `why_read_whole`.
+
+    Args:
+        name: as in `load_model`.
+        make_scoring: adds the head to a model.
+        parallel: the ranks.
+        options: how to load it.
+        dtype: of the shards.
+        head: head type.
+        trainable: as in `Parallel.distribute`.
+
+    Raises:
+        UserError: as `load_model_shards`.
+    """
+    made: list[ScoringModel] = []
+
+    def shard(model: PreTrainedModel) -> None:
+        made.append(make_scoring(model))
+        parallel.distribute(made[0], trainable=trainable)
+
+    empty = model_without_weights(name, options=options, head=head)
+    why = "it is a GGUF file" if is_gguf(name) else why_read_whole(empty, parallel.world_size)
+    if why is None:
+        load_model_shards(name, type(empty), options=options, dtype=dtype, head=head, shard=shard)
+    else:
+        _log.warning("Each rank reads all weights of %s into CPU memory before it keeps its shards: %s.", name, why)
+        shard(load_model(name, options=options, dtype=dtype, head=head))
+    (scoring,) = made
+    if trainable:
+        return scoring.to(parallel.device)
+    for buffer in scoring.buffers():
+        buffer.data = buffer.to(parallel.device)
+    return scoring
+
+
+def reshard(scoring: ScoringModel) -> None:
+    """Free gathered weights; the root stays gathered after a forward pass, because a backward pass is expected."""
+    if isinstance(scoring, FSDPModule):
+        scoring.reshard()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,12 +235,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Set `target`, sharded or not, to the full tensor `value`, which every rank has."""
+    """Set `target`, sharded or not, to the full tensor `value`, which every rank has, or to one that is sharded like it."""
     with torch.no_grad():
-        if isinstance(target, DTensor):
+        if isinstance(target, DTensor) and not isinstance(value, DTensor):
             value = value.to(device=target.device, dtype=target.dtype)
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(value)
+        local(target).copy_(local(value))
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

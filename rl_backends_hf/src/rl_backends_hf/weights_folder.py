@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from rl_backends_hf.model import AUTO_CLASSES
+from rl_backends_hf.model import AUTO_CLASSES, sharding_class, why_read_whole
 from rl_backends_hf.parallel import fill, whole
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.policy import RefitManifest
@@ -113,7 +115,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
-    """Load the model's weights, sharded or not, from `folder`; every rank reads it.
+    """Load the model's weights from `folder`; each rank reads its shards.
 
     Raises:
         CheckpointError: the folder is missing, incomplete, or has another model; the weights are unchanged.
@@ -122,8 +124,11 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
         adapter = " It contains an adapter: resume with the same `policy.hf_cfg.lora` that wrote it."
         there = adapter if (folder / "adapter_config.json").is_file() else ""
         raise CheckpointError(f"{folder} has no config.json, so it contains no full model.{there}")
+    first = next(model.parameters())
+    reads_shards = isinstance(first, DTensor) and why_read_whole(model, first.device_mesh.size()) is None
+    loader = sharding_class(type(model), partial(_shard_like, model)) if reads_shards else AUTO_CLASSES[head]
     try:
-        loaded, report = AUTO_CLASSES[head].from_pretrained(
+        loaded, report = loader.from_pretrained(
             folder,
             dtype=model.dtype,
             output_loading_info=True,
@@ -138,6 +143,17 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
     _check_same_model(saved, own, report, folder)
     for name, tensor in own.items():
         fill(tensor, saved[name].detach())
+
+
+def _shard_like(model: PreTrainedModel, empty: PreTrainedModel) -> None:
+    """Shard parameters of `empty`, which is on the device `meta`, like those of `model`."""
+    own = dict(model.named_parameters())
+    for name, parameter in list(empty.named_parameters()):
+        like = own.get(name)
+        if isinstance(like, DTensor):
+            holder, _, key = name.rpartition(".")
+            shards = distribute_tensor(parameter.detach(), like.device_mesh, like.placements, src_data_rank=None)
+            empty.get_submodule(holder).register_parameter(key, torch.nn.Parameter(shards))
 
 
 def _check_same_model(

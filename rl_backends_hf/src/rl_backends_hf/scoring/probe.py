@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rl_backends_hf.parallel import fill, reshard
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, packed_input, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
@@ -28,7 +29,7 @@ def probe_scoring(
     device: torch.device,
     packing: bool,
     variable_length_kernel: bool,
-    computed_in: torch.dtype | None = None,
+    computed_in: torch.dtype,
 ) -> None:
     """Compare scoring with the model's own output, and packed rows with the same rows alone.
 
@@ -37,12 +38,11 @@ def probe_scoring(
         device: device of the model.
         packing: whether rows will be packed.
         variable_length_kernel: see `packed_input`.
-        computed_in: dtype to which products are rounded; the model's by default.
+        computed_in: dtype to which products are rounded.
 
     Raises:
         NotSupportedError: they differ.
     """
-    computed_in = computed_in or scoring.model.dtype
     ids, lengths = _tokens(scoring)
     is_token = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
     with torch.no_grad(), random_head(scoring):
@@ -80,18 +80,23 @@ def _tokens(scoring: ScoringModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def random_head(scoring: ScoringModel) -> Iterator[None]:
-    """Give a scalar head values of about 1 while the block runs: with an initial head of zeros, differences would not show."""
+    """Give a scalar head values of about 1 while the block runs: with an initial head of zeros, differences would not show.
+
+    Weights that the block has gathered are freed.
+    """
     if not isinstance(scoring, ValueScoring):
         yield
+        reshard(scoring)
         return
     head = scoring.head
     original = head.weight.detach().clone()
     weight = torch.randn(original.shape, generator=torch.Generator().manual_seed(0)) / original.shape[1] ** 0.5
     # The model's own forward pass does not support a float32 head on a bfloat16 base, as used with adapters.
-    head.to(scoring.model.dtype).weight.copy_(weight)
+    fill(head.to(scoring.model.dtype).weight, weight)
     try:
         yield
     finally:
+        reshard(scoring)
         head.to(original.dtype).weight.copy_(original)
 
 
@@ -114,13 +119,13 @@ def _model_outputs(scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tens
         return _model_logprobs(scoring, ids), torch.ones(ids.shape, dtype=torch.bool)
     own, has_output = torch.zeros(ids.shape, device=ids.device), torch.zeros(ids.shape, dtype=torch.bool)
     for row, length in enumerate(lengths.tolist()):
-        own[row, length - 1] = scoring.model(input_ids=ids[row : row + 1, :length], use_cache=False).logits.float()[0, 0]
+        own[row, length - 1] = scoring.model_logits(ids[row : row + 1, :length])[0, 0]
         has_output[row, length - 1] = True
     return own, has_output
 
 
 def _model_logprobs(scoring: TokenScoring, ids: torch.Tensor) -> torch.Tensor:
-    logits = scoring.model(input_ids=ids, use_cache=False).logits.float() / scoring.transform.temperature
+    logits = scoring.model_logits(ids) / scoring.transform.temperature
     scored = torch.log_softmax(logits[:, :-1], dim=-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
     return torch.nn.functional.pad(scored, (1, 0))
 

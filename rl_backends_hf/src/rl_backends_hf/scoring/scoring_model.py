@@ -193,7 +193,7 @@ class ScoringModel(nn.Module, ABC):
     """Name of the numbers."""
     shift: ClassVar[int]
     """Offset from a token to the hidden state that scores it: 1 for next-token logits, 0 for a value head."""
-    extra_forward_methods: ClassVar[tuple[str, ...]] = ()
+    extra_forward_methods: ClassVar[tuple[str, ...]] = ("model_logits",)
     """Methods besides `forward` that compute with the weights; FSDP2 must register them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -227,6 +227,11 @@ class ScoringModel(nn.Module, ABC):
         output = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **attention)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, hidden_index)
+
+    def model_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The model's own output, float32, for rows [b, T] of equal length."""
+        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits.float()
+        return logits
 
     def score(self, microbatch: ScoringInput) -> torch.Tensor:
         """Numbers [b, T] (with candidates [b, T, 1 + K]) float32 of a microbatch; 0.0 for tokens that were not scored."""

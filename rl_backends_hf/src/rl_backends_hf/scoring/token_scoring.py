@@ -28,7 +28,7 @@ class TokenScoring(ScoringModel):
 
     column = "logprobs"
     shift = 1
-    extra_forward_methods = ("topk",)
+    extra_forward_methods = (*ScoringModel.extra_forward_methods, "topk")
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0) -> None:
         super().__init__(model)

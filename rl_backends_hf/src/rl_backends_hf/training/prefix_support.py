@@ -14,13 +14,16 @@ from rl_core.errors import RLCoreError
 SUPPORTED = "full causal attention, checked on a test input"
 
 
-def why_not_shared(scoring: ScoringModel, config: HFPolicyConfig, *, device: torch.device) -> str | None:
+def why_not_shared(
+    scoring: ScoringModel, config: HFPolicyConfig, *, device: torch.device, computed_in: torch.dtype
+) -> str | None:
     """Why rows with the same prompt cannot share its computation; None if they can.
 
     Args:
-        scoring: the model, not yet distributed over ranks.
+        scoring: the model.
         config: the section of the model.
         device: device of the model.
+        computed_in: dtype to which products are rounded.
     """
     lora = config.hf_cfg.lora
     if config.shared_prefix == "off":
@@ -37,10 +40,10 @@ def why_not_shared(scoring: ScoringModel, config: HFPolicyConfig, *, device: tor
         return f"the layer types of {type(scoring.model).__name__} are unknown ({error})"
     if other := sorted(set(kinds) - {"full_attention"}):
         return f"{type(scoring.model).__name__} has layers of type {', '.join(other)}"
-    return _failed_probe(scoring, device)
+    return _failed_probe(scoring, device, computed_in)
 
 
-def _failed_probe(scoring: ScoringModel, device: torch.device) -> str | None:
+def _failed_probe(scoring: ScoringModel, device: torch.device, computed_in: torch.dtype) -> str | None:
     """How the scores of a test input with a shared prefix differ from those of its rows; None if they agree."""
     ids = torch.randint(0, scoring.vocab_size, (4, 9), generator=torch.Generator().manual_seed(0))
     ids[1:3, :4] = ids[0, :4]
@@ -56,6 +59,6 @@ def _failed_probe(scoring: ScoringModel, device: torch.device) -> str | None:
     column = torch.arange(ids.shape[1])
     scored = (column >= scoring.shift) & (column < lengths.unsqueeze(1))
     difference = float((alone - shared).abs()[scored.to(alone.device)].mean())
-    if difference <= tolerance(scoring.model.dtype):
+    if difference <= tolerance(computed_in):
         return None
     return f"the {scoring.column} of {type(scoring.model).__name__} for a test input change by {difference:.3g} with it"

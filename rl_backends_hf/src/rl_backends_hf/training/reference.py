@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.model import DTYPES, load_model
-from rl_backends_hf.parallel import Parallel
+from rl_backends_hf.parallel import Parallel, load_sharded
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
@@ -57,13 +58,19 @@ class ReferencePolicy:
     """
 
     def __init__(self, config: HFPolicyConfig, parallel: Parallel, *, temperature: float) -> None:
-        model = load_model(config.model_name, options=config.hf_cfg, dtype=DTYPES[config.precision], device="cpu")
+        def make_scoring(model: PreTrainedModel) -> ScoringModel:
+            return TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
+
+        source: dict[str, Any] = {"options": config.hf_cfg, "dtype": DTYPES[config.precision]}
+        if parallel.shards:
+            self._scoring = load_sharded(config.model_name, make_scoring, parallel=parallel, trainable=False, **source)
+        else:
+            self._scoring = make_scoring(load_model(config.model_name, device="cpu", **source))
+            parallel.distribute(self._scoring, trainable=False)
         if parallel.device.type == "cpu":
-            use_cpu_sdpa(model)
-        self._scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
+            use_cpu_sdpa(self._scoring.model)
         self._parallel = parallel
         self._moves_to_device = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
-        parallel.distribute(self._scoring, trainable=False)
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
         """The weights and their pinned memory, which stays when they are copied to the device."""
         if self._moves_to_device:

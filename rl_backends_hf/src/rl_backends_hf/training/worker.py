@@ -21,7 +21,7 @@ from rl_backends_hf.model import (
     load_model,
     load_model_with_exact_weights,
 )
-from rl_backends_hf.parallel import Parallel, local, make_parallel
+from rl_backends_hf.parallel import Parallel, load_sharded, local, make_parallel
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
@@ -76,7 +76,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._check_config()
         hf, head = self.config.hf_cfg, self.config.head
         self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)
-        model = self._load_model()
+        self._scoring = self._load_scoring()
+        model = self._scoring.model
         use_cpu_sdpa(model)
         if (problem := length_dependent_rope(model, self.config.max_total_sequence_length)) is not None:
             raise ConfigError(f"`policy.max_total_sequence_length`: {problem}", key="policy.max_total_sequence_length")
@@ -92,14 +93,11 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head)
         self._exported: ExportedWeights = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
         self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._exported.manifest().items()})
-        self._scoring = self._make_scoring(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self._probe_scoring(model)
-        unshared = why_not_shared(self._scoring, self.config, device=device)
+        unshared = self._probe_scoring()
         self._microbatcher.shares_prefixes = unshared is None
         if self.config.activation_checkpointing:
             checkpoint_activations(model)
-        self._parallel.distribute(self._scoring)
         if not (self._quantized or self.config.frozen):
             self._state = self._make_state()
         return {
@@ -111,36 +109,35 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             "shared_prefix_reason": unshared or SUPPORTED,
         }
 
-    def _load_model(self) -> PreTrainedModel:
-        """The model; sets `_exact_weights` if master weights will be more precise than the model's."""
-        hf = self.config.hf_cfg
+    def _load_scoring(self) -> ScoringModel:
+        """The model, distributed over the ranks; sets `_exact_weights` if master weights will be more precise than it is."""
+        hf, name = self.config.hf_cfg, self.config.model_name
+        source: dict[str, Any] = {"options": hf, "head": self.config.head}
         trains_all_weights = hf.lora is None and not self.config.frozen
-        # Shards are float32 master weights themselves, and are rounded when they are gathered.
-        shards_are_masters = self._parallel.shards and trains_all_weights
-        dtype = torch.float32 if shards_are_masters else self._dtype
-        source: dict[str, Any] = {
-            "options": hf,
-            "dtype": dtype,
-            "device": self._parallel.device,
-            "head": self.config.head,
-        }
-        if trains_all_weights and dtype != torch.float32 and not (hf.load_in_8bit or hf.load_in_4bit):
-            model, self._exact_weights = load_model_with_exact_weights(self.config.model_name, **source)
-            return model
-        return load_model(self.config.model_name, **source)
+        if self._parallel.shards:
+            # Shards are float32 master weights themselves, and are rounded when they are gathered.
+            dtype = torch.float32 if trains_all_weights else self._dtype
+            return load_sharded(name, self._make_scoring, parallel=self._parallel, dtype=dtype, **source)
+        source |= {"dtype": self._dtype, "device": self._parallel.device}
+        if trains_all_weights and self._dtype != torch.float32 and not (hf.load_in_8bit or hf.load_in_4bit):
+            model, self._exact_weights = load_model_with_exact_weights(name, **source)
+        else:
+            model = load_model(name, **source)
+        scoring = self._make_scoring(model)
+        self._parallel.distribute(scoring)
+        return scoring
 
-    def _probe_scoring(self, model: PreTrainedModel) -> None:
+    def _probe_scoring(self) -> str | None:
+        """Check the model on a test input; why rows cannot share a prefix, or None if they can."""
         device, microbatcher = self._parallel.device, self._microbatcher
-        # Flash attention does not support float32, and float32 shards are rounded only when they are gathered.
-        dtype = self._dtype if microbatcher.variable_length_kernel else model.dtype
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype != model.dtype):
-            probe_scoring(
-                self._scoring,
-                device=device,
-                packing=microbatcher.packing,
-                variable_length_kernel=microbatcher.variable_length_kernel,
-                computed_in=dtype,
-            )
+        probe_scoring(
+            self._scoring,
+            device=device,
+            packing=microbatcher.packing,
+            variable_length_kernel=microbatcher.variable_length_kernel,
+            computed_in=self._dtype,
+        )
+        return why_not_shared(self._scoring, self.config, device=device, computed_in=self._dtype)
 
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
