@@ -18,18 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rl_backends_hf.model import is_gguf, load_model, load_model_shards, model_without_weights, why_read_whole
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
+from rl_backends_hf.shards import local, reshard
 from rl_core.cluster.process_groups import join_process_group
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.heads import Head
@@ -213,34 +212,6 @@ def load_sharded(
     for buffer in scoring.buffers():
         buffer.data = buffer.to(parallel.device)
     return scoring
-
-
-def reshard(scoring: ScoringModel) -> None:
-    """Free gathered weights; the root stays gathered after a forward pass, because a backward pass is expected."""
-    if isinstance(scoring, FSDPModule):
-        scoring.reshard()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor; collective if it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    gathered: torch.Tensor = tensor.full_tensor()
-    return gathered
-
-
-def fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Set `target`, sharded or not, to the full tensor `value`, which every rank has, or to one that is sharded like it."""
-    with torch.no_grad():
-        if isinstance(target, DTensor) and not isinstance(value, DTensor):
-            value = value.to(device=target.device, dtype=target.dtype)
-            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        local(target).copy_(local(value))
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rl_backends_hf.model import AUTO_CLASSES, sharding_class, why_read_whole
-from rl_backends_hf.parallel import fill, whole
+from rl_backends_hf.shards import fill, whole
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.training.heads import Head

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-from rl_backends_hf.parallel import fill, reshard
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, packed_input, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.shards import fill, reshard
 from rl_core.errors import NotSupportedError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}

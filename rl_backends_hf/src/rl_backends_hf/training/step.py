@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from rl_backends_hf.parallel import Parallel, clip_, local
+from rl_backends_hf.parallel import Parallel, clip_
 from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
+from rl_backends_hf.shards import local
 from rl_backends_hf.training.dropout import training_mode
 from rl_backends_hf.training.training_state import TrainingState
 from rl_core.data.batched_data_dict import BatchedDataDict

@@ -21,11 +21,12 @@ from rl_backends_hf.model import (
     load_model,
     load_model_with_exact_weights,
 )
-from rl_backends_hf.parallel import Parallel, load_sharded, local, make_parallel
+from rl_backends_hf.parallel import Parallel, load_sharded, make_parallel
 from rl_backends_hf.scoring.probe import probe_scoring
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.shards import local
 from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.master_weights import MasterWeights

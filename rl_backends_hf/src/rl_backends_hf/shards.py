@@ -1,0 +1,36 @@
+"""Tensors and modules that may be sharded over ranks (FSDP2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor; collective if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathered: torch.Tensor = tensor.full_tensor()
+    return gathered
+
+
+def fill(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Set `target`, sharded or not, to the full tensor `value`, which every rank has, or to one that is sharded like it."""
+    with torch.no_grad():
+        if isinstance(target, DTensor) and not isinstance(value, DTensor):
+            value = value.to(device=target.device, dtype=target.dtype)
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        local(target).copy_(local(value))
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the weights that an FSDP2 module has gathered: after a forward pass, the root keeps them for a backward pass."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
