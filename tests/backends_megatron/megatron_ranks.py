@@ -31,6 +31,7 @@ from megatron_cases import (
     make_rows,
 )
 from megatron_layouts import FORMS, LAYOUTS, SCALAR, SMALL_STEPS, STEPS, TRAINING, Layout, grid_of
+from policy_cases import LargestTensor
 from rank_processes import fork_ranks
 from transformers import AutoConfig
 
@@ -260,6 +261,7 @@ class Rank:
             found: dict[str, Any] = {"masters": whole_masters(worker) if precision == "bfloat16" else {}}
             found["result"] = self.step(worker, layout, 2)
             if precision == "float32":
+                found["saving"] = self.share_of_largest_tensor(worker, folder / "o")
                 found["poisoned"] = self.step_with_nan(worker, layout)
             found["version"] = worker.get_weight_version()
             found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
@@ -286,6 +288,13 @@ class Rank:
                 found["from_start"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}
             worker.shutdown()
             torch.save(found, folder / f"{name}-{self.rank}.pt")
+
+    def share_of_largest_tensor(self, worker: MegatronPolicyWorker, folder: Path) -> float:
+        """Size of the largest tensor that saving the training state creates, relative to the weights of this rank."""
+        with LargestTensor() as largest:
+            worker.save_training_state(folder)
+        chunks = worker._model.chunks.modules
+        return largest.elements / sum(each.numel() for chunk in chunks for each in chunk.parameters())
 
     def step_with_nan(self, worker: MegatronPolicyWorker, layout: Layout) -> str:
         """The result of a NaN loss on one rank."""

@@ -1,5 +1,7 @@
 """A checkpoint of one parallel layout can be resumed with any other, including experts and optimizer."""
 
+import types
+
 import megatron_cases as cases
 import megatron_layouts as layouts
 import pytest
@@ -11,6 +13,18 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 def read(out, saved, precision, file):
     return torch.load(out / f"saved-{saved}-{precision}" / f"{file}.pt", weights_only=False)
+
+
+def test_fused_adam_on_gpus_finds_its_step_counts_on_the_device_of_the_weights():
+    from rl_backends_megatron.optimizer_state import init_state, separate_step_counters
+
+    weight = torch.zeros(3, device="meta")
+    megatron = types.SimpleNamespace(optimizer=torch.optim.AdamW([weight.requires_grad_()]))
+    init_state(megatron)
+    assert megatron.optimizer.state[weight]["step"].device == weight.device
+    megatron.optimizer.state[weight]["step"] = torch.tensor(2.0)
+    separate_step_counters(megatron)
+    assert megatron.optimizer.state[weight]["step"].device == weight.device
 
 
 def largest_difference(found, expected):
@@ -58,6 +72,13 @@ def test_resumed_training_continues_from_float32_master_weights(out, saved, name
             assert float((apart > unit + 1e-3).float().mean()) < 2e-3, key
     if name == saved:
         assert largest_difference(found["weights"], expected["weights"]) == 0.0
+
+
+def test_a_distributed_optimizer_is_saved_from_one_rank_and_the_others_hold_only_their_share(out):
+    # Ranks 0 and 1 are the first data-parallel ranks. The others' share was 1.0 when all of them gathered the state.
+    shares = [read(out, "tp2-dp2-distributed", "float32", str(rank))["saving"] for rank in range(4)]
+    assert min(shares[:2]) >= 0.9
+    assert max(shares[2:]) <= 0.6
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

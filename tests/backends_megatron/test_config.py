@@ -42,6 +42,13 @@ def test_keys_that_exclude_each_other_are_refused_with_the_reason(fields, says):
         policy(**fields)
 
 
+def test_by_default_only_adam_on_gpus_shards_its_state():
+    adam, sgd = policy(), policy({"name": "torch.optim.SGD", "kwargs": {"lr": 1}})
+    assert [adam.shards_optimizer(on_gpu=on_gpu) for on_gpu in (True, False)] == [True, False]
+    assert not sgd.shards_optimizer(on_gpu=True)
+    assert not policy(use_distributed_optimizer=False).shards_optimizer(on_gpu=True)
+
+
 def test_rows_are_split_over_copies_of_the_model_so_that_schedules_count_as_many_optimizer_steps():
     cluster = ClusterConfig(num_nodes=2, workers_per_node=4)
     assert policy().data_ranks(cluster) == 8

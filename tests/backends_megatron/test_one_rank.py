@@ -12,6 +12,7 @@ import transformers
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from rl_backends_megatron.hf_folder import read_generation_config
+from rl_backends_megatron.training_state import saved_setting
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
@@ -135,6 +136,22 @@ def test_incomplete_or_incompatible_optimizer_state_is_rejected(policy, tmp_path
         made.load_checkpoint(tmp_path / "w", tmp_path / "o")
     with pytest.raises(Exception, match="does not exist"):
         made.load_checkpoint(tmp_path / "w", tmp_path / "absent")
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_resume_without_an_explicit_key_shards_the_optimizer_as_its_checkpoint_does(policy, tmp_path, saved):
+    made = policy_after(policy, use_distributed_optimizer=saved)
+    made.save_checkpoint(tmp_path / "w", tmp_path / "o")
+    expected = made.train(cases.make_rows(seed=2), cases.NLL())
+    weights = dict(made.group.worker.iter_weights())
+    made.shutdown()
+    # As resolved on CPUs; on GPUs the default is the opposite.
+    made = policy_after(policy)
+    made.load_checkpoint(tmp_path / "w", tmp_path / "o")
+    assert made.train(cases.make_rows(seed=2), cases.NLL())["grad_norm"] == expected["grad_norm"]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in made.group.worker.iter_weights())
+    made.save_checkpoint(tmp_path / "w2", tmp_path / "o2")
+    assert saved_setting(tmp_path / "o2", "policy.megatron_cfg.use_distributed_optimizer") is saved
 
 
 def test_a_resume_steps_with_the_settings_of_the_present_config(policy, tmp_path):

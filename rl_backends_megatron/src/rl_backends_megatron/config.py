@@ -56,6 +56,11 @@ class MegatronPolicyConfig(PolicyConfig):
         """Number of copies of the model in the cluster."""
         return max(1, super().data_ranks(cluster) // self.megatron_cfg.ranks_per_replica)
 
+    def shards_optimizer(self, *, on_gpu: bool) -> bool:
+        """`megatron_cfg.use_distributed_optimizer`, or its default."""
+        given = self.megatron_cfg.use_distributed_optimizer
+        return on_gpu and self.optimizer.name in ADAMS if given is None else given
+
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
         if self.optimizer.name not in OPTIMIZER_KEYS:

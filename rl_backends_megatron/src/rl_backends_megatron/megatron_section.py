@@ -36,8 +36,9 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: int | None = Field(default=None, ge=1)
     """Number of ranks that share each matrix of an expert. Defaults to 1 with expert parallelism and to
     `tensor_model_parallel_size` without. More than one with expert parallelism requires NCCL."""
-    use_distributed_optimizer: bool = False
-    """Whether to shard optimizer state and float32 weights over the data-parallel ranks."""
+    use_distributed_optimizer: bool | None = None
+    """Whether to shard optimizer state and float32 weights over the data-parallel ranks. By default, Adam does on GPUs, and a
+    resumed run does what its checkpoint did."""
     overlap_grad_reduce: bool = False
     """Whether to overlap the gradient reduction over data-parallel ranks with the backward pass."""
     overlap_param_gather: bool = False

@@ -65,8 +65,6 @@ class TrainableModel:
         self.optimizer = get_megatron_optimizer(
             _settings(config), self.models, config_overrides=_no_decay_overrides(config.optimizer)
         )
-        # One pass over memory instead of ten. On GPUs, torch processes all tensors in one pass anyway.
-        self._fuses = not torch.cuda.is_available()
         self.weight_version = 0
 
     @property
@@ -160,7 +158,7 @@ class TrainableModel:
         for sub_optimizer in self.sub_optimizers:
             for state in sub_optimizer.state.values():
                 for key, value in state.items():
-                    # Adam keeps step counts on the CPU.
+                    # Step counts stay where the optimizer needs them.
                     if isinstance(value, torch.Tensor) and value.ndim > 0:
                         state[key] = value.to(device)
 
@@ -187,7 +185,8 @@ class TrainableModel:
             group["lr"] = proxy["lr"] * group.get("lr_mult", 1.0)
             group["weight_decay"] = proxy["weight_decay"] * group.get("wd_mult", 1.0)
             group.update({key: proxy[key] for key in _COPIED_SETTINGS if key in proxy and key in group})
-            if self._fuses and "fused" in group:
+            if "fused" in group:
+                # One pass over memory instead of ten.
                 group["fused"] = True
 
 

@@ -40,12 +40,12 @@ def init_state(megatron_optimizer: Any) -> None:
 
 
 def separate_step_counters(megatron_optimizer: Any) -> None:
-    """Give every parameter its own step counter."""
+    """Give every parameter its own step counter, on its device."""
     if not isinstance(megatron_optimizer.optimizer, _OF_TORCH):
         return
-    for state in megatron_optimizer.optimizer.state.values():
+    for parameter, state in megatron_optimizer.optimizer.state.items():
         if "exp_avg" in state:
-            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
+            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).to(parameter.device, copy=True)
 
 
 def match_layout(requested: Mapping[Any, Any], found: Mapping[Any, Any], *, steps: int) -> dict[Any, Any]:
@@ -140,7 +140,7 @@ def _copy_into(megatron_optimizer: Any, model_parameter: torch.nn.Parameter, ten
 def _first_state(group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     if "betas" in group:
         return {
-            "step": torch.tensor(0.0),
+            "step": torch.tensor(0.0, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }

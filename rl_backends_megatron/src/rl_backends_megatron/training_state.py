@@ -65,6 +65,15 @@ def save(trainable: TrainableModel, folder: Path, ranks: Ranks, settings: dict[s
         torch.save(values, folder / TRAINER_FILE)
 
 
+def saved_setting(folder: Path, name: str) -> Any:
+    """A value of `settings` of `save`, or None if the folder has none.
+
+    Raises:
+        CheckpointError: the folder is missing or damaged.
+    """
+    return read_trainer_file(folder, expected_format=_FORMAT).get("facts", {}).get(name)
+
+
 def load(trainable: TrainableModel, folder: Path, settings: dict[str, Any]) -> None:
     """Continue from what `save` wrote with any number and arrangement of ranks, together with all other ranks.
 
@@ -102,6 +111,8 @@ def _sharded(trainable: TrainableModel, *, loading: bool) -> dict[str, Any]:
     """The optimizer state as Megatron's distributed checkpoint describes it: this rank's shards and their global names."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
+        # Gathered on the first data-parallel rank only. Otherwise, all of them have the whole state in memory.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
     }

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -38,6 +38,8 @@ from rl_core.training.heads import refuse_other_head
 from rl_core.training.policy_worker import PolicyWorkerBase
 from rl_core.weights.manifest import dtype_name
 
+_SHARDS_OPTIMIZER: Final = "use_distributed_optimizer"
+
 
 class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
     """One rank of a policy on Megatron-Core.
@@ -54,12 +56,8 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
 
     def load(self) -> Mapping[str, Any]:
         self._ranks: Ranks = join(self.context, self.config.megatron_cfg)
-        self._model: LoadedModel = build_model(self.config, self._ranks)
-        with cpu_shim():
-            frozen = self.config.frozen
-            self._trainable = FrozenModel(self._model.chunks) if frozen else TrainableModel(self._model.chunks, self.config)
-        self._weights = Offloader(self._model.chunks.tensors)
-        self._masters = Offloader(self._model.chunks.master_weights)
+        self._takes_saved_sharding = self.config.megatron_cfg.use_distributed_optimizer is None
+        self._build(shards_optimizer=self.config.shards_optimizer(on_gpu=self._ranks.device.type == "cuda"))
         self._model.load_initial_weights(self._trainable.set_weight)
         self._microbatcher = Microbatcher(self.config, self._ranks)
         self._head = self._make_head()
@@ -69,6 +67,17 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
             "device": str(self._ranks.device),
             "vocab_size": self._model.vocab_size,
         }
+
+    def _build(self, *, shards_optimizer: bool) -> None:
+        """Build the model and its optimizer, without initialized weights; collective."""
+        megatron = self.config.megatron_cfg.model_copy(update={_SHARDS_OPTIMIZER: shards_optimizer})
+        self.config = self.config.model_copy(update={"megatron_cfg": megatron})
+        self._model: LoadedModel = build_model(self.config, self._ranks)
+        with cpu_shim():
+            frozen = self.config.frozen
+            self._trainable = FrozenModel(self._model.chunks) if frozen else TrainableModel(self._model.chunks, self.config)
+        self._weights = Offloader(self._model.chunks.tensors)
+        self._masters = Offloader(self._model.chunks.master_weights)
 
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
@@ -175,6 +184,14 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         self._masters.restore()
         self._trainable.complete_weights()
         self._model.load_weights(folder, self._trainable.set_weight)
+
+    def load_checkpoint(self, weights_path: Path, optimizer_path: Path | None) -> None:
+        if self._takes_saved_sharding and optimizer_path is not None and Path(optimizer_path).is_dir():
+            saved = training_state.saved_setting(Path(optimizer_path), f"policy.megatron_cfg.{_SHARDS_OPTIMIZER}")
+            if saved not in (None, self.config.megatron_cfg.use_distributed_optimizer):
+                del self._model, self._trainable, self._weights, self._masters
+                self._build(shards_optimizer=saved)
+        super().load_checkpoint(weights_path, optimizer_path)
 
     def save_training_state(self, folder: Path) -> None:
         self._weights.restore()
@@ -297,5 +314,5 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
             # Checkpoints from before there was a choice of heads do not have this key.
             **({"policy.head": "scalar"} if self.config.head == "scalar" else {}),
             "policy.optimizer.kwargs.decay_matrices_only": bool(self.config.optimizer.kwargs.get("decay_matrices_only", False)),
-            "policy.megatron_cfg.use_distributed_optimizer": self.config.megatron_cfg.use_distributed_optimizer,
+            f"policy.megatron_cfg.{_SHARDS_OPTIMIZER}": self.config.megatron_cfg.use_distributed_optimizer,
         }
