@@ -35,8 +35,8 @@ class VllmEngineConfig(Section):
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of prompt and completion; defaults to the policy's `max_total_sequence_length` or the model's
     limit."""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Maximum number of rows decoded together."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Maximum number of rows decoded together. By default, 256 on a CPU, and on a GPU what vLLM chooses for its memory."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens per engine step; chosen by vLLM by default."""
     enforce_eager: bool | None = None
@@ -66,10 +66,10 @@ class VllmEngineConfig(Section):
 
     @model_validator(mode="after")
     def _check_batched_tokens(self) -> Self:
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+        batched, rows = self.max_num_batched_tokens, self.max_num_seqs
+        if batched is not None and rows is not None and batched < rows:
             raise ValueError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: each row "
-                "needs a token per engine step"
+                f"max_num_batched_tokens {batched} is less than max_num_seqs {rows}: each row needs a token per engine step"
             )
         return self
 

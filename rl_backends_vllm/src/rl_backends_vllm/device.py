@@ -89,6 +89,7 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
         return {
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enforce_eager": bool(config.enforce_eager),
+            "max_num_seqs": config.max_num_seqs,
             "kv_cache_memory_bytes": kv_bytes,
             "enable_sleep_mode": bool(config.sleep_level),
         }
@@ -96,6 +97,7 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
     stated = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
     return {
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,
+        "max_num_seqs": _cpu_rows(config),
         "kv_cache_memory_bytes": stated or _kv_bytes(config, hf_config),
         # A partially prefilled prompt draws a token too early, which vLLM undoes for GPU generators only: on a CPU, seeded rows
         # would fail. Prompts are therefore prefilled whole.
@@ -162,7 +164,11 @@ def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
     length = config.max_model_len or text.max_position_embeddings
     blocks = -(-length // _CPU_BLOCK) + 1
     row: int = token * blocks * _CPU_BLOCK
-    return max(min(row * config.max_num_seqs, _MAX_CPU_KV_BYTES), 2 * row)
+    return max(min(row * _cpu_rows(config), _MAX_CPU_KV_BYTES), 2 * row)
+
+
+def _cpu_rows(config: VllmEngineConfig) -> int:
+    return config.max_num_seqs or 256
 
 
 _CPU_BLOCK = 128

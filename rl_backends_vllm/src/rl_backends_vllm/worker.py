@@ -69,6 +69,7 @@ class VllmGenerationWorker(GenerationWorker):
         self._calls = 0
         self._weight_version = NO_VERSION
         self._asleep: set[str] = set()
+        self._checked_weights = False
 
     def setup(self) -> Mapping[str, Any]:
         config = self._config
@@ -191,6 +192,7 @@ class VllmGenerationWorker(GenerationWorker):
     def prepare_refit_info(self, info: Mapping[str, Any]) -> dict[str, str]:
         """Begin a refit and return the dtypes to send; requests in progress wait until the cache has been emptied."""
         self._wake("weights")
+        self._checked_weights = False
         ran_before = not self._running.is_paused
         self._running.pause()
         try:
@@ -208,7 +210,7 @@ class VllmGenerationWorker(GenerationWorker):
         """
         if self._starts_itself:
             self._begin_own_refit(weights_handle)
-        self._weight_version = NO_VERSION
+        self._weight_version, self._checked_weights = NO_VERSION, False
         self._running.refit("update_weights", weights_handle)
         self._update_version()
         if self._starts_itself and self._weight_version != NO_VERSION:
@@ -220,7 +222,7 @@ class VllmGenerationWorker(GenerationWorker):
 
     def update_weights_from_collective(self) -> None:
         """Receive and load all weights of one refit from the collective, in every process of this replica."""
-        self._weight_version = NO_VERSION
+        self._weight_version, self._checked_weights = NO_VERSION, False
         self._running.refit("update_weights_from_collective")
         self._update_version()
 
@@ -268,7 +270,6 @@ class VllmGenerationWorker(GenerationWorker):
             "load_format": load_format,
             "trust_remote_code": own.trust_remote_code,
             "max_model_len": own.max_model_len,
-            "max_num_seqs": own.max_num_seqs,
             "max_num_batched_tokens": own.max_num_batched_tokens,
             "enable_prefix_caching": own.enable_prefix_caching,
             "kv_cache_dtype": own.kv_cache_dtype,
@@ -336,7 +337,10 @@ class VllmGenerationWorker(GenerationWorker):
             self._has_weights = self._has_weights or self._weight_version != NO_VERSION
 
     def _check_weights(self) -> None:
-        self._running.refit("require_complete_weights")
+        if not self._checked_weights:
+            # A call to every process of the replica, so not for every row. Only a refit changes the answer.
+            self._running.refit("require_complete_weights")
+            self._checked_weights = True
         if not self._has_weights or self._running.is_paused:
             raise WeightSyncError(_INCOMPLETE_WEIGHTS)
 
