@@ -136,7 +136,7 @@ def test_a_model_whose_logits_are_not_its_head_is_refused(model_folder):
     scoring.transform = LogitTransform()
     with pytest.raises(NotSupportedError, match="not its head applied to its backbone"):
         probe_scoring(
-            scoring, device=torch.device("cpu"), packing=False, variable_length_kernel=False, computed_in=torch.float32
+            scoring, device=torch.device("cpu"), packing=False, variable_length_kernel=None, computed_in=torch.float32
         )
 
 
@@ -145,7 +145,7 @@ def test_a_model_without_block_diagonal_packing_is_refused_for_packing_alone():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         scoring = TokenScoring(transformers.MambaForCausalLM(config).eval(), chunk_tokens=7)
-    options = {"device": torch.device("cpu"), "variable_length_kernel": False, "computed_in": torch.float32}
+    options = {"device": torch.device("cpu"), "variable_length_kernel": None, "computed_in": torch.float32}
     probe_scoring(scoring, packing=False, **options)
     with pytest.raises(NotSupportedError, match="Packed rows attend to each other"):
         probe_scoring(scoring, packing=True, **options)

@@ -28,7 +28,7 @@ def probe_scoring(
     *,
     device: torch.device,
     packing: bool,
-    variable_length_kernel: bool,
+    variable_length_kernel: str | None,
     computed_in: torch.dtype,
 ) -> None:
     """Compare scoring with the model's own output, and packed rows with the same rows alone.
@@ -101,7 +101,7 @@ def random_head(scoring: ScoringModel) -> Iterator[None]:
 
 
 def _packed_outputs(
-    scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor, *, device: torch.device, variable_length_kernel: bool
+    scoring: ScoringModel, ids: torch.Tensor, lengths: torch.Tensor, *, device: torch.device, variable_length_kernel: str | None
 ) -> torch.Tensor:
     packed = packed_input(ids, lengths, device=device, shift=scoring.shift, variable_length_kernel=variable_length_kernel)
     try:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows
 from rl_core.data.packed_layout import pack_rows
 from rl_core.data.shared_prefix import share_prefixes
 from rl_core.data.transfer import to_device
@@ -96,7 +97,7 @@ def packed_input(
     shift: int,
     mask: torch.Tensor | None = None,
     pad_multiple: int = 1,
-    variable_length_kernel: bool = False,
+    variable_length_kernel: str | None = None,
 ) -> ScoringInput:
     """Rows packed end to end into one.
 
@@ -110,12 +111,18 @@ def packed_input(
         shift: `ScoringModel.shift`.
         mask: [b, T], tokens to score; all by default.
         pad_multiple: each row is padded to a multiple of this many tokens.
-        variable_length_kernel: whether the attention kernel takes sequence boundaries (flash attention).
+        variable_length_kernel: attention function that takes sequence boundaries (`VARLEN` or flash attention), if any.
     """
     rows, columns = scored_tokens(input_ids, lengths, mask, shift=shift)
     packed = pack_rows({"input_ids": input_ids, "input_lengths": lengths}, pad_multiple=pad_multiple)
     attention: dict[str, Any] = {"position_ids": to_device(packed.position_ids, device)}
-    if variable_length_kernel:
+    if variable_length_kernel == VARLEN:
+        lengths_in_pack = packed.cu_seqlens.diff().tolist()
+        attention |= {
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+            "packed_rows": Borders.of(lengths_in_pack, lengths_in_pack, device),
+        }
+    elif variable_length_kernel is not None:
         borders = to_device(packed.cu_seqlens, device)
         attention |= {
             "cu_seq_lens_q": borders,
@@ -169,7 +176,7 @@ def shared_input(
         attention={
             "position_ids": to_device(shared.position_ids, device),
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
-            "shared_prefix": shared,
+            "shared_prefix": shared if device.type == "cpu" else SharedRows.of(shared, device),
         },
         repeat=None if repeat is None else to_device(repeat, device),
     )

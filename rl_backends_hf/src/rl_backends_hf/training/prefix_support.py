@@ -9,6 +9,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import CPU_SDPA
 from rl_backends_hf.scoring.probe import random_head, tolerance
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input, shared_input
+from rl_backends_hf.varlen_attention import VARLEN
 from rl_core.errors import RLCoreError
 
 SUPPORTED = "full causal attention, checked on a test input"
@@ -28,12 +29,23 @@ def why_not_shared(
     lora = config.hf_cfg.lora
     if config.shared_prefix == "off":
         return "`shared_prefix` is off"
-    if device.type != "cpu":
-        return f"it is only implemented for CPUs, and the model is on {device}"
-    if scoring.model.config._attn_implementation != CPU_SDPA:
-        return f"the attention implementation is {scoring.model.config._attn_implementation!r}"
     if lora is not None and lora.dropout > 0:
         return "with `lora.dropout`, rows would share the dropped elements of their prefix"
+    return why_not_plain(scoring, device=device, computed_in=computed_in)
+
+
+def why_not_plain(scoring: ScoringModel, *, device: torch.device, computed_in: torch.dtype) -> str | None:
+    """Why the attention of a model cannot be computed by our own functions for rows in one sequence; None if it can.
+
+    Args:
+        scoring: the model.
+        device: device of the model.
+        computed_in: dtype to which products are rounded.
+    """
+    used = scoring.model.config._attn_implementation
+    if used not in (CPU_SDPA, VARLEN):
+        on_gpus = "; on GPUs, the kernel requires bfloat16" if device.type == "cuda" else ""
+        return f"the attention implementation is {used!r}{on_gpus}"
     try:
         kinds, _ = get_layer_types_and_kwargs(scoring.model.config.get_text_config(decoder=True))
     except (AttributeError, KeyError, TypeError) as error:

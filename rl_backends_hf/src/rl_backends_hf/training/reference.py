@@ -55,9 +55,10 @@ class ReferencePolicy:
         config: the section `policy`.
         parallel: how the ranks share a model.
         temperature: logits are divided by it.
+        attention: attention function of the policy.
     """
 
-    def __init__(self, config: HFPolicyConfig, parallel: Parallel, *, temperature: float) -> None:
+    def __init__(self, config: HFPolicyConfig, parallel: Parallel, *, temperature: float, attention: str) -> None:
         def make_scoring(model: PreTrainedModel) -> ScoringModel:
             return TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
 
@@ -69,6 +70,9 @@ class ReferencePolicy:
             parallel.distribute(self._scoring, trainable=False)
         if parallel.device.type == "cpu":
             use_cpu_sdpa(self._scoring.model)
+        else:
+            # The rows are laid out for the policy's attention.
+            self._scoring.model.set_attn_implementation(attention)
         self._parallel = parallel
         self._moves_to_device = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -24,7 +24,7 @@ class Microbatcher(MicrobatchSplitter):
     Attributes:
         shares_prefixes: whether rows with the same `prompt_id` are computed as one sequence; set once the model is known to
             support it.
-        variable_length_kernel: whether the attention kernel takes sequence boundaries.
+        variable_length_kernel: attention function that takes sequence boundaries, if any.
     """
 
     def __init__(self, config: HFPolicyConfig, *, device: torch.device) -> None:
@@ -32,7 +32,8 @@ class Microbatcher(MicrobatchSplitter):
         self._config, self._device = config, device
         self._shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
         self.shares_prefixes = False
-        self.variable_length_kernel = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
+        flash = config.hf_cfg.attn_implementation == "flash_attention_2" and device.type == "cuda"
+        self.variable_length_kernel: str | None = "flash_attention_2" if flash else None
 
     def form(self, microbatch: BatchedDataDict[Any], *, training: bool, candidates_key: str | None = None) -> ScoringInput:
         """Convert a microbatch to model input.
