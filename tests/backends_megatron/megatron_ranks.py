@@ -261,7 +261,7 @@ class Rank:
             found: dict[str, Any] = {"masters": whole_masters(worker) if precision == "bfloat16" else {}}
             found["result"] = self.step(worker, layout, 2)
             if precision == "float32":
-                found["saving"] = self.share_of_largest_tensor(worker, folder / "o")
+                found["saving"] = self.share_of_largest_tensor(worker, folder / "again")
                 found["poisoned"] = self.step_with_nan(worker, layout)
             found["version"] = worker.get_weight_version()
             found["weights"] = {key: tensor.clone() for key, tensor in worker.iter_weights()}

@@ -41,7 +41,7 @@ def simulate_h100s() -> None:
         "is_fully_connected": True,
         "is_cumem_allocator_available": True,
     }
-    driver = {name: classmethod(lambda cls, *_, answer=answer: answer) for name, answer in answers.items()}
+    driver = {name: classmethod(lambda cls, *_, answer=answer, **__: answer) for name, answer in answers.items()}
     vllm.platforms._current_platform = type("SimulatedH100", (CudaPlatformBase,), driver)()
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
 

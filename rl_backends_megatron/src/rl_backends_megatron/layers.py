@@ -10,14 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from rl_backends_megatron.context_parallel import row_shard
 
@@ -49,6 +52,22 @@ class RMSNorm(torch.nn.Module):
             # Added in float32, because bfloat16 would lose small weights.
             return (h * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * h.to(x.dtype)
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """Megatron's description of packed rows, with the borders also in host memory, so that no layer reads them back.
+
+    Attributes:
+        row_borders: `cu_seqlens_q` as numbers.
+    """
+
+    row_borders: tuple[int, ...] = ()
+
+
+def has_varlen_kernel(query: torch.Tensor) -> bool:
+    """Whether torch's variable-length kernel computes attention of this tensor."""
+    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -91,14 +110,30 @@ class SdpaCoreAttention(MegatronModule):
         if self.cp is not None:
             return self._attend_context_parallel(query, key, value, packed_seq_params if packed else None)
         if packed:
-            borders = packed_seq_params.cu_seqlens_q.tolist()
-            rows = [
-                self._attend(query[start:end, None], key[start:end, None], value[start:end, None], None)[:, 0]
-                for start, end in itertools.pairwise(borders)
-                if end > start
-            ]
-            return torch.cat(rows)
+            return self._attend_packed(query, key, value, packed_seq_params)
         return self._attend(query, key, value, None).reshape(query.size(0), query.size(1), self.hidden_per_partition)
+
+    def _attend_packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: PackedRows) -> torch.Tensor:
+        """[t, heads, d], without a synchronization with the device."""
+        if self.flash is not False and has_varlen_kernel(query):
+            longest = packing.max_seqlen_q
+            output: torch.Tensor = varlen_attn(
+                *(each.contiguous() for each in (query, key, value)),
+                packing.cu_seqlens_q,
+                packing.cu_seqlens_kv,
+                longest,
+                longest,
+                scale=self.scale,
+                window_size=(-1, 0),
+                enable_gqa=query.size(1) != key.size(1),
+            )
+            return output
+        rows = [
+            self._attend(query[start:end, None], key[start:end, None], value[start:end, None], None)[:, 0]
+            for start, end in itertools.pairwise(packing.row_borders)
+            if end > start
+        ]
+        return torch.cat(rows)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[s, b, heads, d]; causal if there is no mask."""
@@ -130,7 +165,7 @@ class SdpaCoreAttention(MegatronModule):
         if packing is None:
             lengths = [query.size(0) * ranks]
         else:
-            lengths = (packing.cu_seqlens_q[1:] - packing.cu_seqlens_q[:-1]).tolist()
+            lengths = [end - start for start, end in itertools.pairwise(packing.row_borders)]
         positions_by_rank = [_token_positions(lengths, ranks, rank).to(query.device) for rank in range(ranks)]
         own, everyone = positions_by_rank[self.cp.rank()], torch.cat(positions_by_rank, dim=1)
         mask = (own[0][:, None] == everyone[0]) & (everyone[1] <= own[1][:, None])

@@ -62,8 +62,8 @@ class MegatronConfig(Section):
     use_flash_attention: bool | None = None
     """Whether to use flash attention. True fails without a flash attention kernel; false uses the plain kernel. By default, the
     fastest available kernel is used."""
-    moe_grouped_gemm: bool = False
-    """Whether to compute all experts of a rank in one kernel. Requires Transformer Engine."""
+    moe_grouped_gemm: bool | None = None
+    """Whether to compute all experts of a rank in one kernel. Requires Transformer Engine, and is the default with it."""
     make_vocab_size_divisible_by: int = Field(default=1, ge=1)
     """Pad each rank's shard of the vocabulary to a multiple of this value. Padding entries have probability 0."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)

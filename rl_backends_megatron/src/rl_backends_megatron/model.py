@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from rl_backends_megatron.gpt import HeadlessGPT
 from rl_backends_megatron.layers import RMSNorm, attention_class
 from rl_backends_megatron.weight_layouts import Sizes
 from rl_core.errors import NotSupportedError
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -94,6 +97,11 @@ def uses_transformer_engine(config: MegatronPolicyConfig, *, device: str) -> boo
             key="policy.megatron_cfg.transformer_impl",
         )
     is_used = wanted != "local" and installed and device == "cuda"
+    if wanted == "auto" and device == "cuda" and not installed:
+        _log.warning(
+            "Transformer Engine is not installed, so the layers are PyTorch's, which are slower and have no ring attention. "
+            "Install it with `pip install 'rl-backends-megatron[te]'`, or set `policy.megatron_cfg.transformer_impl: local`."
+        )
     if config.megatron_cfg.moe_grouped_gemm and not is_used:
         raise NotSupportedError(
             "`policy.megatron_cfg.moe_grouped_gemm` needs a GPU and the package transformer-engine "
@@ -130,12 +138,12 @@ def _transformer_config(
         "output_layer_init_method": _keep,
         # The loss is already divided by its global count, so gradients are summed and not averaged.
         "calculate_per_token_loss": True,
-        "moe_grouped_gemm": config.megatron_cfg.moe_grouped_gemm,
+        "moe_grouped_gemm": engine if config.megatron_cfg.moe_grouped_gemm is None else config.megatron_cfg.moe_grouped_gemm,
         # Sets environment variables of Transformer Engine, so it is set only if its layers are used.
         "attention_backend": _ATTENTION[config.megatron_cfg.use_flash_attention] if engine else AttnBackend.auto,
         **family.config(hf),
     }
-    return TransformerConfig(**fields)
+    return TransformerConfig(**fields, **_fusions(fields["activation_func"], on_gpu=on_gpu, engine=engine))
 
 
 _ATTENTION = {None: AttnBackend.auto, True: AttnBackend.flash, False: AttnBackend.unfused}
@@ -161,12 +169,25 @@ def _shape(hf: Any) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        # Fusions are compiled, which costs more in every worker than they save.
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
+    }
+
+
+def _fusions(activation: Any, *, on_gpu: bool, engine: bool) -> dict[str, bool]:
+    """Fused kernels: on GPUs, all that the layers and installed libraries have. On CPUs, compiling costs more than they save.
+
+    Args:
+        activation: activation function; Megatron fuses SwiGLU, and only an approximation of the GELU that Gemma uses.
+        on_gpu: whether the ranks have GPUs.
+        engine: whether the layers are Transformer Engine's.
+    """
+    has_extension = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {
+        "bias_activation_fusion": on_gpu and activation is F.silu,
+        "bias_dropout_fusion": on_gpu,
+        "apply_rope_fusion": engine,
+        "gradient_accumulation_fusion": on_gpu and (engine or has_extension),
+        # Not used by our attention and norms.
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.context_parallel import packed_shard, row_shard
+from rl_backends_megatron.layers import PackedRows
 from rl_backends_megatron.parallel import Ranks
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.packed_layout import pack_rows
@@ -32,7 +32,7 @@ class ModelInput:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    packing: PackedSeqParams | None
+    packing: PackedRows | None
     hidden_index: torch.Tensor
     targets: torch.Tensor
     output_index: torch.Tensor
@@ -107,7 +107,7 @@ class Microbatcher(MicrobatchSplitter):
         local_index[positions_here] = torch.arange(len(positions_here))
         hidden_index = local_index[packed.cu_seqlens.to(torch.int64)[rows] + columns - self._shift]
         borders = packed.cu_seqlens.to(self._ranks.device)
-        packing = PackedSeqParams(
+        packing = PackedRows(
             qkv_format="thd",
             cu_seqlens_q=borders,
             cu_seqlens_kv=borders,
@@ -115,6 +115,7 @@ class Microbatcher(MicrobatchSplitter):
             cu_seqlens_kv_padded=borders,
             max_seqlen_q=packed.max_seqlen,
             max_seqlen_kv=packed.max_seqlen,
+            row_borders=tuple(packed.cu_seqlens.tolist()),
         )
         positions = packed.position_ids[:, positions_here]
         return self._on_device(packed.input_ids[:, positions_here], positions, packing, hidden_index, ids, rows, columns)
@@ -123,7 +124,7 @@ class Microbatcher(MicrobatchSplitter):
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        packing: PackedSeqParams | None,
+        packing: PackedRows | None,
         hidden_index: torch.Tensor,
         ids: torch.Tensor,
         rows: torch.Tensor,
