@@ -77,14 +77,18 @@ def make_context(rank: int = 0, world_size: int = 1, port: int = 0, **fields: bo
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any result has."""
+    """Records the most elements that any result (of `dtype`) has."""
 
     elements = 0
+
+    def __init__(self, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and self._dtype in (None, tensor.dtype):
                 self.elements = max(self.elements, tensor.numel())
         return result
 

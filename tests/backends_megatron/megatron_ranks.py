@@ -290,8 +290,8 @@ class Rank:
             torch.save(found, folder / f"{name}-{self.rank}.pt")
 
     def share_of_largest_tensor(self, worker: MegatronPolicyWorker, folder: Path) -> float:
-        """Size of the largest tensor that saving the training state creates, relative to the weights of this rank."""
-        with LargestTensor() as largest:
+        """Size of the largest float32 tensor that saving the training state creates, relative to the weights of this rank."""
+        with LargestTensor(dtype=torch.float32) as largest:
             worker.save_training_state(folder)
         chunks = worker._model.chunks.modules
         return largest.elements / sum(each.numel() for chunk in chunks for each in chunk.parameters())

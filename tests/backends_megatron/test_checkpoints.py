@@ -75,7 +75,7 @@ def test_resumed_training_continues_from_float32_master_weights(out, saved, name
 
 
 def test_a_distributed_optimizer_is_saved_from_one_rank_and_the_others_hold_only_their_share(out):
-    # Ranks 0 and 1 are the first data-parallel ranks. The others' share was 1.0 when all of them gathered the state.
+    # Ranks 0 and 1 are the first data-parallel ranks. The others' share was 1.02 when all of them gathered the state.
     shares = [read(out, "tp2-dp2-distributed", "float32", str(rank))["saving"] for rank in range(4)]
     assert min(shares[:2]) >= 0.9
     assert max(shares[2:]) <= 0.6
