@@ -161,8 +161,10 @@ def attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Borders, scale: float | None
 ) -> torch.Tensor:
     """Causal attention of packed rows [N, heads, D], differentiable."""
-    output: torch.Tensor = varlen_attn(
-        *(each.contiguous() for each in (query, key, value)),
+    output = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
         rows.queries,
         rows.keys,
         rows.max_queries,
@@ -171,6 +173,7 @@ def attend_packed(
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(output, torch.Tensor)
     return output
 
 
@@ -179,13 +182,15 @@ class _SharedPrefixAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shared: SharedRows, scale: float | None
     ) -> torch.Tensor:
-        at_prefix, later = (
-            [each.index_select(0, index) for each in (query, key, value)] for index in (shared.prefix, shared.later)
-        )
+        prefix_keys, prefix_values = (each.index_select(0, shared.prefix) for each in (key, value))
+        later = query.index_select(0, shared.later)
         output, lse = query.new_empty(query.shape), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-        output[shared.prefix], lse[:, shared.prefix] = _attend(*at_prefix, shared.prefixes, scale, causal=True)
-        own, own_lse = _attend(*later, shared.rows, scale, causal=True)
-        across, across_lse = _attend(later[0][shared.after], *at_prefix[1:], shared.across, scale, causal=False)
+        output[shared.prefix], lse[:, shared.prefix] = _attend(
+            query.index_select(0, shared.prefix), prefix_keys, prefix_values, shared.prefixes, scale, causal=True
+        )
+        own_keys, own_values = (each.index_select(0, shared.later) for each in (key, value))
+        own, own_lse = _attend(later, own_keys, own_values, shared.rows, scale, causal=True)
+        across, across_lse = _attend(later[shared.after], prefix_keys, prefix_values, shared.across, scale, causal=False)
         merged, merged_lse = own.float(), own_lse.float()
         row_lse, across_lse = merged_lse[:, shared.after], across_lse.float()
         whole = torch.logaddexp(row_lse, across_lse)

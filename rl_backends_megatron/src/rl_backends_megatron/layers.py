@@ -117,8 +117,10 @@ class SdpaCoreAttention(MegatronModule):
         """[t, heads, d], without a synchronization with the device."""
         if self.flash is not False and has_varlen_kernel(query):
             longest = packing.max_seqlen_q
-            output: torch.Tensor = varlen_attn(
-                *(each.contiguous() for each in (query, key, value)),
+            output = varlen_attn(
+                query.contiguous(),
+                key.contiguous(),
+                value.contiguous(),
                 packing.cu_seqlens_q,
                 packing.cu_seqlens_kv,
                 longest,
@@ -127,6 +129,7 @@ class SdpaCoreAttention(MegatronModule):
                 window_size=(-1, 0),
                 enable_gqa=query.size(1) != key.size(1),
             )
+            assert isinstance(output, torch.Tensor)
             return output
         rows = [
             self._attend(query[start:end, None], key[start:end, None], value[start:end, None], None)[:, 0]
