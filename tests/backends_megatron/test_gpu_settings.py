@@ -1,4 +1,4 @@
-"""What Megatron-Core is asked for on GPUs, decided without one, and packed attention that never reads the device."""
+"""The settings of Megatron-Core on GPUs, decided without one, and packed attention that never reads the device."""
 
 import itertools
 import types
