@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_hf.parallel import local
+from rl_backends_hf.shards import local
 from rl_backends_hf.training.training_state import TrainingState
 from rl_core.errors import RLCoreError
 

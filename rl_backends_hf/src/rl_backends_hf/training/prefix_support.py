@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -9,8 +11,10 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import CPU_SDPA
 from rl_backends_hf.scoring.probe import random_head, tolerance
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input, shared_input
-from rl_backends_hf.varlen_attention import VARLEN
+from rl_backends_hf.varlen_attention import VARLEN, use_varlen
 from rl_core.errors import RLCoreError
+
+_log = logging.getLogger(__name__)
 
 SUPPORTED = "full causal attention, checked on a test input"
 
@@ -32,6 +36,26 @@ def why_not_shared(
     if lora is not None and lora.dropout > 0:
         return "with `lora.dropout`, rows would share the dropped elements of their prefix"
     return why_not_plain(scoring, device=device, computed_in=computed_in)
+
+
+def use_varlen_if_plain(scoring: ScoringModel, *, packing: bool, computed_in: torch.dtype) -> bool:
+    """Use the variable-length kernel on a GPU; returns whether it is used. Otherwise, the model keeps SDPA with a mask.
+
+    Args:
+        scoring: the model.
+        packing: whether rows will be packed; then, a warning says why the kernel is not used.
+        computed_in: dtype to which products are rounded.
+    """
+    model = scoring.model
+    if not use_varlen(model, computed_in=computed_in):
+        return False
+    why = why_not_plain(scoring, device=model.device, computed_in=computed_in)
+    if why is None:
+        return True
+    model.set_attn_implementation("sdpa")
+    if packing:
+        _log.warning("Packed rows are computed with a dense attention mask, quadratic in their tokens: %s.", why)
+    return False
 
 
 def why_not_plain(scoring: ScoringModel, *, device: torch.device, computed_in: torch.dtype) -> str | None:

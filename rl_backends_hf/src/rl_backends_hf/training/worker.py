@@ -32,12 +32,12 @@ from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.master_weights import MasterWeights
 from rl_backends_hf.training.optimizer import build_optimizer
 from rl_backends_hf.training.out_of_memory import explaining_memory
-from rl_backends_hf.training.prefix_support import SUPPORTED, why_not_plain, why_not_shared
+from rl_backends_hf.training.prefix_support import SUPPORTED, use_varlen_if_plain, why_not_shared
 from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePolicy
 from rl_backends_hf.training.scoring_inputs import Microbatcher
 from rl_backends_hf.training.step import optimizer_step
 from rl_backends_hf.training.training_state import TrainingState
-from rl_backends_hf.varlen_attention import VARLEN, use_varlen
+from rl_backends_hf.varlen_attention import VARLEN
 from rl_backends_hf.weights_folder import ExportedWeights, WholeModel
 from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -81,7 +81,6 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._scoring = self._load_scoring()
         model = self._scoring.model
         use_cpu_sdpa(model)
-        uses_varlen = use_varlen(model, computed_in=self._dtype)
         if (problem := length_dependent_rope(model, self.config.max_total_sequence_length)) is not None:
             raise ConfigError(f"`policy.max_total_sequence_length`: {problem}", key="policy.max_total_sequence_length")
         if hf.device_map is not None:
@@ -97,8 +96,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._exported: ExportedWeights = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
         self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._exported.manifest().items()})
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        if uses_varlen:
-            self._use_varlen_if_plain()
+        if use_varlen_if_plain(self._scoring, packing=self._microbatcher.packing, computed_in=self._dtype):
+            self._microbatcher.variable_length_kernel = VARLEN
         unshared = self._probe_scoring()
         self._microbatcher.shares_prefixes = unshared is None
         if self.config.activation_checkpointing:
@@ -131,16 +130,6 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         scoring = self._make_scoring(model)
         self._parallel.distribute(scoring)
         return scoring
-
-    def _use_varlen_if_plain(self) -> None:
-        """Pack rows for the variable-length kernel, or go back to SDPA if it cannot compute the model's attention."""
-        why = why_not_plain(self._scoring, device=self._parallel.device, computed_in=self._dtype)
-        if why is None:
-            self._microbatcher.variable_length_kernel = VARLEN
-            return
-        self._scoring.model.set_attn_implementation("sdpa")
-        if self._microbatcher.packing:
-            _log.warning("Packed rows are computed with a dense attention mask, quadratic in their tokens: %s.", why)
 
     def _probe_scoring(self) -> str | None:
         """Check the model on a test input; why rows cannot share a prefix, or None if they can."""
