@@ -117,7 +117,7 @@ def test_no_group_exceeds_the_staleness_bound_and_no_schedule_stalls():
     assert outcomes(range(1500)) == {"ok": 1500}
 
 
-@pytest.mark.full(reason="20,000 schedules take 10 s; the default run plays 1,500 of them")
+@pytest.mark.full("twenty thousand schedules take 10 s; the default run plays 1,500 of them")
 def test_no_group_exceeds_the_staleness_bound_in_20_000_schedules():
     assert outcomes(range(20_000)) == {"ok": 20_000}
 

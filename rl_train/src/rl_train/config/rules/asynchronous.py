@@ -19,7 +19,7 @@ _AT = ("rollout", "max_staleness")
 
 
 def shares_resources(run: RunConfig) -> bool:
-    """Whether the engine has no resources of its own."""
+    """Whether the engine runs on the resources of the policy."""
     return run.policy.generation is None or run.policy.generation.resources is None
 
 
