@@ -28,6 +28,7 @@ def test_the_promised_calls_complete_every_row(engine):
     assert engine.finish_generation()
     assert set(output) == {
         "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated", "weight_version",
+        "token_versions",
     }  # fmt: skip
     lengths = output["unpadded_sequence_lengths"] - output["generation_lengths"]
     assert lengths.tolist() == [3, 1, 3]

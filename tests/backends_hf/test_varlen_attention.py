@@ -160,10 +160,11 @@ def test_a_model_scores_packed_and_shared_rows_as_it_scores_rows_alone(parts, mo
     packed = packed_input(ids, lengths, device=CPU, shift=1, variable_length_kernel=VARLEN)
     shared = shared_input(ids, lengths, rows["prompt_id"], device=CPU, shift=1)
     layout = SharedRows.of(shared.attention["shared_prefix"], CPU)
+    # Ten last bits of log-probabilities of 5 nats in float32: the kernel adds in another order.
     with torch.no_grad():
-        torch.testing.assert_close(scoring.score(packed), expected, rtol=0, atol=2e-6)
+        torch.testing.assert_close(scoring.score(packed), expected, rtol=0, atol=5e-6)
         shared.attention["shared_prefix"] = layout
-        torch.testing.assert_close(scoring.score(shared), expected, rtol=0, atol=2e-6)
+        torch.testing.assert_close(scoring.score(shared), expected, rtol=0, atol=5e-6)
 
 
 def test_the_work_per_layer_does_not_grow_with_the_number_of_prompts(emulated, monkeypatch):

@@ -141,7 +141,7 @@ def test_a_refit_continues_with_a_new_engine_core_if_the_old_one_exits(engine, r
 )
 def test_a_core_that_failed_is_not_reported_as_exited(has_exited, words):
     dead = object.__new__(AsyncEngine)
-    dead._death = Future()
+    dead._death, dead._sentinels = Future(), []
     if has_exited:
         dead._death.set_result(None)
     dead._engine = SimpleNamespace(errored=True)

@@ -56,6 +56,7 @@ def test_an_answer_has_every_column_padded_on_the_right_with_zeros(engine):
         "unpadded_sequence_lengths": (torch.int64, (8,)),
         "truncated": (torch.bool, (8,)),
         "weight_version": (torch.int64, (8,)),
+        "token_versions": (torch.int64, output["output_ids"].shape),
     }
     lengths, sampled = output["unpadded_sequence_lengths"], output["generation_lengths"]
     assert output["output_ids"].shape[1] == int(lengths.max())
