@@ -165,11 +165,11 @@ def _version_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> s
     ends = zip(data["input_lengths"].tolist(), output["unpadded_sequence_lengths"].tolist(), strict=True)
     oldest = output["weight_version"].tolist()
     for row, (own, (start, end)) in enumerate(zip(versions.tolist(), ends, strict=True)):
-        outside = {*own[:start], *own[end:]} - {-1}
-        if outside or (start < end and min(own[start:end], default=oldest[row]) != oldest[row]):
+        in_prompt = {*own[:start]} - {-1}  # padding depends on whether the outputs of several replicas were joined
+        if in_prompt or (start < end and min(own[start:end], default=oldest[row]) != oldest[row]):
             return (
                 f"returned `token_versions` from {min(own[start:end], default=-1)} in row {row}, whose `weight_version` is "
-                f"{oldest[row]}: it must be the smallest of its sampled tokens, and other tokens must have -1."
+                f"{oldest[row]}: it must be the smallest of its sampled tokens, and tokens of the prompt must have -1."
             )
     return None
 

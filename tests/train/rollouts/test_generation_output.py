@@ -141,6 +141,13 @@ def test_a_right_output_passes_unchanged_also_with_a_mask_of_the_prompts_and_row
     checked_generation({**output, "failures": [None, "no answer", None]}, data=data, generation=engine)
 
 
+def test_the_joined_outputs_of_several_replicas_pass(engine, data):
+    data["max_new_tokens"] = torch.tensor([1, 6, 6])
+    replicas = [engine.generate(data.slice(row, row + 1)) for row in range(3)]
+    assert len({output["output_ids"].shape[1] for output in replicas}) > 1  # so joining pads
+    checked_generation(BatchedDataDict.from_batches(replicas), data=data, generation=engine)
+
+
 def refused_rows(output, data, engine):
     """The rows that are refused if each is the output of a call by itself."""
     refused = []
