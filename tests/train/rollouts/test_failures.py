@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduled_sources import scheduled_source
 
 from rl_core.environments.step_results import environment_return
 from rl_core.errors import ConfigError, DeadlineExceededError, RLCoreError, WorkerDiedError, WorkerError
@@ -28,6 +27,13 @@ from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
 
 GROUP = 4
+
+
+def scheduled_source(*args, **kwargs):
+    # Workers import this module too, and do not find the modules next to the folders of tests.
+    from scheduled_sources import scheduled_source as make
+
+    return make(*args, **kwargs)
 
 
 class Fragile(EnvironmentInterface):

@@ -80,7 +80,7 @@ def one_process_has_the_threads_of_torch(config: CheckedConfig) -> Iterator[Prob
         )
 
 
-@rule("cluster", stage=Stage.MACHINE, applies_to=frozenset({Use.TRAIN}))
+@rule("cluster", "policy.generation", stage=Stage.MACHINE, applies_to=frozenset({Use.TRAIN}))
 def machine_has_the_cpus(config: CheckedConfig) -> Iterator[Problem]:
     """This machine has the CPUs that the workers need, if the run only uses this machine.
 
