@@ -27,7 +27,6 @@ class Schedule:
     Attributes:
         max_staleness: k, the largest number of steps between the weights that sample a group and the step that trains it.
         ahead: number of batches that are begun beyond the one in training; at most k.
-        in_order: whether batches contain groups in the order in which they began, instead of the order in which they ended.
         demand: number of groups of a step.
         next_step: the step of the next batch.
         weights_step: the step whose refit delivered the engine's weights.
@@ -36,7 +35,6 @@ class Schedule:
     max_staleness: int
     ahead: int
     demand: Callable[[int], int]
-    in_order: bool = False
     next_step: int = 1
     weights_step: int = 0
     _size: int = 0
@@ -98,15 +96,8 @@ class Schedule:
                 f"{self.max_staleness} steps after it. This is an error in rl_train.rollouts.schedule, or the number of groups "
                 "of a step has changed."
             )
-        if self.in_order:
-            first = list(self._began)[:size]
-            return first if len(first) == size and all(group in self._ended for group in first) else None
         chosen = due + [group for group in self._ended if group not in due][: size - len(due)]
         return chosen if len(chosen) == size else None
-
-    def due(self) -> list[int]:
-        """The groups that must be in the next batch, even if it is short; all have ended once `batch` is not None."""
-        return self._due() or []
 
     def take(self, groups: list[int]) -> None:
         """These groups are the batch of the next step."""
