@@ -26,7 +26,7 @@ from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.durations import parse_duration
 from rl_train.config.loader import LoadedConfig
-from rl_train.config.rules.asynchronous import ENGINE_SHARES_GPUS, shares_resources
+from rl_train.config.rules.asynchronous import ENGINE_SHARES_GPUS
 from rl_train.config.rules.rule import CheckedConfig
 from rl_train.config.schedule_lengths import schedule_lengths
 from rl_train.config.schema import RunConfig
@@ -76,8 +76,7 @@ def build_run(
     with with_key("cluster"):
         cluster = _cluster(config, exits)
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster, trains=True)
-    shares_gpus = builder.uses_gpus and shares_resources(config)
-    if config.rollout.max_staleness > 0 and shares_gpus:  # without `cluster.use_gpus`, only the started cluster knows
+    if config.rollout.max_staleness > 0 and builder.shares_gpus:  # without `cluster.use_gpus`, only the started cluster knows
         raise ConfigError(ENGINE_SHARES_GPUS, key="rollout.max_staleness")
     workers = builder.start(samples=config.algorithm.runtime_needs.samples)
     workers.wait_ready()
@@ -196,9 +195,8 @@ def _val_period(config: RunConfig, name: str) -> int:
 
 
 def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
-    generation = config.policy.generation
-    shares_with_engine = generation is None or generation.resources is None
-    groups = 1 + shares_with_engine + sum(getattr(config, name) is not None for name in COMPANIONS)
+    companions = sum(getattr(config, name) is not None for name in COMPANIONS)
+    groups = 1 + (not config.engine_has_own_resources) + companions
     return make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
 
 

@@ -192,6 +192,11 @@ class RunConfig(Section):
     logger: LoggingConfig = Field(default_factory=LoggingConfig)
 
     @property
+    def engine_has_own_resources(self) -> bool:
+        """Whether the engine has its own nodes, CPUs and GPUs, instead of those of the policy."""
+        return self.policy.generation is not None and self.policy.generation.resources is not None
+
+    @property
     def max_turns(self) -> dict[str, int]:
         """Maximum number of turns in a rollout, by task.
 

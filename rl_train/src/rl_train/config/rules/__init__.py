@@ -1,7 +1,7 @@
 """Every rule that can be checked without importing what the config names, one page per subject.
 
 A rule is a function with a stage, the keys that it reads, the uses that it applies to, and its text (`rule.Rule`). Rules that
-need the classes, models or data of a run are in `rl_train.build.rules`, which has the list of all rules.
+need the classes, models or data of a run are in `rl_train.assembly.rules`, which has the list of all rules.
 """
 
 from rl_train.config.rules import (

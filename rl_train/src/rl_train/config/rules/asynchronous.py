@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from rl_core.config.diagnostics import Problem
 from rl_core.plugins.component import Kind, is_path
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
-from rl_train.config.schema import RunConfig
 
 ASYNC_CAPABILITIES = ("async_rows", "refit_in_flight")
 """Capabilities of an engine whose rows join, leave and span refits while others run."""
@@ -16,11 +15,6 @@ ENGINE_SHARES_GPUS = (
     "policy.generation.resources, or set rollout.max_staleness to 0."
 )
 _AT = ("rollout", "max_staleness")
-
-
-def shares_resources(run: RunConfig) -> bool:
-    """Whether the engine runs on the resources of the policy."""
-    return run.policy.generation is None or run.policy.generation.resources is None
 
 
 @rule("algorithm", "rollout.max_staleness", applies_to=TRAINING)
@@ -63,7 +57,7 @@ def loss_corrects_for_older_weights(config: CheckedConfig) -> Iterator[Problem]:
 
 
 @rule("rollout.max_staleness", "cluster.backend", "cluster.use_gpus", "policy.generation", applies_to=TRAINING)
-def engine_runs_beside_the_policy(config: CheckedConfig) -> Iterator[Problem]:
+def engine_is_separate_from_the_policy(config: CheckedConfig) -> Iterator[Problem]:
     """With max_staleness above 0, policy and engine run in separate processes and do not share GPUs."""
     run = config.run
     if run.rollout.max_staleness > 0 and run.cluster.backend == "in_process":
@@ -72,7 +66,7 @@ def engine_runs_beside_the_policy(config: CheckedConfig) -> Iterator[Problem]:
             "with cluster.backend: in_process, policy and engine compute in one thread and may share weights, so rollouts "
             "cannot continue during training. Set cluster.backend: ray, or set max_staleness to 0.",
         )
-    elif run.rollout.max_staleness > 0 and run.cluster.use_gpus and shares_resources(run):
+    elif run.rollout.max_staleness > 0 and run.cluster.use_gpus and not run.engine_has_own_resources:
         yield Problem(_AT, ENGINE_SHARES_GPUS)
 
 

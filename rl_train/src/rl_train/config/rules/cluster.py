@@ -93,12 +93,12 @@ def machine_has_the_cpus(config: CheckedConfig) -> Iterator[Problem]:
         return
     cpus, each = os.cpu_count() or 1, cluster.cpus_per_worker or 1
     generation = config.run.policy.generation
-    own = generation.resources if generation is not None else None
-    if own is not None:
-        cpus -= own.num_nodes * own.workers_per_node * (own.cpus_per_worker or 1)
+    engine = generation.resources if generation is not None else None
+    if engine is not None:
+        cpus -= engine.num_nodes * engine.workers_per_node * (engine.cpus_per_worker or 1)
     if cluster.workers_per_node * each > cpus:
         has = "1 CPU" if cpus == 1 else f"{cpus} CPUs"
-        has += " next to those of policy.generation.resources" if own is not None else ""
+        has += " next to those of policy.generation.resources" if engine is not None else ""
         fitting = max(1, cpus // each)
         yield Problem(
             ("cluster", "workers_per_node"),
