@@ -273,3 +273,15 @@ def test_each_training_call_of_any_worker_is_seeded_by_its_rank_and_weight_versi
         group.run_all("load_checkpoint", 2)
         assert group.run_all("train") == unbroken[2]
     assert len({draw for calls in unbroken for rank in calls for draw in rank}) == 12
+
+
+class Unversioned:
+    """A worker of a user's own class."""
+
+    def train(self):
+        return "trained"
+
+
+def test_a_class_without_weight_versions_may_have_a_method_train(cluster):
+    with RayWorkerGroup(cluster, Unversioned, num_workers=1, name="unversioned") as group:
+        assert group.run_all("train") == ["trained"]

@@ -117,7 +117,8 @@ class ActorHost:
         """Run a method and return its result, or None if it is not kept; `leading` precedes the positional arguments."""
         args, kwargs = arguments
         try:
-            if method == "train":  # any policy's dropout, also in a resumed run; in its own process, the run seeds each step
+            # Any policy's dropout, also in a resumed run. A policy in the driver's process is seeded by `Run.steps`.
+            if method == "train" and hasattr(self._worker, "get_weight_version"):
                 seed_process(*self._seeds, self._worker.get_weight_version())
             result = getattr(self._worker, method)(*leading, *args, **kwargs)
             if inspect.isawaitable(result):
