@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from cluster_workers import ContextFree, Drawing, Worker, lives, wait_until
+from cluster_workers import ContextFree, Drawing, Unversioned, Worker, lives, wait_until
 
 from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, pending_call
 from rl_core.errors import (
@@ -273,13 +273,6 @@ def test_each_training_call_of_any_worker_is_seeded_by_its_rank_and_weight_versi
         group.run_all("load_checkpoint", 2)
         assert group.run_all("train") == unbroken[2]
     assert len({draw for calls in unbroken for rank in calls for draw in rank}) == 12
-
-
-class Unversioned:
-    """A worker of a user's own class."""
-
-    def train(self):
-        return "trained"
 
 
 def test_a_class_without_weight_versions_may_have_a_method_train(cluster):
