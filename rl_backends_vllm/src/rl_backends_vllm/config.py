@@ -62,7 +62,7 @@ class VllmEngineConfig(Section):
     sleep_level: Literal[0, 1, 2] | None = None
     """What the engine frees on a GPU before the policy needs its memory: nothing (0), the KV cache, with weights moved to host
     memory (1), or both (2), so that the next refit sends all weights. By default, 2 in training, and 0 otherwise. It has no
-    effect on a CPU."""
+    effect on a CPU, nor with `rollout.max_staleness` above 0, where rows continue during training."""
 
     @model_validator(mode="after")
     def _check_batched_tokens(self) -> Self:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 
-_MAX_SESSIONS: Final = 100_000  # sessions whose replica is remembered if callers do not close them
+_MAX_SESSIONS: Final = 100_000
+"""Number of sessions whose replica is remembered if callers do not close them."""
 
 PromptKey = int | bytes
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 0.05  # interval in which a thread that waits for another one's refit looks whether it has ended
+_LOOK_S = 0.05
+"""Interval in which a thread that waits for another one's refit checks whether it has ended."""
 
 
 class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):

@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.pending_call import PendingCall
@@ -25,11 +25,30 @@ from rl_core.dispatch.affinity import ReplicaAffinity
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError
 from rl_core.interfaces.worker import GenerationRequest
 
-_WAIT_S = 0.05  # duration of a poll if no row ends; a row that arrives meanwhile waits at most this long
-_IN_PROCESS_WAIT_S = 0.01  # in this process, where a poll blocks the event loop; an engine takes at least one step
-_LOOK_S = 1.0  # interval of checks, while a call is pending, that Ray itself is alive
+_WAIT_S = 0.05
+"""Duration of a poll if no row ends; a row that arrives meanwhile waits at most this long."""
+_IN_PROCESS_WAIT_S = 0.01
+"""The same in this process, where a poll blocks the event loop; an engine takes at least one step."""
+_LOOK_S = 1.0
+"""Interval of checks, while a call is pending, that Ray itself is alive."""
 _names = itertools.count()
 _log = logging.getLogger(__name__)
+
+
+class ReplicaRecovery(Protocol):
+    """Restarts dead replicas; `DistributedGeneration` implements it. The last two methods block and are called in threads."""
+
+    def restarts_of(self, rank: int) -> int:
+        """Number of restarts of a replica so far."""
+
+    def lacks_weights(self, rank: int) -> bool:
+        """Whether a replica was restarted and must not sample yet."""
+
+    def await_weights(self) -> None:
+        """Wait until every restarted replica has its weights."""
+
+    def recover(self, rank: int, cause: WorkerDiedError, restarts_before: int) -> None:
+        """Restart a dead replica and wait for its weights."""
 
 
 @dataclass
@@ -50,10 +69,10 @@ class RowStream:
     Args:
         group: workers with `poll`.
         deadline_s: maximum time without any row of a replica ending.
-        recovery: the engine, a `DistributedGeneration`, which restarts dead replicas in threads; without it, their rows fail.
+        recovery: restarts dead replicas; without it, the rows of a dead replica fail.
     """
 
-    def __init__(self, group: WorkerGroup, *, deadline_s: float, recovery: Any = None) -> None:
+    def __init__(self, group: WorkerGroup, *, deadline_s: float, recovery: ReplicaRecovery | None = None) -> None:
         self._group, self._deadline_s, self._recovery = group, deadline_s, recovery
         self._wait_s = _IN_PROCESS_WAIT_S if isinstance(group, InProcessWorkerGroup) else _WAIT_S
         self._replicas = [_Replica() for _ in range(group.world_size)]

@@ -30,7 +30,8 @@ class WorkerRestarter:
         self._start_s = start_s
         self.count = 0
         """Workers replaced so far."""
-        self.restarted: Counter[int] = Counter()  # by rank: number of replacements that have started
+        self.restarted: Counter[int] = Counter()
+        """By rank: number of replacements that have started."""
 
     def restart_dead(self, facts: Sequence[Mapping[str, Any]], cause: Exception | None = None) -> set[int]:
         """Restart all dead workers and set them up.

@@ -119,7 +119,8 @@ def assemble_run(
     if workers.generation is not None:
         run.generation = workers.generation
         companions = tuple(workers.companions.values())
-        run.memory = DeviceMemory(workers.policy, workers.generation, companions=companions, limited=builder.uses_gpus)
+        sleeper = workers.generation if config.rollout.max_staleness == 0 else None  # otherwise, rows are always in progress
+        run.memory = DeviceMemory(workers.policy, sleeper, companions=companions, limited=builder.shares_gpus)
         run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.rollouts = _rollout_source(config, collector, loaders, run.weights)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
+_log = logging.getLogger("rlcore")
 
-_LOOK_S = 0.1
-"""Interval in which a thread that waits for rollouts looks whether it must do something for them."""
+_CHECK_S = 0.1
+"""Interval in which a thread that waits for rollouts checks whether it must do something for them."""
 _STOP_S = 10.0
 """Maximum time that cancelled coroutines may take to end."""
 
@@ -60,7 +61,7 @@ class RolloutLoop:
             meanwhile()
             with self._changed:
                 if not condition():
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_CHECK_S)
 
     def run(self, coroutine: Coroutine[Any, Any, ResultT], *, meanwhile: Callable[[], None] = lambda: None) -> ResultT:
         """Run a coroutine to its end; arguments as `wait`."""
@@ -75,8 +76,10 @@ class RolloutLoop:
     def close(self) -> None:
         """Cancel all coroutines and stop the thread; calling it twice is fine."""
         if self._close.alive and self._threads:
-            with suppress(TimeoutError):
+            try:
                 asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_STOP_S)
+            except TimeoutError:
+                _log.warning("Some rollouts did not stop within %g s after they were cancelled.", _STOP_S)
         elif self._close.alive:
             self._loop.run_until_complete(_cancel_all())
         self._close()

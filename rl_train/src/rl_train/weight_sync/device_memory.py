@@ -16,7 +16,7 @@ class DeviceMemory:
 
     Args:
         policy: the model being trained.
-        generation: the engine; None if the run does not sample.
+        generation: the engine; None if it never sleeps, because its rollouts continue during training.
         companions: critic and teacher.
         limited: whether policy and engine share GPUs, so that they may not fit there together.
     """
