@@ -1,0 +1,105 @@
+"""Runs with `rollout.max_staleness`: rollouts of several turns, which continue during training, and a killed run."""
+
+import json
+import textwrap
+from collections import Counter
+
+import pytest
+from e2e_runs import checkpoint_of, metrics_of
+
+STEPS = 6
+SLOW = textwrap.dedent(
+    """
+    import random
+    import time
+    import torch
+    from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+
+    class SlowSums(EnvironmentInterface):
+        '''Two turns; the response to each takes up to 0.4 s.'''
+
+        def step(self, message_log_batch, metadata):
+            time.sleep(random.random() * 0.4)
+            turns = [sum(message["role"] == "assistant" for message in log) for log in message_log_batch]
+            return EnvironmentReturn(
+                observations=[{"role": "environment", "content": "1+2="} for _ in turns],
+                metadata=metadata,
+                next_stop_strings=[None] * len(turns),
+                rewards=torch.rand(len(turns)),
+                terminateds=torch.tensor([turn == 2 for turn in turns]),
+            )
+    """
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two optimizer steps per step, so that staleness in steps differs from staleness in weight versions."""
+    (tmp_path / "slow_sums.py").write_text(SLOW)
+    return {
+        "grpo": {"max_num_steps": STEPS, "max_rollout_turns": 2},
+        "policy": {"max_total_sequence_length": 40},
+        "loss_fn": {"ratio_to": "sampler"},
+        "rollout": {"max_staleness": 2, "ahead": 2},
+        "env": {"arithmetic": {"env_cls": "slow_sums.SlowSums", "num_workers": 4}},
+        "checkpointing": {"save_period": 1},
+    }
+
+
+def rollouts_of(folder):
+    files = sorted((folder / "runs/run/rollouts").glob("step_*.jsonl"))
+    return {int(file.stem[-6:]): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def assert_bound_is_held(folder, bound):
+    """Recomputes the staleness of each turn from the files of the run, and compares it with the metric."""
+    steps, rollouts = metrics_of(folder), rollouts_of(folder)
+    delivered = {}  # by weight version: the last step whose refit delivered it
+    stale = []
+    for step in sorted(rollouts):
+        delivered[steps[step]["refit/weight_version"]] = step
+        ages = [max(step - delivered[version] for version in row["turn_versions"]) for row in rollouts[step]]
+        assert steps[step]["staleness/steps_max"] == max(ages) <= bound
+        stale += ages
+    assert sorted(rollouts) == list(range(1, STEPS + 1))
+    assert max(stale) > 0, "the run was synchronous"
+    assert all(steps[step].get("mismatch/max", 0.0) < 1e-4 for step in steps)
+
+
+def assert_each_prompt_is_trained_once(folder):
+    trained = Counter(row["index"] for rows in rollouts_of(folder).values() for row in rows)
+    assert len(trained) == STEPS * 4
+    assert set(trained.values()) == {4}
+
+
+@pytest.mark.ray
+def test_rollouts_of_several_turns_continue_during_training_within_the_bound(train, config, tmp_path):
+    run = train(config)
+    code, output = run.wait()
+    assert code == 0, output
+    assert_bound_is_held(tmp_path, bound=2)
+    assert_each_prompt_is_trained_once(tmp_path)
+    run.assert_gone()
+
+
+@pytest.mark.ray
+def test_a_killed_run_with_rollouts_in_progress_resumes_without_losing_or_repeating_a_prompt(train, config, tmp_path):
+    run = train(config)
+    run.wait_for(lambda: checkpoint_of(3, tmp_path).exists())
+    run.kill()
+    run.process.wait()
+    run.assert_gone()
+    code, output = train(config).wait()
+    assert code == 0, output
+    assert_each_prompt_is_trained_once(tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.full("starts vLLM over Ray, which takes a minute; the same test runs with the Transformers engine")
+@pytest.mark.parametrize("async_engine", [False, True])
+def test_rollouts_of_vllm_continue_during_training_within_the_bound(train, config, tmp_path, async_engine):
+    engine = {"backend": "vllm", "vllm_cfg": {"max_num_seqs": 32, "async_engine": async_engine}}
+    code, output = train({**config, "policy": {**config["policy"], "generation": engine}}).wait()
+    assert code == 0, output
+    assert_bound_is_held(tmp_path, bound=2)
