@@ -1,9 +1,11 @@
 """Rollouts whose environment fails: steps are repeated, rows are masked, groups are replaced, and a broken run stops."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
+from collections import Counter
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rollouts.collect import Collector, gather_or_cancel
+from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.environment_checks import checked_return, metrics_checked, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import FailureLimit, StepFailedError, may_be_retried
@@ -111,6 +114,37 @@ def played(collector, tokenizer, environment, groups, group_size=1, **options):
     rows = start_rollouts(loader.rows_of(loader.draw(groups)), group_size)
     collector(environment, **options).collect(rows, stream=SampleStream.TRAINING)
     return rows
+
+
+class Hangs(RolloutDriver):
+    """Does not end in the first `hanging` attempts of each rollout."""
+
+    def __init__(self, hanging):
+        self.hanging, self.attempts = hanging, Counter()
+
+    async def run(self, prompt, engine, session):
+        self.attempts[prompt.index] += 1
+        prompt.turns += 1
+        if self.attempts[prompt.index] <= self.hanging:
+            await asyncio.sleep(3600)
+        return prompt
+
+
+@pytest.mark.parametrize("with_environment", [True, False])
+def test_a_rollout_beyond_its_timeout_starts_again_and_fails_after_the_last_retry(collector, tokenizer, with_environment):
+    for hanging, failure in ((1, None), (ALWAYS, "RolloutTimeoutError")):
+        made, driver = collector(Fragile({}), retries=2), Hangs(hanging)
+        made = dataclasses.replace(
+            made, drivers={"t": driver}, timeout_s=0.05, environments=made.environments if with_environment else {}
+        )
+        loader = loader_of(tokenizer)
+        rows = start_rollouts(loader.rows_of(loader.draw(2)), 1)
+        made.collect(rows, stream=SampleStream.TRAINING)
+        assert [row.turns for row in rows] == [1, 1], "an attempt begins with the prompt alone"
+        assert set(driver.attempts.values()) == {min(hanging, 2) + 1}
+        for row in rows:
+            assert (row.failure is None) if failure is None else str(row.failure).startswith(failure)
+            assert row.retries == min(hanging, 2)
 
 
 def test_a_row_that_fails_once_is_scored_and_does_not_cost_the_others_their_score(collector, tokenizer):

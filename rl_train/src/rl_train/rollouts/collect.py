@@ -122,31 +122,28 @@ class Collector:
         await gather_or_cancel([play(position, row) for position, row in enumerate(trajectories)])
 
     async def _play_one(self, row: Trajectory, driver: RolloutDriver, engine: RolloutSampler) -> None:
-        if not self._queues:
-            try:
-                await self._run_in_time(driver.run(row, engine, None))
-            except StepFailedError as error:
-                row.fail(error.headline, str(error))
-            return
-        queue, start = self._queues[row.task_name], engine.name
-        # A session cannot be continued after a failure: the rollout starts again, in another session.
-        prompt = copy.deepcopy(row) if queue.keeps_sessions or self.timeout_s is not None else None
+        queue, start = self._queues.get(row.task_name), engine.name
+        keeps_sessions = queue is not None and queue.keeps_sessions
+        prompt = copy.deepcopy(row) if keeps_sessions or self.timeout_s is not None else None
         while True:
-            session = Session(queue, name=f"{start}-{row.retries}", retries=self.retries)
+            session = None if queue is None else Session(queue, name=f"{start}-{row.retries}", retries=self.retries)
+            closing = None
             try:
                 await self._run_in_time(driver.run(row, engine, session))
             except StepFailedError as error:
-                repeats = queue.keeps_sessions or isinstance(error.cause, RolloutTimeoutError)
+                # A session cannot be continued after a failure: the rollout starts again, in another session.
+                repeats = keeps_sessions or isinstance(error.cause, RolloutTimeoutError)
                 if prompt is not None and repeats and row.retries < self.retries:
                     row.restart(prompt)
                     engine = engine.restarted()
                     continue
                 row.fail(error.headline, str(error))
             finally:
-                closing = session.close()
-                row.retries += session.repeated
-                row.environment_wait_s += session.times.wait_s
-                row.environment_step_s += session.times.step_s
+                if session is not None:
+                    closing = session.close()
+                    row.retries += session.repeated
+                    row.environment_wait_s += session.times.wait_s
+                    row.environment_step_s += session.times.step_s
             if closing is not None:
                 await asyncio.wait([closing])
             return
