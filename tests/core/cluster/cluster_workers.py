@@ -251,7 +251,7 @@ class Drawing:
 
 
 class Unversioned:
-    """A worker of a user's own class, which is no policy."""
+    """A worker of a user's own class that is not a policy."""
 
     def train(self):
         return "trained"
