@@ -82,6 +82,46 @@ def test_the_page_shows_the_curves_the_rollouts_the_config_and_the_versions(writ
     assert (first["rows"][1]["reward"], first["rows"][1]["advantage"], first["prompts"]["0"]) == (1.0, 0.5, "1+1=")
 
 
+IDLE = {"busy": (0.05, 0.1), "engine": (0.6, 0.1), "trainer": (0.1, 0.6)}
+"""Idle fractions of trainer and engine."""
+
+
+@pytest.mark.parametrize(
+    ("idle", "staleness", "environment", "sentence"),
+    [
+        ("busy", 1, 0.0, "Both sides are busy"),
+        ("engine", 0, 0.0, "Sampling and training alternate"),
+        ("engine", 1, 0.0, "the engine needs more resources"),
+        ("engine", 1, 9.0, "most rollouts wait for the environment: it needs more workers"),
+        ("trainer", 1, 0.0, "the policy needs more resources"),
+    ],
+)
+def test_the_page_draws_one_step_and_says_which_side_needs_more_resources(
+    write_run, tmp_path, page_of, idle, staleness, environment, sentence
+):
+    trainer, engine = IDLE[idle]
+    folder = write_run(
+        tmp_path / "run",
+        metrics=lambda step: {"trainer/idle_frac": 1.0 if step == 1 else trainer, "engine/idle_frac": engine},
+        config={"rollout": {"max_staleness": staleness}},
+    )
+    phases = [["refit", 0.0, 1.0], ["rollout", 1.0, 4.0], ["train", 4.0, 8.0]]
+    waiting = {"engine": [4.0] * 60, "environment": [environment] * 60}
+    timelines = [
+        {"step": step, "seconds": seconds, "phases": phases, "waiting": waiting}
+        for step, seconds in ((1, 50.0), (2, 9.0), (3, 8.0), (4, 10.0))
+    ]
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timelines))
+    page = page_of(folder)
+    assert "Step 2 over time" in page.titles()  # the median without the first
+    assert sentence in page.text
+    assert f"the trainer waits in {trainer:.0%} of a step, and no rollout waits for the engine in {engine:.0%}" in page.text
+    assert ("wait for the environment" in page.text.split("Top: phases")[0]) == bool(environment)
+    [readings] = [json.loads(a["data-readings"]) for tag, a in page.elements if tag == "svg" and "over time" in a["aria-label"]]
+    assert readings["of"] == "second"
+    assert readings["series"][0][2][:2] == [0.075, 0.225]
+
+
 def test_the_page_loads_no_external_resources(write_run, tmp_path):
     folder = write_run(tmp_path / "run")
     report(folder, output=None, follow=False, every=5.0, max_mib=5.0)

@@ -23,7 +23,9 @@ from rl_train.config.schema import RunConfig
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.metrics.logger import Logger
 from rl_train.metrics.recorder import Recorder
+from rl_train.metrics.timeline import Timeline
 from rl_train.profiling import profiled
+from rl_train.rollouts.activity import ENGINE, ActivityLog
 from rl_train.rollouts.batches import TrainingBatches
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.segments import join_segments
@@ -66,6 +68,8 @@ class Run:
     """The device memory that policy, companion models and engine share; None if the policy has it alone."""
     rollouts: RolloutSource | None = None
     """Source of rollouts."""
+    activities: ActivityLog | None = None
+    """What the rollouts in progress wait for; None without an engine."""
     batches: TrainingBatches | None = None
     """Source of supervised batches."""
     validation_sets: Sequence[ValidationSet] = ()
@@ -129,10 +133,12 @@ class Run:
             seed_process(self.config.algorithm.seed, step)  # of each step, so that a resumed run draws the same numbers
             with profiled(step, self.config.profiling, self.folder):
                 yield step
-                self.metrics.add({"time/step_s": time.perf_counter() - started})
+                ended = time.perf_counter()
+                self.metrics.add({"time/step_s": ended - started})
             self.metrics.add(self._throughput())
+            timeline = self._timeline(started, ended)
             numbers = self._numbers()
-            self._report_or_save(numbers, step)
+            self._report_or_save(numbers, step, timeline)
             self._watch_time(started)
             due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_reason is not None
             if self.checkpoints is not None and due:
@@ -157,6 +163,17 @@ class Run:
         seconds = now["time/step_s"] - now.get("time/validate_s", 0.0)
         return {"tokens_per_s": now["tokens/all"] / seconds} if "tokens/all" in now else {}
 
+    def _timeline(self, started: float, ended: float) -> Timeline | None:
+        """The timeline of the step, whose idle fractions become metrics; None without an engine."""
+        if self.activities is None:
+            return None
+        timeline = self.activities.timeline(self.metrics.spans, started, ended)
+        waited = sum(end - start for name, start, end in timeline.phases if name == "rollout")
+        idle = self.activities.idle_s(ENGINE, started, ended)
+        self.metrics.add({"trainer/idle_frac": waited / timeline.seconds, "engine/idle_frac": idle / timeline.seconds})
+        self.activities.forget_before(ended)
+        return timeline
+
     @property
     def evaluation(self) -> Evaluation | None:
         """Evaluation on the prompts of `data.validation`; None if there is none."""
@@ -177,9 +194,12 @@ class Run:
         self._report(numbers, step)
         return numbers
 
-    def _report_or_save(self, numbers: Mapping[str, float], step: int) -> None:
+    def _report_or_save(self, numbers: Mapping[str, float], step: int, timeline: Timeline | None) -> None:
         """Log the metrics of a finished step; if a logger or a plugin raises, the step is saved before the run ends."""
         try:
+            if timeline is not None:
+                for logger in self.loggers:
+                    logger.log_timeline(timeline, step)
             self._report(numbers, step)
         except Exception:
             if self.checkpoints is not None:

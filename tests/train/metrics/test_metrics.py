@@ -7,6 +7,7 @@ import pytest
 
 from rl_train.metrics.jsonl import JsonlLogger, read_jsonl
 from rl_train.metrics.recorder import Recorder
+from rl_train.metrics.timeline import Timeline
 
 
 def test_a_name_recorded_twice_is_the_mean_and_phases_add_up():
@@ -33,13 +34,33 @@ def test_the_current_phase_is_recorded_and_kept_after_an_error():
     assert recorder.phase == "generate"
 
 
+def test_the_phases_of_a_step_are_recorded_with_start_and_end_until_it_is_logged():
+    recorder = Recorder()
+    for phase in ("rollout", "train"):
+        with recorder.timed(phase):
+            pass
+    (first, began, waited), (second, started, ended) = recorder.spans
+    assert (first, second) == ("rollout", "train")
+    assert began <= waited <= started <= ended
+    recorder.flush()
+    assert recorder.spans == []
+
+
 def test_a_resume_drops_the_metrics_of_steps_that_it_repeats(tmp_path):
     logger = JsonlLogger(tmp_path)
     for step in range(1, 6):
+        logger.log_timeline(Timeline(seconds=2.0, phases=[("train", 0.5, 1.0004)], waiting={"engine": [0.123, 4.0]}), step)
         logger.log_metrics({"reward/mean": step / 10}, step)
         logger.log_rollouts([{"reward": step}], step)
     JsonlLogger(tmp_path, resume_from=3).log_metrics({"reward/mean": 9.0}, 4)
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(tmp_path / "timeline.jsonl")] == [1, 2, 3]
+    assert read_jsonl(tmp_path / "timeline.jsonl")[0] == {
+        "step": 1,
+        "seconds": 2.0,
+        "phases": [["train", 0.5, 1.0]],
+        "waiting": {"engine": [0.12, 4.0]},
+    }
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"step_00000{n}.jsonl" for n in (1, 2, 3)]
 
 

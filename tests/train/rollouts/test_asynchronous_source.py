@@ -134,7 +134,8 @@ def test_a_token_of_weights_beyond_the_bound_is_an_error():
         delivered.record(number)
     mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
     within = BatchedDataDict(token_mask=mask, token_versions=torch.tensor([[-1, 10, 20], [-1, 20, -1]]))
-    assert delivered.staleness(within, 4) == {"staleness/steps_mean": 0.5, "staleness/steps_max": 1.0}
+    metrics = {"staleness/steps_mean": 0.5, "staleness/steps_max": 1.0, "rollout/mixed_version_frac": 0.5}
+    assert delivered.staleness(within, 4) == metrics
     beyond = BatchedDataDict(token_mask=mask, token_versions=torch.tensor([[-1, 0, 20], [-1, 20, -1]]))
     with pytest.raises(RLCoreError, match=r"weight version 0 sampled, but rollout.max_staleness \(1\) allows only"):
         delivered.staleness(beyond, 4)

@@ -13,6 +13,7 @@ from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.environment import keeps_sessions
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
+from rl_train.rollouts.activity import ActivityLog, RolloutActivity
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.records import rollout_records
@@ -250,7 +251,8 @@ def test_the_time_in_which_a_row_waits_for_its_worker_is_measured_apart_from_its
     monkeypatch.setattr("rl_train.rollouts.sessions.perf_counter", lambda: now[0])
     pool = HeldPool(max_concurrency)
     queue = StepQueue(EnvironmentPool(pool, task_name="notebook", deadline_s=60.0, keeps_sessions=True), "notebook")
-    sessions = [Session(queue, name=str(number)) for number in range(2)]
+    log = ActivityLog()
+    sessions = [Session(queue, activity=RolloutActivity(log, "row", "driver"), name=str(number)) for number in range(2)]
 
     async def begin(number):
         sessions[number]._worker = pool.actors[0]

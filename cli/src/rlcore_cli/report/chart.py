@@ -14,6 +14,8 @@ WIDTH, HEIGHT = 420, 210
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
 COLOURS = 8
 """Number of series colors in the style sheet: `c0` to `c7`."""
+BAND = 14
+"""Height of the bands of a time line, in pixels."""
 DOTS_UP_TO = 30
 SMOOTHED_FROM = 60
 MOST_BARS = 60
@@ -40,6 +42,16 @@ class Line(Curve):
     def window(self) -> int:
         """Window of the moving average, in values."""
         return max(3, len(self.steps) // 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """A colored stretch of a time line, in seconds."""
+
+    label: str
+    start: float
+    end: float
+    colour: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +131,30 @@ def stacked_chart(steps: Sequence[int], layers: Sequence[tuple[str, Sequence[flo
     return _svg(title, body, _readings(lines, axes))
 
 
+def time_chart(seconds: float, bands: Sequence[Band], curves: Sequence[tuple[str, Sequence[float], int]], *, title: str) -> str:
+    """Draws a row of bands, and curves below it, over time.
+
+    Args:
+        seconds: Length of the time axis.
+        bands: Colored stretches.
+        curves: Label, means in equal parts of the time, and color of each curve.
+        title: Text for screen readers.
+    """
+    largest = max((value for _, values, _ in curves for value in values), default=0.0)
+    axes = Axes(steps=(0.0, seconds), values=(0.0, largest * 1.25 or 1.0))
+    body = [_frame(axes, whole=False)]
+    for band in bands:
+        left, right = axes.x(band.start), axes.x(min(band.end, seconds))
+        width = max(right - left, 0.5)
+        body.append(f'<rect class="c{band.colour % COLOURS}" x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{BAND}"/>')
+    series = []
+    for label, values, colour in curves:
+        centres = [round((index + 0.5) * seconds / len(values), 3) for index in range(len(values))]
+        body.append(f'<polyline class="c{colour % COLOURS}" points="{_points(centres, values, axes)}"/>')
+        series.append([label, colour % COLOURS, centres, [format_number(value) for value in values]])
+    return _svg(title, body, _encoded(series, axes, of="second"))
+
+
 def _line(line: Line, axes: Axes) -> str:
     colour = f"c{line.colour % COLOURS}"
     steps, values = thin(line.steps, line.values)
@@ -135,22 +171,22 @@ def _line(line: Line, axes: Axes) -> str:
     return raw
 
 
-def _points(steps: Sequence[int], values: Sequence[float], axes: Axes) -> str:
+def _points(steps: Sequence[float], values: Sequence[float], axes: Axes) -> str:
     return " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in zip(steps, values, strict=True))
 
 
-def _frame(axes: Axes) -> str:
-    """Grid, ticks and tick labels."""
+def _frame(axes: Axes, *, whole: bool = True) -> str:
+    """Grid, ticks and tick labels; `whole` for ticks at whole numbers only."""
     parts = []
     for tick in nice_ticks(*axes.values):
         y = axes.y(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="left">{format_number(tick)}</text>')
     # A single step is centered in the chart. There is no step below 0.
-    for tick in (tick for tick in nice_ticks(*axes.steps, count=6, whole=True) if tick >= 0):
-        x = axes.x(tick)
+    for tick in (tick for tick in nice_ticks(*axes.steps, count=6, whole=whole) if tick >= 0):
+        x, label = axes.x(tick), f"{tick:.0f}" if whole else format_number(tick)
         parts.append(f'<path class="tick" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="below">{tick:.0f}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="below">{label}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
     return "".join(parts)
 
@@ -163,12 +199,16 @@ def _svg(title: str, body: Sequence[str], readings: str) -> str:
 
 
 def _readings(lines: Sequence[Line], axes: Axes) -> str:
-    """The data for the pointer as JSON: the scale of the x axis and the values of each curve."""
     series = []
     for line in lines:
         steps, values = thin(line.steps, line.values)
         series.append([line.label, line.colour % COLOURS, steps, [format_number(value) for value in values]])
-    return json.dumps({"x": [axes.x(0), axes.x(1) - axes.x(0)], "series": series}, separators=(",", ":"))
+    return _encoded(series, axes, of="step")
+
+
+def _encoded(series: Sequence[Sequence[object]], axes: Axes, *, of: str) -> str:
+    """The data for the pointer as JSON: the scale of the x axis, what it counts, and label, color and points of each curve."""
+    return json.dumps({"x": [axes.x(0), axes.x(1) - axes.x(0)], "series": series, "of": of}, separators=(",", ":"))
 
 
 def _step_range(first: float, last: float) -> tuple[float, float]:

@@ -15,12 +15,13 @@ from markupsafe import Markup
 from rl_core.errors import UserError
 from rl_train.atomic_writes import write_atomically
 from rl_train.config.dotted_keys import leaves
-from rlcore_cli.report.chart import Line, line_chart, stacked_chart
+from rlcore_cli.report.chart import Line, line_chart, stacked_chart, time_chart
 from rlcore_cli.report.ending import Ending
 from rlcore_cli.report.panels import STEP_TIME, SelectedPanel, choose_panels, phase_label, phases
 from rlcore_cli.report.rollouts import Sample, sample_rollouts
 from rlcore_cli.report.run_folder import Curve, RunFolder
 from rlcore_cli.report.scales import format_duration, format_number
+from rlcore_cli.report.timeline import advice, bands, curves, typical_step
 
 MAX_MIB = 5.0
 """Default maximum size of a report, in MiB."""
@@ -53,13 +54,13 @@ def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bo
     """
     main, further, unseen = choose_panels(run.names())
     figures = [_figure(run, chosen) for chosen in main]
-    times = _times(run)
+    times = [figure for figure in (_times(run), _timeline(run)) if figure is not None]
     parts: dict[str, Any] = {
         "run": run,
         "ending": ending,
         "error": _tail(ending.error),
         "tiles": _tiles(run),
-        "figures": [*figures, *([times] if times is not None else [])],
+        "figures": [*figures, *times],
         "further": [_figure(run, chosen) for chosen in further],
         "unseen": unseen,
         "settings": _settings(run),
@@ -141,6 +142,28 @@ def _times(run: RunFolder) -> Figure | None:
     legend = [(label, colour, format_number(sum(values) / len(values))) for label, values, colour in layers]
     svg = Markup(stacked_chart(list(rows), layers, title="Time by phase"))
     return Figure(title="Time by phase", unit="s", note="Time per step; the legend shows the mean.", svg=svg, legend=legend)
+
+
+def _timeline(run: RunFolder) -> Figure | None:
+    """The step with the median duration over time."""
+    step = typical_step(run.timelines)
+    if step is None:
+        return None
+    timeline = run.timelines[step]
+    phases, waiting = bands(timeline), curves(timeline)
+    seconds = {band.label: 0.0 for band in phases}
+    for band in phases:
+        seconds[band.label] += band.end - band.start
+    colours = {band.label: band.colour for band in phases}
+    legend = [(label, colours[label], f"{format_number(total)} s") for label, total in seconds.items()]
+    legend += [(label, colour, format_number(sum(counts) / len(counts))) for label, counts, colour in waiting]
+    title = f"Step {step} over time"
+    svg = Markup(time_chart(timeline["seconds"], phases, waiting, title=title))
+    note = (
+        "The step with the median duration. Top: phases of the trainer, which waits for rollouts in `rollout`. Curves: number "
+        f"of rollouts that wait for the engine and for the environment. {advice(run, timeline)}"
+    )
+    return Figure(title=title, unit="rollouts, by second", note=note.strip(), svg=svg, legend=legend)
 
 
 def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:

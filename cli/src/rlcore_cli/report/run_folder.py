@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rl_core.errors import DataError, UserError
-from rl_train.metrics.jsonl import METRICS, TOKEN_TEXTS, iter_jsonl
+from rl_train.metrics.jsonl import METRICS, TIMELINE, TOKEN_TEXTS, iter_jsonl
 
 STATUS = "status.json"
 CONFIG = "config.yaml"
@@ -48,6 +48,7 @@ class RunFolder:
         environment: Versions, plugins, host, start time.
         status: The contents of status.json.
         rollouts: The rollout file of each step.
+        timelines: The timeline of each step, with the keys of `rl_train.metrics.timeline.Timeline`.
         token_texts: The text of each sampled token id.
     """
 
@@ -58,6 +59,7 @@ class RunFolder:
     environment: Mapping[str, Any] | None = None
     status: Mapping[str, Any] | None = None
     rollouts: Mapping[int, Path] = field(default_factory=dict)
+    timelines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     token_texts: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -114,6 +116,7 @@ def read_run_folder(path: Path) -> RunFolder:
             for file in sorted(path.glob(f"{ROLLOUTS}/step_*.jsonl"))
             if file.stat().st_size > 0
         },
+        timelines={row["step"]: row for row in iter_jsonl(path / TIMELINE)},
         token_texts={row["id"]: row["text"] for row in iter_jsonl(path / ROLLOUTS / TOKEN_TEXTS)},
     )
 

@@ -22,7 +22,14 @@ from rl_train.rollouts.segments import join_segments, spread
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 Batch = BatchedDataDict[Any]
-_SUMMED = ("rollout/rows", "rollout/failed_rows", "rollout/repeated_steps", "rollout/replaced_groups")
+_SUMMED = (
+    "rollout/rows",
+    "rollout/failed_rows",
+    "rollout/repeated_steps",
+    "rollout/restarted",
+    "rollout/replaced_groups",
+    "rollout/wait_s",
+)
 _LARGEST = ("length/max",)
 _ABSENT_IF_ZERO = ("rollout/unscored_frac",)
 

@@ -52,8 +52,16 @@ def make_collector(
         row_by_row=config.rollout.max_staleness > 0,
         timeout_s=config.rollout.timeout_s,
         loop=loop,
+        deadline_s=_deadline_s(config),
         drivers=_agent_drivers(config, generation, tokenizer, registry=builder.registry, exits=builder.exits),
     )
+
+
+def _deadline_s(config: RunConfig) -> float:
+    """Upper bound of the time in which no rollout continues, because calls of engine, environments and agents end by then."""
+    calls = [section.step_timeout_s for section in config.env.values()]
+    agents = [section.agent_timeout_s for section in config.env.values() if section.agent is not None]
+    return config.cluster.deadlines.generate_s + max(calls, default=0.0) + max(agents, default=0.0)
 
 
 def _agent_drivers(

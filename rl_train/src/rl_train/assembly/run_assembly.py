@@ -123,6 +123,7 @@ def assemble_run(
         run.memory = DeviceMemory(workers.policy, sleeper, companions=companions, limited=builder.shares_gpus)
         run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
+        run.activities = collector.activities
         run.rollouts = _rollout_source(config, collector, loaders, run.weights)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)

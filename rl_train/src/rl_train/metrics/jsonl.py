@@ -12,9 +12,12 @@ from typing import Any
 from rl_core.errors import DataError
 from rl_train.atomic_writes import write_atomically
 from rl_train.metrics.logger import Logger
+from rl_train.metrics.timeline import Timeline
 
 METRICS = "metrics.jsonl"
 """In the run folder: one object per step."""
+TIMELINE = "timeline.jsonl"
+"""In the run folder: one object per step, see `Timeline`."""
 TOKEN_TEXTS = "token_texts.jsonl"
 """In the rollout folder: one object per token id, `id` and `text`; partial characters are U+FFFD."""
 
@@ -31,11 +34,12 @@ class JsonlLogger(Logger):
     def __init__(self, folder: Path, *, resume_from: int | None = None, token_text: Callable[[int], str] | None = None) -> None:
         self._folder = folder
         self._metrics = folder / METRICS
+        self._timeline = folder / TIMELINE
         self._rollouts = folder / "rollouts"
         self._rollouts.mkdir(parents=True, exist_ok=True)
         self._token_text = token_text
         self._token_texts = self._rollouts / TOKEN_TEXTS
-        for path in (self._metrics, self._token_texts):
+        for path in (self._metrics, self._timeline, self._token_texts):
             _remove_incomplete_line(path)
         self._known_tokens = {row["id"] for row in read_jsonl(self._token_texts)}
         if resume_from is not None:
@@ -45,6 +49,13 @@ class JsonlLogger(Logger):
         """Append one line; NaN and infinity are written as null."""
         clean = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         _append(self._metrics, [{"step": step, **clean}])
+
+    def log_timeline(self, timeline: Timeline, step: int) -> None:
+        """Append one line, rounded to milliseconds and hundredths of a rollout."""
+        phases = [[name, round(start, 3), round(end, 3)] for name, start, end in timeline.phases]
+        waiting = {place: [round(count, 2) for count in counts] for place, counts in timeline.waiting.items()}
+        line = {"step": step, "seconds": round(timeline.seconds, 3), "phases": phases, "waiting": waiting}
+        _append(self._timeline, [line])
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Write rollouts/step_NNNNNN.jsonl, and the texts of new tokens to rollouts/token_texts.jsonl."""
@@ -60,10 +71,9 @@ class JsonlLogger(Logger):
         for path in self._rollouts.glob("step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
-        if not self._metrics.exists():
-            return
-        kept = [line for line in read_jsonl(self._metrics) if line["step"] <= step]
-        write_atomically(self._metrics, _encoded(kept))
+        for path in (self._metrics, self._timeline):
+            if path.exists():
+                write_atomically(path, _encoded([line for line in read_jsonl(path) if line["step"] <= step]))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

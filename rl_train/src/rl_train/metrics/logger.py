@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_train.metrics.timeline import Timeline
+
 
 class Logger(ABC):
     """Writes metrics and rollouts. Called only in the driver process; an exception of a method ends the run."""
@@ -31,6 +33,10 @@ class Logger(ABC):
                 keys of `rl_train.rollouts.records.rollout_records`.
             step: As in `log_metrics`.
         """
+        return None
+
+    def log_timeline(self, timeline: Timeline, step: int) -> None:
+        """Write when the phases of a step ran, and what its rollouts waited for; only for runs with rollouts."""
         return None
 
     def finish(self) -> None:

@@ -14,6 +14,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
+        self.spans: list[tuple[str, float, float]] = []
+        """Phase, start and end, in seconds of `time.perf_counter`, of each block of the step that was timed."""
         self.phase: str | None = None
         """Current phase of the run, for status and error reports; None between two phases."""
 
@@ -28,9 +30,10 @@ class Recorder:
         outer, self.phase = self.phase, phase
         started = time.perf_counter()
         yield
-        name = f"time/{phase}_s"
+        name, ended = f"time/{phase}_s", time.perf_counter()
         before = self._values.get(name, [0.0])[0]
-        self._values[name] = [before + time.perf_counter() - started]
+        self._values[name] = [before + ended - started]
+        self.spans.append((phase, started, ended))
         self.phase = outer
 
     def peek(self) -> dict[str, float]:
@@ -41,4 +44,5 @@ class Recorder:
         """The metrics of the step; the recorder is empty afterwards."""
         flushed = self.peek()
         self._values.clear()
+        self.spans.clear()
         return flushed

@@ -13,6 +13,7 @@ from typing import Any
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
+from rl_train.rollouts.activity import ActivityLog, RolloutActivity
 from rl_train.rollouts.drivers import EnvironmentDriver, RolloutDriver
 from rl_train.rollouts.engines import BatchSampler, RolloutSampler, RowSampler, TurnSampler
 from rl_train.rollouts.failures import RolloutTimeoutError, StepFailedError
@@ -44,6 +45,8 @@ class Collector:
         row_by_row: whether rollouts of one turn are also sampled row by row, so that they can begin and end at any time.
         timeout_s: `rollout.timeout_s`.
         loop: the event loop of all rollouts.
+        activities: what the rollouts in progress wait for.
+        deadline_s: maximum time in seconds in which no rollout continues while a thread waits for them.
     """
 
     generation: GenerationInterface
@@ -60,6 +63,8 @@ class Collector:
     row_by_row: bool = False
     timeout_s: float | None = None
     loop: RolloutLoop = field(default_factory=RolloutLoop)
+    activities: ActivityLog = field(default_factory=ActivityLog)
+    deadline_s: float = 3600.0
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Run `trajectories` to their end, in place.
@@ -111,22 +116,36 @@ class Collector:
         sampler = self._sampler(len(trajectories), greedy)
 
         async def play(position: int, row: Trajectory) -> None:
-            engine = RolloutSampler(
-                sampler, run_seed=self.seed, stream=stream, ordinal=row.ordinal, sample=row.sample, position=position
-            )
+            driver = self.drivers.get(row.task_name, self._driver)
+            name = f"{stream.name.lower()} prompt {row.ordinal}, sample {row.sample}, task {row.task_name}"
             try:
-                await self._play_one(row, self.drivers.get(row.task_name, self._driver), engine)
+                with self.activities.follow(name, driver=type(driver).__name__) as activity, self.activities.listed_in_errors():
+                    engine = RolloutSampler(
+                        sampler,
+                        run_seed=self.seed,
+                        stream=stream,
+                        ordinal=row.ordinal,
+                        sample=row.sample,
+                        position=position,
+                        activity=activity,
+                    )
+                    await self._play_one(row, driver, engine, activity)
             finally:
                 sampler.rollout_ended(position)
 
-        await gather_or_cancel([play(position, row) for position, row in enumerate(trajectories)])
+        rollouts = gather_or_cancel([play(position, row) for position, row in enumerate(trajectories)])
+        await self.activities.watch(rollouts, self.deadline_s, lambda: self.loop.awaited_since)
 
-    async def _play_one(self, row: Trajectory, driver: RolloutDriver, engine: RolloutSampler) -> None:
+    async def _play_one(
+        self, row: Trajectory, driver: RolloutDriver, engine: RolloutSampler, activity: RolloutActivity
+    ) -> None:
         queue, start = self._queues.get(row.task_name), engine.name
         keeps_sessions = queue is not None and queue.keeps_sessions
         prompt = copy.deepcopy(row) if keeps_sessions or self.timeout_s is not None else None
         while True:
-            session = None if queue is None else Session(queue, name=f"{start}-{row.retries}", retries=self.retries)
+            session = None
+            if queue is not None:
+                session = Session(queue, activity=activity, name=f"{start}-{row.retries}", retries=self.retries)
             closing = None
             try:
                 await self._run_in_time(driver.run(row, engine, session))

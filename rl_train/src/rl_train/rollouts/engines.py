@@ -15,6 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.messages import Message
 from rl_train.component_outputs import checked_generation, generated
+from rl_train.rollouts.activity import ENGINE, RolloutActivity
 from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
 
@@ -181,12 +182,21 @@ class RolloutSampler:
         ordinal: the prompt's number.
         sample: index of the sample in its group.
         position: the rollout's index among those that run together.
+        activity: records what the rollout waits for.
     """
 
     def __init__(
-        self, sampler: TurnSampler, *, run_seed: int, stream: SampleStream, ordinal: int, sample: int, position: int
+        self,
+        sampler: TurnSampler,
+        *,
+        run_seed: int,
+        stream: SampleStream,
+        ordinal: int,
+        sample: int,
+        position: int,
+        activity: RolloutActivity,
     ) -> None:
-        self._sampler, self._run_seed, self._stream = sampler, run_seed, stream
+        self._sampler, self._run_seed, self._stream, self._activity = sampler, run_seed, stream, activity
         self._ordinal, self._sample, self._position = ordinal, sample, position
         self._turn = 0
 
@@ -204,6 +214,7 @@ class RolloutSampler:
             ordinal=self._ordinal,
             sample=self._sample,
             position=self._position,
+            activity=self._activity,
         )
 
     async def sample(
@@ -229,18 +240,19 @@ class RolloutSampler:
         """
         seed = rollout_seed(self._run_seed, self._stream, ordinal=self._ordinal, sample=self._sample, turn=self._turn)
         self._turn += 1
-        return await self._sampler.sample(
-            TurnRequest(
-                token_ids=token_ids,
-                stop_strings=stop_strings,
-                seed=seed,
-                prompt_id=self._ordinal,
-                position=self._position,
-                messages=list(messages),
-                max_new_tokens=max_new_tokens,
-                on_tokens=on_tokens,
-            )
+        self._activity.turn = self._turn
+        request = TurnRequest(
+            token_ids=token_ids,
+            stop_strings=stop_strings,
+            seed=seed,
+            prompt_id=self._ordinal,
+            position=self._position,
+            messages=list(messages),
+            max_new_tokens=max_new_tokens,
+            on_tokens=on_tokens,
         )
+        with self._activity.waiting(ENGINE):
+            return await self._sampler.sample(request)
 
 
 def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool) -> BatchedDataDict[Any]:

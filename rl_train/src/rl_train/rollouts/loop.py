@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -36,6 +37,8 @@ class RolloutLoop:
         self._threads: list[threading.Thread] = []
         """The loop's own thread, if it has one."""
         self._changed = threading.Condition()
+        self.awaited_since: float | None = None
+        """Since when a thread waits for rollouts, in seconds of `time.perf_counter`; None if none does."""
         self._close = weakref.finalize(self, _stop, self._loop, self._threads)
 
     def start(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
@@ -54,14 +57,18 @@ class RolloutLoop:
             condition: whether to return.
             meanwhile: called repeatedly in this thread, if the loop has its own.
         """
-        while not condition():
-            if not self._threads:
-                self._loop.run_forever()  # until `_notify`
-                continue
-            meanwhile()
-            with self._changed:
-                if not condition():
-                    self._changed.wait(_CHECK_S)
+        self.awaited_since = time.perf_counter()
+        try:
+            while not condition():
+                if not self._threads:
+                    self._loop.run_forever()  # until `_notify`
+                    continue
+                meanwhile()
+                with self._changed:
+                    if not condition():
+                        self._changed.wait(_CHECK_S)
+        finally:
+            self.awaited_since = None
 
     def run(self, coroutine: Coroutine[Any, Any, ResultT], *, meanwhile: Callable[[], None] = lambda: None) -> ResultT:
         """Run a coroutine to its end; arguments as `wait`."""

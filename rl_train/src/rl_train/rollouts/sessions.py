@@ -16,6 +16,7 @@ from rl_core.errors import DataError, WorkerDiedError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.messages import Message, Observation
 from rl_train.pools.pool import ActorKey, completed_call
+from rl_train.rollouts.activity import ENVIRONMENT, RolloutActivity
 from rl_train.rollouts.environment_checks import checked_observation, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_retried
@@ -196,6 +197,7 @@ class Session:
 
     Args:
         steps: the queue of the environment.
+        activity: records what the rollout waits for.
         name: `session_id` of the rollout, if the environment keeps sessions.
         retries: how often a step that fails is repeated, without other rows in its call. Steps of sessions are not repeated,
             because the failed one may have changed their state.
@@ -205,8 +207,8 @@ class Session:
         times: Time of its steps, including repeated ones.
     """
 
-    def __init__(self, steps: StepQueue, *, name: str = "", retries: int = 0) -> None:
-        self._steps, self._name = steps, name
+    def __init__(self, steps: StepQueue, *, activity: RolloutActivity, name: str = "", retries: int = 0) -> None:
+        self._steps, self._name, self._activity = steps, name, activity
         self._retries = 0 if steps.keeps_sessions else retries
         self._worker: ActorKey | None = None
         self.repeated = 0
@@ -234,7 +236,8 @@ class Session:
         metadata = {**(metadata or {}), SESSION_KEY: self._name}
         try:
             self._worker = self._steps.lease()
-            observation = await self._steps.call("reset", metadata, worker=self._worker)
+            with self._activity.waiting(ENVIRONMENT, "reset"):
+                observation = await self._steps.call("reset", metadata, worker=self._worker)
         except Exception as error:
             raise _failed(error) from error
         return metadata, None if observation is None else checked_observation(observation, task_name=self._steps.task_name)
@@ -254,7 +257,10 @@ class Session:
             metadata = {**metadata, SESSION_KEY: self._name}
         for attempt in range(self._retries + 1):
             try:
-                return await self._steps.step(conversation, metadata, alone=attempt > 0, worker=self._worker, times=self.times)
+                with self._activity.waiting(ENVIRONMENT, "step"):
+                    return await self._steps.step(
+                        conversation, metadata, alone=attempt > 0, worker=self._worker, times=self.times
+                    )
             except Exception as error:
                 if attempt == self._retries or not may_be_retried(error):
                     raise _failed(error) from error

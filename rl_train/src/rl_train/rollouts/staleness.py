@@ -32,7 +32,7 @@ class DeliveredVersions:
         self._steps = {version: at for version, at in self._steps.items() if at >= step - self._max_staleness}
 
     def staleness(self, batch: BatchedDataDict[Any], step: int) -> dict[str, float]:
-        """`staleness/steps_mean` and `staleness/steps_max` over rows, of the oldest token of each.
+        """`staleness/steps_mean` and `_max` over rows, of the oldest token of each, and `rollout/mixed_version_frac`.
 
         Args:
             batch: rollouts with `token_versions` and `token_mask`.
@@ -52,4 +52,12 @@ class DeliveredVersions:
                     "wrong versions, or the scheduler exceeded its bound."
                 )
         lags = [float(step - self._steps[oldest]) for oldest in versions.amin(-1).tolist() if oldest in self._steps]
-        return {"staleness/steps_mean": sum(lags) / len(lags), "staleness/steps_max": max(lags)} if lags else {}
+        if not lags:
+            return {}
+        newest = torch.where(sampled, batch["token_versions"], -1).amax(-1)
+        mixed = int((newest > versions.amin(-1)).sum())
+        return {
+            "staleness/steps_mean": sum(lags) / len(lags),
+            "staleness/steps_max": max(lags),
+            "rollout/mixed_version_frac": mixed / len(lags),
+        }

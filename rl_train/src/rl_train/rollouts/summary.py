@@ -39,7 +39,7 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], *, replaced_groups: int = 0) -> dict[str, float]:
-    """Counts of failed rows, repeated steps and replaced groups; those that are 0 are left out.
+    """Counts of failed rows, repeated steps, restarted rollouts and replaced groups; those that are 0 are left out.
 
     Args:
         trajectories: all finished rollouts of a draw, including those of replaced groups.
@@ -48,6 +48,7 @@ def failure_metrics(trajectories: Sequence[Trajectory], *, replaced_groups: int 
     counts = {
         "rollout/failed_rows": sum(row.failure is not None for row in trajectories),
         "rollout/repeated_steps": sum(row.retries for row in trajectories),
+        "rollout/restarted": sum(row.restarts > 0 for row in trajectories),
         "rollout/replaced_groups": replaced_groups,
     }
     return {name: float(count) for name, count in counts.items() if count}

@@ -23,6 +23,9 @@ MessageLog = list[dict[str, Any]]
 _OF_SAMPLED = ("generation_logprobs", "weight_version", "token_versions", "turn")
 """Keys of a sampled message that it only has in the segment in which it was sampled."""
 
+_COUNTERS = ("retries", "restarts", "environment_wait_s", "environment_step_s")
+"""Fields that a rollout keeps if it begins again."""
+
 
 @dataclass(kw_only=True)
 class Trajectory:
@@ -65,6 +68,8 @@ class Trajectory:
     """The whole text of that error."""
     retries: int = 0
     """Number of repeated environment steps."""
+    restarts: int = 0
+    """Number of times that it began again from its prompt; they also count as `retries`."""
     environment_wait_s: float = 0.0
     """Seconds in which its steps waited for a free worker of the environment, over all attempts."""
     environment_step_s: float = 0.0
@@ -175,9 +180,10 @@ class Trajectory:
         Args:
             prompt: a copy of this rollout from before it was run.
         """
-        counters = {name: getattr(self, name) for name in ("retries", "environment_wait_s", "environment_step_s")}
+        counters = {name: getattr(self, name) for name in _COUNTERS}
         vars(self).update(vars(copy.deepcopy(prompt)) | counters)
         self.retries += 1
+        self.restarts += 1
 
     def fail(self, headline: str, details: str) -> None:
         """End it as a row that could not be scored."""

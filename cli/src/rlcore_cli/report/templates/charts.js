@@ -1,6 +1,6 @@
 // Shows the values of a chart under the pointer. Each svg has its data in `readings`: the x scale and the series.
 for (const svg of document.querySelectorAll("svg[data-readings]")) {
-  const { x: [origin, stride], series } = JSON.parse(svg.dataset.readings);
+  const { x: [origin, stride], series, of } = JSON.parse(svg.dataset.readings);
   const cursor = svg.querySelector(".cursor");
   let box = null;
 
@@ -23,7 +23,7 @@ for (const svg of document.querySelectorAll("svg[data-readings]")) {
     const bounds = svg.getBoundingClientRect();
     const scale = svg.viewBox.baseVal.width / bounds.width;
     const wanted = ((event.clientX - bounds.left) * scale - origin) / stride;
-    // The recorded step nearest to the pointer. Curves without that step show their nearest step.
+    // The recorded step (or second) nearest to the pointer. Curves without that step show their nearest step.
     const hits = series.map(([label, colour, steps, values]) => {
       const at = nearest(steps, wanted);
       return { label, colour, step: steps[at], value: values[at] };
@@ -36,11 +36,11 @@ for (const svg of document.querySelectorAll("svg[data-readings]")) {
       box.className = "reading";
       svg.parentElement.append(box);
     }
-    box.replaceChildren(`step ${step}`);
+    box.replaceChildren(`${of} ${step}`);
     for (const hit of hits) {
       const line = document.createElement("div");
       line.className = `c${hit.colour}`;
-      line.append(`${hit.label} ${hit.value}${hit.step === step ? "" : ` (step ${hit.step})`}`);
+      line.append(`${hit.label} ${hit.value}${hit.step === step ? "" : ` (${of} ${hit.step})`}`);
       box.append(line);
     }
     const frame = svg.parentElement.getBoundingClientRect();
