@@ -30,6 +30,7 @@ COMMANDS = {
     "check": ("rlcore_cli.check:app", "Check model, tokenizer, backends or an environment by running them."),
     "env": ("rlcore_cli.env:app", "Play against an environment without a model, or score stored rollouts again."),
     "doctor": ("rlcore_cli.doctor:doctor", "Check the installation: plugins, requirements, open ports."),
+    "data": ("rlcore_cli.data:app", "Show the rows that a run would read: rendered, measured and compared."),
     "prompt": ("rlcore_cli.prompt:app", "List prompt configs, and print the messages of one for a row."),
     "explain": ("rlcore_cli.explain:explain", "Explain a config key: meaning, allowed values, default."),
     "schema": ("rlcore_cli.schema:schema", "Write the JSON schema of config files, for editors."),

@@ -58,7 +58,7 @@ def held_out(records: Any, *, fraction: float, seed: int, name: str) -> tuple[Su
     Raises:
         DataError: One of the two sides is empty.
     """
-    draws = [_draw(records, index, seed) for index in range(len(records))]
+    draws = [int.from_bytes(prompt_digest(records, index, seed)) / 2**64 for index in range(len(records))]
     remaining = [index for index, draw in enumerate(draws) if draw >= fraction]
     out = sorted((index for index, draw in enumerate(draws) if draw < fraction), key=lambda index: (draws[index], index))
     if not remaining or not out:
@@ -75,18 +75,22 @@ def row_location(records: Any, index: int) -> str:
     return str(location(index)) if location is not None else f"record {index}"
 
 
-def _draw(records: Any, index: int, seed: int) -> float:
-    """A number in [0, 1) that only depends on the seed and the prompt of the record."""
+def prompt_digest(records: Any, index: int, seed: int = 0) -> bytes:
+    """Eight bytes that only depend on the seed and the prompt of a record.
+
+    Raises:
+        DataError: The prompt is neither text nor made of texts and numbers.
+    """
     own = getattr(records, "prompt_of", None)
     prompt = own(index) if own is not None else _prompt_of(records[index])
     try:
         text = json.dumps([seed, prompt], sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the prompt of {row_location(records, index)} cannot be hashed ({error}): split.validation needs records of texts "
-            "and numbers"
+            f"the prompt of {row_location(records, index)} cannot be hashed ({error}): records must consist of texts and "
+            "numbers to be compared"
         ) from error
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()) / 2**64
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 def _prompt_of(record: Mapping[str, Any]) -> Any:

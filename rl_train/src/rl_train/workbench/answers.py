@@ -80,6 +80,31 @@ class _Paid:
         return self.paid > max(1, self.rows * _MOST)
 
 
+def best_form(
+    trial: EnvironmentTrial, environment: EnvironmentInterface, rows: Sequence[TrialRow], expected: Sequence[str]
+) -> tuple[str, dict[int, float]]:
+    """The form of `ANSWER_FORMS` in which most expected answers are rewarded, and the reward of each row in which one is.
+
+    Args:
+        trial: The task, the weights of its rewards and the number of turns.
+        environment: An instance of the environment.
+        rows: B rows.
+        expected: Their expected answers.
+    """
+    wrong = repeated_answers(environment, trial, rows, [WRONG_ANSWERS[1]] * len(rows))
+    best: tuple[str, dict[int, float]] = (ANSWER_FORMS[0], {})
+    for form in ANSWER_FORMS:
+        rewards = repeated_answers(environment, trial, rows, [form.format(answer) for answer in expected])
+        solved = {
+            row: reward
+            for row, (reward, other) in enumerate(zip(rewards, wrong, strict=True))
+            if reward is not None and other is not None and reward > other
+        }
+        if len(solved) > len(best[1]):
+            best = form, solved
+    return best
+
+
 class _SourceCheck:
     def __init__(self, trial: EnvironmentTrial, environment: EnvironmentInterface, rows: Sequence[TrialRow]) -> None:
         self._trial, self._environment, self._rows = trial, environment, rows
@@ -106,16 +131,8 @@ class _SourceCheck:
             return DiagnosisStatus.NOTE, "the rows have no expected answer, so none was tried"
         watched = [_Watched(row.metadata, self._read) if isinstance(row.metadata, dict) else row.metadata for row, _ in given]
         rows = [TrialRow(messages=row.messages, metadata=info) for (row, _), info in zip(given, watched, strict=True)]
-        wrong = self._rewards(rows, [WRONG_ANSWERS[1]] * len(rows))
-        for form in ANSWER_FORMS:
-            rewards = self._rewards(rows, [form.format(expected) for _, expected in given])
-            solved = [
-                _Solved(row=row, expected=expected, reward=reward)
-                for (row, expected), reward, other in zip(given, rewards, wrong, strict=True)
-                if reward is not None and other is not None and reward > other
-            ]
-            if len(solved) > len(self._solved):
-                self._form, self._solved = form, solved
+        self._form, rewards = best_form(self._trial, self._environment, rows, [expected for _, expected in given])
+        self._solved = [_Solved(row=given[i][0], expected=given[i][1], reward=reward) for i, reward in rewards.items()]
         self._read |= _parameters(self._environment)
         if not self._read:
             self._solved = []

@@ -91,20 +91,52 @@ def open_trial(
         UserError: the environment, the config or the rows cannot be used.
     """
     registry = Registry(discover())
+    given = None if rows is None else read_rows(rows, limit=limit)
     if config is not None:
-        section, max_turns, trial_rows = _from_config(name, settings, config, registry, limit)
-    else:
-        section, trial_rows = _by_name(name, settings, registry, limit=0 if rows is not None else limit)
-        max_turns = section.max_rollout_turns or (UNDECLARED_TURNS if section.env_cls is not None else section.turns_needed)
-    if rows is not None:
-        trial_rows = read_rows(rows, limit=limit)
-    if not trial_rows:
-        raise ConfigError(f"There are no rows for {name!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
-    make = constructor(section, name, registry)
+        run = load_config(config, list(settings), registry=registry).run
+        if name not in run.env:
+            raise ConfigError(f"{config} has no section env.{name}; its tasks are {', '.join(run.env) or 'none'}.")
+        prepared = Preparation(run, registry)
+        return trial_of_run(name, prepared, rows_of_task(name, prepared, limit=limit) if given is None else given)
+    section, generated = _by_name(name, settings, registry, limit=0 if given is not None else limit)
+    max_turns = section.max_rollout_turns or (UNDECLARED_TURNS if section.env_cls is not None else section.turns_needed)
+    return _trial(name, section, registry, rows=generated if given is None else given, max_turns=max_turns)
+
+
+def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> list[TrialRow]:
+    """Rows of a task from the training data of a run, or from its first validation set if the training data has none.
+
+    Args:
+        task: name of a section of `env`.
+        prepared: the run.
+        limit: maximum number of rows, of each dataset.
+    """
+    data, tasks = prepared.data, list(prepared.config.env)
+    training = [*sources_of(task, [data.train], tasks=tasks)]
+    sources = training or [*sources_of(task, [*data.validation.values()], tasks=tasks)][:1]
+    return [row for each in sources for row in _rows_of(each.records, limit, name=each.name if len(sources) > 1 else "")]
+
+
+def trial_of_run(task: str, prepared: Preparation, rows: Sequence[TrialRow]) -> EnvironmentTrial:
+    """A task of a run with rows.
+
+    Raises:
+        UserError: the environment cannot be used, or there are no rows.
+    """
+    run = prepared.scoring_config
+    return _trial(task, run.env[task], prepared.registry, rows=rows, max_turns=run.max_turns[task])
+
+
+def _trial(
+    task: str, section: EnvironmentConfig, registry: Registry, *, rows: Sequence[TrialRow], max_turns: int
+) -> EnvironmentTrial:
+    if not rows:
+        raise ConfigError(f"There are no rows for {task!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
+    make = constructor(section, task, registry)
     plain: Any = make.func
     reads_tool_calls = bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
     return EnvironmentTrial(
-        task=name, section=section, make=make, rows=trial_rows, max_turns=max_turns, reads_tool_calls=reads_tool_calls
+        task=task, section=section, make=make, rows=rows, max_turns=max_turns, reads_tool_calls=reads_tool_calls
     )
 
 
@@ -177,21 +209,6 @@ def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, li
     component = registry.find("dataset", name)
     section = section_of_values(section_of(component, Kind.DATASET), dict(values), name="data")
     return _rows_of(component.load()(section), limit)
-
-
-def _from_config(
-    task: str, overrides: Sequence[str], path: Path, registry: Registry, limit: int
-) -> tuple[EnvironmentConfig, int, list[TrialRow]]:
-    run = load_config(path, list(overrides), registry=registry).run
-    if task not in run.env:
-        raise ConfigError(f"{path} has no section env.{task}; its tasks are {', '.join(run.env) or 'none'}.")
-    prepared = Preparation(run, registry)
-    run, data, tasks = prepared.scoring_config, prepared.data, list(run.env)
-    sources = [*sources_of(task, [data.train], tasks=tasks)] or [*sources_of(task, [*data.validation.values()], tasks=tasks)][
-        :1
-    ]
-    rows = [row for each in sources for row in _rows_of(each.records, limit, name=each.name if len(sources) > 1 else "")]
-    return run.env[task], run.max_turns[task], rows
 
 
 def _rows_of(records: Any, limit: int, name: str = "") -> list[TrialRow]:

@@ -1,0 +1,140 @@
+"""`rlcore data`: shows what a run would read from its data."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
+from rlcore_cli.lazy import lazy_app
+
+if TYPE_CHECKING:
+    from rl_train.workbench.dataset_view import DatasetView, RenderedRow
+    from rl_train.workbench.graded_answers import GradedAnswers
+
+ACTIONS = {"show": ("rlcore_cli.data:show", "Show rendered rows, lengths, duplicates and answers that cannot be graded.")}
+"""Action name: import path of its function, and its line in `rlcore data --help`."""
+_BINS = 10
+_BAR = 40
+"""Width of the longest bar of a histogram, in characters."""
+_LISTED = 5
+
+app = lazy_app(ACTIONS)
+
+
+@app.callback()
+def data() -> None:
+    """Show what a run would read from its data.
+
+    Example:
+        rlcore data show config.yaml
+    """
+
+
+def show(
+    config: Config = None,
+    overrides: Overrides = None,
+    bases: Bases = None,
+    shown: Annotated[int, typer.Option("--rows", help="Number of rows of each dataset to print.", min=0)] = 2,
+    measured: Annotated[
+        int, typer.Option(help="Maximum number of rows of each dataset whose length is measured.", min=1)
+    ] = 1000,
+    graded: Annotated[
+        int, typer.Option(help="Maximum number of expected answers of each task that are graded; 0 for none.", min=0)
+    ] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run would read from its data, without weights.
+
+    Prints rendered rows with their special tokens, a histogram of lengths in tokens, the share of rows that are too long,
+    duplicates within and between training and validation data, and the share of expected answers that the environment does not
+    reward. An environment that asks a server to grade is called up to six times per expected answer.
+
+    Example:
+        rlcore data show config.yaml
+        rlcore data show config.yaml --rows 5 --graded 0
+        rlcore data show config.yaml --json data.prompt.prompt_config=generic/math
+    """
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+    from rl_train.assembly.preparation import Preparation
+    from rl_train.config.loader import load_config
+    from rl_train.workbench.dataset_view import view_datasets
+    from rl_train.workbench.graded_answers import grade_expected_answers
+
+    registry = Registry(discover())
+    files, changes = config_files(config, bases, overrides)
+    prepared = Preparation(load_config(files, changes, registry=registry).run, registry)
+    views = view_datasets(prepared, measured=measured, shown=shown)
+    answers = list(grade_expected_answers(prepared, limit=graded)) if graded else []
+    if as_json:
+        print(json.dumps({"datasets": [_values(view) for view in views], "answers": [_answer_values(it) for it in answers]}))
+        return
+    for view in views:
+        print("\n".join(_described(view)))
+    for it in answers:
+        print("\n".join(_described_answers(it)))
+
+
+def _values(view: DatasetView) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(view), "too_long": view.too_long}
+
+
+def _answer_values(answers: GradedAnswers) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(answers)
+
+
+def _described(view: DatasetView) -> list[str]:
+    lines = [f"{view.name}: {_count(view.rows, view.kind)}"]
+    for row in view.samples:
+        lines += ["", *_described_row(row)]
+    measured = len(view.lengths)
+    of_all = "" if measured == view.rows else f" of {measured} evenly spaced rows"
+    lines += ["", f"  tokens per row{of_all}, limit {view.limit}:", *_histogram(view.lengths)]
+    lines += [f"  too long: {_share(view.too_long, measured)}"]
+    lines += [f"  same prompt as an earlier row: {_share(view.repeated, view.rows)}"]
+    if view.name != "train":
+        lines += [f"  same prompt as a training row: {_share(view.shared_with_training, view.rows)}"]
+    return [*lines, ""]
+
+
+def _described_row(row: RenderedRow) -> list[str]:
+    lines = [f"  row {row.index}, {row.tokens} tokens:", *(f"    | {line}" for line in row.text.split("\n"))]
+    return [*lines, *(f"    trained: {text!r}" for text in row.trained)]
+
+
+def _histogram(lengths: tuple[int, ...]) -> list[str]:
+    shortest, longest = min(lengths), max(lengths)
+    width = max(1, -(-(longest - shortest + 1) // _BINS))
+    counts = [0] * ((longest - shortest) // width + 1)
+    for length in lengths:
+        counts[(length - shortest) // width] += 1
+    digits = len(str(longest))
+    rows = []
+    for number, count in enumerate(counts):
+        start = shortest + number * width
+        bar = "#" * -(-count * _BAR // max(counts))
+        rows.append(f"    {start:>{digits}}-{min(start + width - 1, longest):<{digits}}  {count:>6}  {bar}".rstrip())
+    return rows
+
+
+def _described_answers(answers: GradedAnswers) -> list[str]:
+    count = len(answers.unrewarded)
+    line = f"env.{answers.task}: expected answers that get no more than a wrong one: {_share(count, answers.graded)}"
+    listed = [f"  {answer!r}" for answer in answers.unrewarded[:_LISTED]]
+    more = [f"  and {count - _LISTED} more"] if count > _LISTED else []
+    return [f"{line} (as {answers.form.format('ANSWER')!r})", *listed, *more]
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} of {total} ({100 * count / max(total, 1):.1f} %)"
+
+
+def _count(number: int, plural: str) -> str:
+    return f"{number} {plural if number != 1 else plural.removesuffix('s')}"

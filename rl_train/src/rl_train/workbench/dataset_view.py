@@ -1,0 +1,147 @@
+"""What a run would read from its data: rendered rows, lengths in tokens, duplicates (`rlcore data show`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader
+from rl_train.assembly.preparation import Preparation
+from rl_train.config.schema import RunConfig
+from rl_train.data.holdout import prompt_digest
+
+_UNLIMITED = 1_000_000_000
+"""A row limit that no row reaches, so that lengths are measured before rows are cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedRow:
+    """A row as the model reads it, special tokens included."""
+
+    index: int
+    """Number of the row in its dataset, from 0."""
+    text: str
+    trained: tuple[str, ...]
+    """The parts whose tokens are trained, in order; empty for prompts."""
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetView:
+    """Facts about one dataset of a run."""
+
+    name: str
+    """`train`, `validation`, or `validation_sets.NAME`."""
+    kind: str
+    """What a row is: `prompts`, `conversations` or `pairs`."""
+    rows: int
+    lengths: tuple[int, ...]
+    """Length in tokens of each measured row; of a pair, the length of its longer conversation."""
+    limit: int
+    """Longest row in tokens that is used."""
+    repeated: int
+    """Number of rows whose prompt an earlier row of this dataset has."""
+    shared_with_training: int
+    """Number of rows whose prompt is also in the training data; 0 for the training data itself."""
+    samples: tuple[RenderedRow, ...]
+
+    @property
+    def too_long(self) -> int:
+        """Number of measured rows that are longer than the limit."""
+        return sum(length > self.limit for length in self.lengths)
+
+
+def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[DatasetView]:
+    """Facts about the training data and each validation set, in this order.
+
+    Args:
+        prepared: The run.
+        measured: Maximum number of rows of each dataset whose length is measured, evenly spaced.
+        shown: Number of rows of each dataset that are rendered, evenly spaced.
+
+    Raises:
+        DataError: A row is invalid.
+    """
+    data, views = prepared.data, []
+    training = frozenset[bytes]() if data.train is None else frozenset(_digests(data.train))
+    sets = {"validation" if name == "" else f"validation_sets.{name}": source for name, source in data.validation.items()}
+    sources = {} if data.train is None else {"train": data.train}
+    for name, source in {**sources, **sets}.items():
+        is_training = name == "train"
+        reader = _RowMeasure(prepared, source, is_training=is_training)
+        digests = _digests(source)
+        views.append(
+            DatasetView(
+                name=name,
+                kind=reader.kind,
+                rows=len(digests),
+                lengths=tuple(reader.length(index) for index in _spaced(len(digests), measured)),
+                limit=reader.limit,
+                repeated=len(digests) - len(set(digests)),
+                shared_with_training=0 if is_training else sum(digest in training for digest in digests),
+                samples=tuple(reader.rendered(index) for index in _spaced(len(digests), shown)),
+            )
+        )
+    return views
+
+
+class _RowMeasure:
+    """Renders the rows of a dataset as its loader does, without the limit on their length."""
+
+    def __init__(self, prepared: Preparation, source: Source, *, is_training: bool) -> None:
+        run, tokenizer = prepared.config, prepared.tokenizer
+        needs = run.algorithm.runtime_needs
+        unlimited, self.limit = _without_limits(run), run.policy.max_total_sequence_length
+        self._tokenizer = tokenizer
+        if needs.rollouts is not None or (needs.samples and not is_training):
+            self.kind = "prompts"
+            self.limit = run.data.max_input_seq_length or self.limit - 1
+            loader = prompt_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False, tools=prepared.tools)
+        elif run.algorithm.needs_preferences:
+            self.kind = "pairs"
+            loader = preference_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
+        else:
+            self.kind = "conversations"
+            loader = conversation_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
+        self._rows = loader.dataset
+
+    def length(self, index: int) -> int:
+        """Number of tokens of a row."""
+        row = self._rows[index]
+        return int(row["length"] if self.kind != "pairs" else max(row["length_chosen"], row["length_rejected"]))
+
+    def rendered(self, index: int) -> RenderedRow:
+        """The text of a row, and the parts that are trained."""
+        row = self._rows[index]
+        logs = [row["message_log"]] if self.kind != "pairs" else [row["message_log_chosen"], row["message_log_rejected"]]
+        texts = [self._tokenizer.decode([token for part in log for token in part["token_ids"].tolist()]) for log in logs]
+        trained = [text for log in logs for part in log for text in self._trained(part)]
+        return RenderedRow(
+            index=index, text="\n--- rejected ---\n".join(texts), trained=tuple(trained), tokens=self.length(index)
+        )
+
+    def _trained(self, message: Mapping[str, Any]) -> list[str]:
+        """The trained tokens of a message, as one text; none for a prompt."""
+        mask = message.get("token_loss_mask")
+        if mask is None or not bool(mask.any()):
+            return []
+        return [self._tokenizer.decode(message["token_ids"][mask.bool()].tolist())]
+
+
+def _without_limits(run: RunConfig) -> RunConfig:
+    policy = run.policy.model_copy(update={"max_total_sequence_length": _UNLIMITED})
+    return run.model_copy(
+        update={"policy": policy, "data": run.data.model_copy(update={"max_input_seq_length": None, "check_rows": 0})}
+    )
+
+
+def _digests(source: Source) -> list[bytes]:
+    """A digest of the prompt of each record."""
+    members = [source] if source.members is None else source.members.values()
+    return [prompt_digest(member.records, index) for member in members for index in range(len(member.records))]
+
+
+def _spaced(rows: int, count: int) -> Sequence[int]:
+    """At most `count` indices of `rows` rows, evenly spaced from the first."""
+    return range(rows) if rows <= count else [index * rows // count for index in range(count)]

@@ -1,0 +1,50 @@
+"""How many expected answers of a run's data its environments reward: what they cannot parse can never be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rl_train.assembly.preparation import Preparation
+from rl_train.rollouts.records import expected_answer
+from rl_train.workbench.answers import best_form
+from rl_train.workbench.trial import rows_of_task, trial_of_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradedAnswers:
+    """The expected answers of one task, graded by its environment."""
+
+    task: str
+    form: str
+    """The text around the answer, `{0}`, in which most of them are rewarded."""
+    graded: int
+    """Number of rows with an expected answer that were graded."""
+    unrewarded: tuple[str, ...]
+    """Expected answers that get no more reward than a wrong one, in any of the usual forms."""
+
+
+def grade_expected_answers(prepared: Preparation, *, limit: int) -> Iterator[GradedAnswers]:
+    """Grade the expected answers of the first rows of each task that has any.
+
+    Tasks whose environment parses tool calls are left out, because their answers need the tokens of a model.
+
+    Args:
+        prepared: The run.
+        limit: Maximum number of rows of each task.
+
+    Raises:
+        UserError: An environment cannot be created, or fails.
+    """
+    for task in prepared.config.env:
+        rows = [row for row in rows_of_task(task, prepared, limit=limit) if expected_answer(row.metadata) is not None]
+        if not rows or (trial := trial_of_run(task, prepared, rows)).reads_tool_calls:
+            continue
+        expected = [str(expected_answer(row.metadata)) for row in rows]
+        environment = trial.make()
+        try:
+            form, rewards = best_form(trial, environment, rows, expected)
+        finally:
+            environment.shutdown()
+        unrewarded = tuple(answer for row, answer in enumerate(expected) if row not in rewards)
+        yield GradedAnswers(task=task, form=form, graded=len(rows), unrewarded=unrewarded)
