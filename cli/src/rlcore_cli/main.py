@@ -22,6 +22,7 @@ from rl_train.errors import RunInterrupted
 from rlcore_cli.lazy import PluginGroup, typer_app
 
 COMMANDS = {
+    "init": ("rlcore_cli.starter.command:init", "Write a config, and a reward function if needed, for a data file."),
     "train": ("rlcore_cli.train:train", "Train with a config, resuming from its last checkpoint if any."),
     "eval": ("rlcore_cli.eval:evaluate", "Evaluate a model or checkpoint on the validation data."),
     "report": ("rlcore_cli.report.command:report", "Write an HTML report of a run: curves, rollouts, config."),

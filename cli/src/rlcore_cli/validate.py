@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlcore_cli.annotated import annotated_yaml
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def validate(
     if as_json:
         print(json.dumps({"valid": True, "warnings": texts, "config": loaded.redacted}, indent=2))
     elif resolved:
-        print("\n".join(_annotated(loaded)))
+        print("\n".join(annotated_yaml(loaded.redacted, lambda key: str(loaded.source[key]))))
     else:
         print("\n".join([*_summary(loaded), *(f"warning: {text}" for text in texts)]))
 
@@ -124,27 +125,3 @@ def _summary(loaded: LoadedConfig) -> list[str]:
 def _environment(task: str, section: Any) -> str:
     which = section.env_cls or section.name
     return task if which == task else f"{task} ({which})"
-
-
-def _annotated(loaded: LoadedConfig) -> list[str]:
-    """The full config as YAML, one value per line with its origin."""
-    import yaml
-
-    from rl_train.config.interpolation import escape
-
-    lines: list[tuple[str, str]] = []
-
-    def walk(value: Any, key: str, depth: int) -> None:
-        indent = "  " * depth
-        if isinstance(value, dict) and value:
-            if key:
-                lines.append((f"{'  ' * (depth - 1)}{key.rpartition('.')[2]}:", ""))
-            for name, item in value.items():
-                walk(item, f"{key}.{name}" if key else name, depth + 1 if key else 1)
-        else:
-            text = yaml.safe_dump(escape(value), default_flow_style=True, width=10_000).removesuffix("...\n").strip()
-            lines.append((f"{indent[2:]}{key.rpartition('.')[2]}: {text}", str(loaded.source[key])))
-
-    walk(loaded.redacted, "", 0)
-    width = min(60, max(len(line) for line, _ in lines))
-    return [f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines]

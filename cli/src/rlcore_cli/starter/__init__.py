@@ -1,0 +1,1 @@
+"""`rlcore init`: from a data file to a config that trains on it."""

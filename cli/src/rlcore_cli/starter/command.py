@@ -1,0 +1,241 @@
+"""`rlcore init`: writes a config, and for algorithms that sample a reward function, from a data file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlcore_cli.starter.config_values import Starter
+    from rlcore_cli.starter.data_file import DataFile
+    from rlcore_cli.starter.row_format import RowFormat
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_MEASURED = 1000
+_CONFIG = "config.yaml"
+
+
+def init(
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="JSON Lines, JSON, Parquet, CSV or TSV file.", show_default=False)
+    ],
+    model: Annotated[
+        str, typer.Option("--model", help="A model folder, a GGUF file, or a name on the hub.", show_default=True)
+    ] = DEFAULT_MODEL,
+    algorithm: Annotated[
+        str | None,
+        typer.Option("--algorithm", help="grpo, sft, dpo or rm; by default what fits the rows.", show_default=False),
+    ] = None,
+    validation: Annotated[
+        Path | None,
+        typer.Option("--validation", metavar="FILE", help="Validation data; by default a share of DATA.", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the new files.")] = Path(),
+    question: Annotated[str | None, typer.Option(metavar="FIELD", help="Field with the question.", show_default=False)] = None,
+    answer: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field with the expected answer.", show_default=False)
+    ] = None,
+    response: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field with a response to imitate.", show_default=False)
+    ] = None,
+    own_reward: Annotated[
+        bool, typer.Option("--own-reward", help="Write a reward function even if `math` can grade the answers.")
+    ] = False,
+) -> None:
+    """Write a config for a data file, and a reward function with a test if the algorithm needs one.
+
+    Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, GSM8K and preference pairs. Lengths are
+    set from the tokens of the rows. Existing files are never overwritten.
+
+    Example:
+        rlcore init questions.jsonl --model path/to/model
+        rlcore init conversations.parquet --output chat
+        rlcore init table.csv --question Frage --answer Antwort
+    """
+    from rlcore_cli.starter.data_file import read_data_file
+    from rlcore_cli.starter.row_format import named_fields, recognize
+
+    train = read_data_file(data)
+    held_out = None if validation is None else read_data_file(validation)
+    if question is None and (answer or response):
+        raise ConfigError("--answer and --response need --question: name the field with the question as well.")
+    if question is not None:
+        form = named_fields(train.rows, str(data), question=question, answer=answer, response=response)
+    else:
+        form = recognize(train.rows, str(data))
+    chosen = _chosen(algorithm, form, data)
+    files, starter = _files(train, held_out, form, model=model, algorithm=chosen, output=output, own_reward=own_reward)
+    _write(files, output)
+    _report(starter, form, train, files, output)
+
+
+def _chosen(algorithm: str | None, form: RowFormat, data: Path) -> str:
+    if algorithm is None:
+        return form.algorithms[0]
+    if algorithm not in form.algorithms:
+        raise ConfigError(
+            f"{data} has rows of {form.name}, which `init` sets up for {' or '.join(form.algorithms)}, not for {algorithm!r}."
+        )
+    return algorithm
+
+
+def _files(
+    train: DataFile,
+    validation: DataFile | None,
+    form: RowFormat,
+    *,
+    model: str,
+    algorithm: str,
+    output: Path,
+    own_reward: bool,
+) -> tuple[dict[str, str], Starter]:
+    """The text of each new file by its name, and what the config was made from."""
+    from rlcore_cli.annotated import annotated_yaml
+    from rlcore_cli.starter.config_values import COMMENTS, Starter, are_mathematical, config_values
+    from rlcore_cli.starter.data_file import json_lines_text
+    from rlcore_cli.starter.reward_files import reward_files
+
+    answers = [row[form.answer_key] for row in train.rows] if form.answer_key is not None else []
+    is_math = not own_reward and ("record_fn" in form.keys or are_mathematical(answers)) and _has_math()
+    files = {_converted_name(file): json_lines_text(file.rows) for file in (train, validation) if file and file.converted}
+    starter = _measured(
+        Starter(
+            algorithm=algorithm,
+            model=_from_folder(model, output) if Path(model).exists() else model,
+            form=form,
+            train=_source(train, output),
+            validation=None if validation is None else _source(validation, output),
+            rows=len(train.rows),
+            task="math" if is_math else "task",
+            math=is_math,
+            has_template=False,
+            is_small=False,
+            longest_row=1,
+            positions=None,
+        ),
+        train,
+        validation,
+        model=model,
+    )
+    head = f"# Trains on {train.path.name}: {len(train.rows)} rows, each {form.name}. Written by `rlcore init`.\n\n"
+    files[_CONFIG] = head + "\n".join(annotated_yaml(config_values(starter), lambda key: COMMENTS.get(key, ""))) + "\n"
+    if starter.samples and not is_math:
+        files |= reward_files(train.path.name, str(answers[0]) if answers else None)
+    return files, starter
+
+
+def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *, model: str) -> Starter:
+    """With what the model's files and the tokens of the rows show.
+
+    Raises:
+        UserError: The model has no tokenizer, or a row is invalid.
+    """
+    from rl_core.data.tokenizer import load_tokenizer
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+    from rl_train.assembly.preparation import Preparation
+    from rl_train.config.loader import load_config
+    from rl_train.diagnostics.model_files import read_model_config
+    from rl_train.diagnostics.position_limit import position_limit
+    from rl_train.workbench.dataset_view import view_datasets
+    from rlcore_cli.starter.config_values import config_values, has_few_parameters
+
+    tokenizer = load_tokenizer(model)
+    starter = replace(starter, has_template=tokenizer.chat_template is not None)
+    with _readable(train, validation) as (train_source, validation_source):
+        local_model = str(Path(model).resolve()) if Path(model).exists() else model
+        preliminary = replace(starter, model=local_model, train=train_source, validation=validation_source)
+        values = {key: section for key, section in config_values(preliminary).items() if key != "env"}
+        registry = Registry(discover())
+        prepared = Preparation(load_config(values, registry=registry, stages=()).run, registry)
+        prepared.tokenizer = tokenizer
+        views = view_datasets(prepared, measured=_MEASURED, shown=0)
+    limit = position_limit(model)
+    return replace(
+        starter,
+        is_small=has_few_parameters(read_model_config(model)),
+        longest_row=max(length for view in views for length in view.lengths),
+        positions=None if limit is None else limit.tokens,
+    )
+
+
+@contextmanager
+def _readable(train: DataFile, validation: DataFile | None) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any] | None]]:
+    """The sources of both files with absolute paths; converted rows are in a temporary folder."""
+    from rlcore_cli.starter.data_file import json_lines_text
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def source(file: DataFile, name: str) -> Mapping[str, Any]:
+            path = file.path.resolve()
+            if file.converted:
+                path = Path(folder) / f"{name}.jsonl"
+                path.write_text(json_lines_text(file.rows), encoding="utf-8")
+            return {"dataset_name": file.dataset, "path": str(path)}
+
+        yield source(train, "train"), None if validation is None else source(validation, "validation")
+
+
+def _has_math() -> bool:
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+
+    return "math" in Registry(discover()).names("environment")
+
+
+def _source(file: DataFile, output: Path) -> dict[str, Any]:
+    path = _converted_name(file) if file.converted else _from_folder(str(file.path), output)
+    return {"dataset_name": file.dataset, "path": path}
+
+
+def _converted_name(file: DataFile) -> str:
+    return f"{file.path.stem}.jsonl"
+
+
+def _from_folder(path: str, folder: Path) -> str:
+    """A path as a config in a folder names it; an absolute one stays absolute."""
+    return path if Path(path).is_absolute() else os.path.relpath(path, folder)
+
+
+def _write(files: Mapping[str, str], folder: Path) -> None:
+    """Write all files, or none if one of them exists.
+
+    Raises:
+        ConfigError: A file exists, or the folder cannot be written to.
+    """
+    if existing := [name for name in files if (folder / name).exists()]:
+        names = ", ".join(str(folder / name) for name in existing)
+        raise ConfigError(f"Existing files are not overwritten: {names}. Choose another folder with --output.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written to: {error.strerror or error}. Choose another --output.") from error
+
+
+def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[str, str], output: Path) -> None:
+    config = output / _CONFIG
+    print(f"{train.path}: {len(train.rows)} rows, each {form.name}")
+    print(f"Wrote {', '.join(str(output / name) for name in files)}")
+    if len(form.algorithms) > 1:
+        others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
+        print(f"Algorithm: {starter.algorithm} (also possible: {others})")
+    check = f"rlcore check env {starter.task} --config {config}" if starter.samples else f"rlcore validate {config} --deep"
+    steps = {
+        f"rlcore data show {config}": "the rows as the model reads them",
+        check: "try the rewards without a model" if starter.samples else "check the config, the model's files and the data",
+        f"rlcore train {config}": "train",
+    }
+    width = max(map(len, steps))
+    print("Next:", *(f"  {command:<{width}}  # {what}" for command, what in steps.items()), sep="\n")

@@ -1,0 +1,187 @@
+"""The values and comments of the config that `rlcore init` writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.errors import ConfigError
+from rlcore_cli.starter.reward_files import reward_function
+from rlcore_cli.starter.row_format import RowFormat
+
+NEW_TOKENS = 256
+"""Default length of a completion, in tokens."""
+_ROUNDED_TO = 16
+_SMALL_PARAMETERS = 1_000_000_000
+_HELD_OUT_ROWS = 200
+_FEWEST_ROWS = 40
+"""Data with fewer rows is not split: a validation of a few rows says nothing."""
+_MATHEMATICS = re.compile(r"[-+]?[\d.,/%$ ]*\d[\d.,/%$ ]*|.*[\\^].*", re.DOTALL)
+_FINAL_ANSWER = 'End with a line that consists of "Answer: " and the answer only.'
+
+COMMENTS = {
+    "grpo.num_prompts_per_step": "prompts per step",
+    "grpo.num_generations_per_prompt": "completions per prompt, compared with each other",
+    "sft.global_batch_size": "conversations per step",
+    "dpo.global_batch_size": "pairs per step",
+    "rm.global_batch_size": "pairs per step",
+    "policy.backend": "Transformers; `rlcore list-backends` shows the others",
+    "policy.model_name": "a model folder, a GGUF file, or a name on the hub",
+    "policy.max_total_sequence_length": "tokens of the longest row, prompt and completion together",
+    "policy.optimizer.kwargs.lr": "1e-5 for models below a billion parameters, 1e-6 above",
+    "policy.generation.backend": "`vllm` is faster on GPUs",
+    "policy.generation.max_new_tokens": "longer completions are cut off",
+    "data.split.validation": "share of the rows that is held out and never trained on",
+    "data.prompt.prompt_config": "asks for the answer in \\boxed{}, which `math` reads",
+    "data.prompt.system_prompt": "what the reward function reads",
+    "checkpointing.save_period": "steps between checkpoints; a stopped run continues from the last one",
+}
+"""Comment of each key; a key that the config does not have has no effect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starter:
+    """What the user gave, and what was found in the data and the model's files."""
+
+    algorithm: str
+    model: str
+    form: RowFormat
+    train: Mapping[str, Any]
+    """Source of the training data: `dataset_name` and `path`."""
+    validation: Mapping[str, Any] | None
+    """Source of the validation data; None to hold out a share of the training data."""
+    rows: int
+    """Number of training rows."""
+    task: str
+    """Name of the environment's section, if the algorithm samples."""
+    math: bool
+    """Whether the environment `math` grades the answers, instead of a reward function."""
+    has_template: bool
+    """Whether the model's tokenizer has a chat template, which system messages need."""
+    is_small: bool
+    """Whether the model has less than a billion parameters."""
+    longest_row: int
+    """Number of tokens of the longest prompt, conversation or answer."""
+    positions: int | None
+    """Most tokens that the model reads; None if unknown."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether the algorithm samples completions and scores them."""
+        return self.algorithm == "grpo"
+
+
+def are_mathematical(answers: Sequence[Any]) -> bool:
+    """Whether all answers are numbers or LaTeX, which the environment `math` compares by value."""
+    return bool(answers) and all(_MATHEMATICS.fullmatch(str(answer).strip()) for answer in answers)
+
+
+def has_few_parameters(config: Any) -> bool:
+    """Whether a model's config describes less than a billion parameters; False without a config.
+
+    Counts 12 h^2 per layer (attention and a feed-forward network of ratio 4) and the embeddings, for hidden size h.
+    """
+    if config is None:
+        return False
+    text = config.get_text_config(decoder=True)
+    hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
+    if not isinstance(hidden, int) or not isinstance(layers, int):
+        return False
+    parameters: int = 12 * hidden * hidden * layers + text.vocab_size * hidden
+    return parameters < _SMALL_PARAMETERS
+
+
+def config_values(starter: Starter) -> dict[str, Any]:
+    """The sections of the config.
+
+    Raises:
+        ConfigError: The longest prompt leaves no room for a completion.
+    """
+    values: dict[str, Any] = {starter.algorithm: _algorithm(starter), "policy": _policy(starter), "data": _data(starter)}
+    if starter.samples:
+        section: dict[str, Any] = (
+            {} if starter.math else {"reward_fn": reward_function(has_answers=starter.form.answer_key is not None)}
+        )
+        if not starter.math and starter.form.answer_key is not None:
+            section["correct_above"] = 0.5
+        values["env"] = {starter.task: section}
+    return {**values, "checkpointing": {"save_period": 50, "keep_latest_k": 1}}
+
+
+def _algorithm(starter: Starter) -> dict[str, Any]:
+    size = min(8 if starter.algorithm != "sft" else 16, _training_rows(starter))
+    steps: dict[str, Any] = {"max_num_steps": 100}
+    steps |= {"num_prompts_per_step": size, "num_generations_per_prompt": 8} if starter.samples else {"global_batch_size": size}
+    if starter.validation is not None or starter.rows >= _FEWEST_ROWS:
+        steps |= {"val_period": 20, "val_at_start": True, "val_at_end": True, "max_val_samples": 64}
+    return steps
+
+
+def _training_rows(starter: Starter) -> int:
+    held_out = _held_out(starter.rows) if starter.validation is None else 0.0
+    # The split is drawn by a hash, so it may hold out somewhat more than its share.
+    return max(1, int(starter.rows * (1 - 2 * held_out)))
+
+
+def _held_out(rows: int) -> float:
+    if rows < _FEWEST_ROWS:
+        return 0.0
+    return 0.25 if rows < 100 else max(0.0001, round(min(0.1, _HELD_OUT_ROWS / rows), 4))
+
+
+def _policy(starter: Starter) -> dict[str, Any]:
+    policy: dict[str, Any] = {"backend": "hf", "model_name": starter.model}
+    limit, new_tokens = _rounded_up(starter.longest_row), 0
+    if starter.samples:
+        room = NEW_TOKENS if starter.positions is None else starter.positions - starter.longest_row - 1
+        if room < 1:
+            raise ConfigError(
+                f"The longest prompt has {starter.longest_row} tokens, but {starter.model} reads {starter.positions}, so there "
+                "is no room for a completion. Remove the longest rows (`rlcore data show`), or use a model with more positions."
+            )
+        new_tokens = min(NEW_TOKENS, room)
+        limit += new_tokens
+    policy["max_total_sequence_length"] = limit if starter.positions is None else min(limit, starter.positions)
+    policy["train_micro_batch_size"] = 4
+    policy["optimizer"] = {"kwargs": {"lr": 1.0e-5 if starter.is_small else 1.0e-6}}
+    if starter.samples:
+        policy["generation"] = {"backend": "hf", "max_new_tokens": new_tokens}
+    return policy
+
+
+def _data(starter: Starter) -> dict[str, Any]:
+    data: dict[str, Any] = {"train": _dataset(starter, starter.train)}
+    if starter.validation is not None:
+        data["validation"] = _dataset(starter, starter.validation)
+    elif starter.rows >= _FEWEST_ROWS:
+        data["split"] = {"validation": _held_out(starter.rows)}
+    takes_prompt = starter.samples and starter.form.answer_key is not None
+    if (
+        takes_prompt
+        and starter.math
+        and "record_fn" not in starter.form.keys
+        and starter.form.keys.get("input_key") != "messages"
+    ):
+        data["prompt"] = {"prompt_config": "generic/math"}
+    elif takes_prompt and starter.has_template:
+        request = "Put the final answer in \\boxed{}." if starter.math else _FINAL_ANSWER
+        data["prompt"] = {"system_prompt": request}
+    return data
+
+
+def _dataset(starter: Starter, source: Mapping[str, Any]) -> dict[str, Any]:
+    keys = dict(starter.form.keys)
+    name = source["dataset_name"]
+    if starter.algorithm in ("dpo", "rm"):
+        name = {"jsonl": "preference", "parquet": "preference_parquet"}[name]
+    if starter.algorithm == "sft" and starter.form.response_key is not None:
+        keys |= {"response_key": starter.form.response_key, "output_key": None}
+    elif starter.algorithm == "sft" and "record_fn" not in keys and keys.get("input_key") == "messages":
+        keys["output_key"] = None
+    return {"dataset_name": name, "path": source["path"], **keys}
+
+
+def _rounded_up(tokens: int) -> int:
+    return -(-tokens // _ROUNDED_TO) * _ROUNDED_TO

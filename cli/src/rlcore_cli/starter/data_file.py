@@ -1,0 +1,105 @@
+"""Reads a data file in any of the usual formats; formats that no dataset reads are converted to JSON Lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError
+
+_TABLES = {".csv": ",", ".tsv": "\t"}
+"""Separator of the fields by file extension."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """The rows of a file, and the dataset that reads it."""
+
+    path: Path
+    dataset: str
+    """`jsonl` or `parquet`."""
+    rows: Sequence[dict[str, Any]]
+    converted: bool = False
+    """Whether the rows must be written as JSON Lines first, because no dataset reads the file."""
+
+
+def read_data_file(path: Path) -> DataFile:
+    """The rows of a JSON Lines, JSON, Parquet, CSV or TSV file.
+
+    The values of CSV and TSV files stay texts, so that `007` is not read as 7.
+
+    Raises:
+        DataError: The file does not exist, is in none of these formats, has no row, or a row is invalid.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {what}: give a JSON Lines, JSON, Parquet, CSV or TSV file")
+    if path.suffix.lower() in _TABLES:
+        data = DataFile(path=path, dataset="jsonl", rows=_table(path), converted=True)
+    elif path.suffix.lower() == ".parquet":
+        from rl_train.data.arrow_rows import parquet_rows
+
+        table = parquet_rows(path)
+        data = DataFile(path=path, dataset="parquet", rows=[table[number] for number in range(len(table))])
+    elif (array := _json_array(path)) is not None:
+        data = DataFile(path=path, dataset="jsonl", rows=array, converted=True)
+    else:
+        data = DataFile(path=path, dataset="jsonl", rows=_json_lines(path))
+    if not data.rows:
+        raise DataError(f"{path} has no rows")
+    return data
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    from rl_train.data.json_lines import JsonLines
+
+    lines, rows = JsonLines(path), []
+    for number in range(len(lines)):
+        try:
+            rows.append(lines[number])
+        except DataError as error:
+            raise DataError(f"{lines.row_location(number)}: {error}") from error
+    return rows
+
+
+def _json_array(path: Path) -> list[dict[str, Any]] | None:
+    """The objects of a file that is one JSON array; None for any other file."""
+    from rl_train.data.strict_json import read_json
+
+    with path.open("rb") as file:
+        if not file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            return None
+    try:
+        rows = read_json(path.read_text(encoding="utf-8-sig"))
+    except (DataError, ValueError) as error:
+        raise DataError(f"{path} is invalid JSON: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}: element {number} is a {type(row).__name__}, but an object with fields is expected")
+    return list(rows)
+
+
+def _table(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=_TABLES[path.suffix.lower()], strict=True)
+            header = next(reader, [])
+            if len(set(header)) < len(header) or "" in header:
+                raise DataError(f"{path}:1: the first line must name each column once, but it is {header}")
+            rows = []
+            for values in reader:
+                if len(values) != len(header):
+                    raise DataError(f"{path}:{reader.line_num}: {len(values)} values, but the file has {len(header)} columns")
+                rows.append(dict(zip(header, values, strict=True)))
+            return rows
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}. Save it as UTF-8") from error
+
+
+def json_lines_text(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as JSON Lines."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

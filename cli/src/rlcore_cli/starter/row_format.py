@@ -1,0 +1,171 @@
+"""Recognizes what the rows of a data file are, from the names and types of their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.errors import DataError
+
+Row = Mapping[str, Any]
+
+_QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
+_ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
+_RESPONSES = ("response", "completion", "output")
+SAMPLING, SUPERVISED, PAIRS = ("grpo", "sft"), ("sft",), ("dpo", "rm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """What a row is, and how a dataset reads it."""
+
+    name: str
+    algorithms: tuple[str, ...]
+    """Algorithms that can train on such rows; the first is the default."""
+    keys: Mapping[str, str | None] = field(default_factory=dict)
+    """Keys of the dataset's section that differ from their defaults."""
+    answer_key: str | None = None
+    """Field with the expected answer; None if rows have none."""
+    response_key: str | None = None
+    """Field with a response to imitate, for supervised training; None if it is part of the conversation."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is a field with text, which a prompt config can contain."""
+        return "record_fn" not in self.keys and self.keys.get("input_key") != "messages"
+
+
+def recognize(rows: Sequence[Row], path: str) -> RowFormat:
+    """The format that all rows have.
+
+    Args:
+        rows: The rows of a file; at least one.
+        path: Name of the file in errors.
+
+    Raises:
+        DataError: The fields fit no format. The message lists them, and which config keys to set by hand.
+    """
+    for recognized in _FORMATS:
+        if (found := recognized(rows)) is not None:
+            return found
+    fields = "\n".join(f"  {name}: {kind}" for name, kind in sorted(_kinds(rows).items()))
+    raise DataError(
+        f"{path}: the rows have no known format. Their fields:\n{fields}\n"
+        "Known formats: a question with an answer or a response, `prompt`, `messages`, ShareGPT (`conversations`), Alpaca "
+        "(`instruction`, `output`), and `chosen` with `rejected`. Name the fields yourself: --question FIELD and, if the rows "
+        "have it, --answer FIELD (what a reward compares with) or --response FIELD (what the model should write)."
+    )
+
+
+def named_fields(rows: Sequence[Row], path: str, *, question: str, answer: str | None, response: str | None) -> RowFormat:
+    """The format of rows whose fields the user names.
+
+    Raises:
+        DataError: A row lacks one of the fields.
+    """
+    for name in filter(None, (question, answer, response)):
+        missing = next((number for number, row in enumerate(rows, start=1) if row.get(name) is None), None)
+        if missing is not None:
+            raise DataError(f"{path}: row {missing} has no field {name!r}: it has {sorted(rows[missing - 1])}")
+    return _question_format(question, answer, response)
+
+
+def _question_format(question: str, answer: str | None, response: str | None) -> RowFormat:
+    keys: dict[str, str | None] = {} if question == "question" else {"input_key": question}
+    if response is not None and answer is None:
+        return RowFormat(
+            name=f"a question ({question}) and a response ({response})",
+            algorithms=SUPERVISED,
+            keys={**keys, "response_key": response, "output_key": None},
+            response_key=response,
+        )
+    if answer is None:
+        return RowFormat(name=f"a prompt ({question})", algorithms=("grpo",), keys={**keys, "output_key": None})
+    return RowFormat(
+        name=f"a question ({question}) and an answer ({answer})",
+        algorithms=SAMPLING,
+        keys={**keys, **({} if answer == "expected_answer" else {"output_key": answer})},
+        answer_key=answer,
+        response_key=response or answer,
+    )
+
+
+def _pairs(rows: Sequence[Row]) -> RowFormat | None:
+    if not _all_have(rows, "chosen", str, list) or not _all_have(rows, "rejected", str, list):
+        return None
+    prompt = next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
+    if prompt is None and not _all_have(rows, "chosen", list):
+        return None  # without a prompt, both must be whole conversations
+    keys = {"prompt_key": prompt} if prompt not in (None, "prompt") else {}
+    return RowFormat(name="a prompt with a chosen and a rejected answer", algorithms=PAIRS, keys=keys)
+
+
+def _sharegpt(rows: Sequence[Row]) -> RowFormat | None:
+    if not all(isinstance(row.get("conversations"), list) for row in rows):
+        return None
+    return RowFormat(name="ShareGPT conversations", algorithms=SUPERVISED, keys={"record_fn": "sharegpt"})
+
+
+def _messages(rows: Sequence[Row]) -> RowFormat | None:
+    if not all(isinstance(row.get("messages"), list) and row["messages"] for row in rows):
+        return None
+    if not all(isinstance(message, Mapping) and "role" in message for row in rows for message in row["messages"]):
+        return None
+    answer = next((name for name in _ANSWERS if _all_have(rows, name, str, int, float)), None)
+    ends = all(row["messages"][-1]["role"] == "assistant" for row in rows)
+    if answer is None and not ends:
+        return RowFormat(
+            name="prompts of several messages", algorithms=("grpo",), keys={"input_key": "messages", "output_key": None}
+        )
+    expected = {} if answer == "expected_answer" else {"output_key": answer}
+    algorithms = (*(("grpo",) if answer else ()), *(("sft",) if ends else ()))
+    name = "conversations" if answer is None else f"conversations with an answer ({answer})"
+    return RowFormat(name=name, algorithms=algorithms, keys={"input_key": "messages", **expected}, answer_key=answer)
+
+
+def _alpaca(rows: Sequence[Row]) -> RowFormat | None:
+    if not _all_have(rows, "instruction", str) or not _all_have(rows, "output", str):
+        return None
+    return RowFormat(name="Alpaca instructions", algorithms=SUPERVISED, keys={"record_fn": "alpaca"})
+
+
+def _gsm8k(rows: Sequence[Row]) -> RowFormat | None:
+    if not _all_have(rows, "question", str) or not all("####" in str(row.get("answer")) for row in rows):
+        return None
+    keys: dict[str, str | None] = {"record_fn": "gsm8k"}
+    return RowFormat(name="GSM8K problems (the number after ####)", algorithms=SAMPLING, keys=keys, answer_key="answer")
+
+
+def _questions(rows: Sequence[Row]) -> RowFormat | None:
+    question = next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
+    if question is None:
+        return None
+    answer = next((name for name in _ANSWERS if _all_have(rows, name, str, int, float)), None)
+    response = next((name for name in _RESPONSES if _all_have(rows, name, str, list)), None)
+    return _question_format(question, answer, response)
+
+
+_FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
+    _pairs,
+    _sharegpt,
+    _messages,
+    _alpaca,
+    _gsm8k,
+    _questions,
+)
+"""In the order in which they are tried: a later format may accept the rows of an earlier one."""
+
+
+def _all_have(rows: Sequence[Row], name: str, *kinds: type) -> bool:
+    return all(isinstance(row.get(name), kinds) and row[name] != "" for row in rows)
+
+
+def _kinds(rows: Sequence[Row]) -> dict[str, str]:
+    """The types of each field, and in how many rows it is missing."""
+    kinds: dict[str, str] = {}
+    for name in {key for row in rows for key in row}:
+        types = sorted({type(row[name]).__name__ for row in rows if name in row})
+        missing = sum(name not in row for row in rows)
+        kinds[name] = " or ".join(types) + (f", missing in {missing} of {len(rows)} rows" if missing else "")
+    return kinds

@@ -1,0 +1,219 @@
+"""`rlcore init` and `rlcore data show`: from a data file to a config that is valid, checked and trains."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import rlcore
+
+MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
+SUMS = [(a, a + 7, 2 * a + 7) for a in range(10, 60)]
+FORMATS = {
+    "numbers": [{"question": f"{a}+{b}=", "expected_answer": str(c)} for a, b, c in SUMS],
+    "texts": [{"problem": f"{a}+{b}=", "answer": "odd" if c % 2 else "even"} for a, b, c in SUMS],
+    "prompts": [{"prompt": f"{a}+{b}="} for a, b, c in SUMS],
+    "responses": [{"prompt": f"{a}+{b}=", "completion": str(c)} for a, b, c in SUMS],
+    "messages": [
+        {"messages": [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(c)}]} for a, b, c in SUMS
+    ],
+    "chats": [
+        {"conversations": [{"from": "human", "value": f"{a}+{b}="}, {"from": "gpt", "value": str(c)}]} for a, b, c in SUMS
+    ],
+    "alpaca": [{"instruction": f"{a}+{b}=", "input": "", "output": str(c)} for a, b, c in SUMS],
+    "gsm8k": [{"question": f"{a}+{b}=", "answer": f"It is {c}.\n#### {c}"} for a, b, c in SUMS],
+    "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(c), "rejected": str(c - 1)} for a, b, c in SUMS],
+}
+ALGORITHMS = {
+    "numbers": "grpo",
+    "texts": "grpo",
+    "prompts": "grpo",
+    "responses": "sft",
+    "messages": "sft",
+    "chats": "sft",
+    "alpaca": "sft",
+    "gsm8k": "grpo",
+    "pairs": "dpo",
+}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _one_module_of_rewards():
+    """Each test imports the file `rewards.py` of its own folder."""
+    sys.modules.pop("rewards", None)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with the files that `init` wrote, for each format."""
+    folder = tmp_path_factory.mktemp("init")
+    for name, rows in FORMATS.items():
+        done = rlcore("init", write(folder / f"{name}.jsonl", rows), "--model", MODEL, "--output", folder / name)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_generated_config_passes_validate_deep(prepared, name):
+    config = prepared / name / "config.yaml"
+    assert ALGORITHMS[name] in yaml.safe_load(config.read_text())
+    done = rlcore("validate", config, "--deep")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "task"), [("numbers", "math"), ("texts", "task"), ("prompts", "task"), ("gsm8k", "math")])
+def test_a_generated_environment_passes_check_env(prepared, name, task):
+    done = rlcore("check", "env", task, "--config", prepared / name / "config.yaml")
+    assert done.returncode == 0, done.stdout
+    assert "failed" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["texts", "prompts"])
+def test_the_test_of_a_generated_reward_function_passes_and_can_fail(prepared, name, tmp_path):
+    source = (prepared / name / "rewards.py").read_text()
+    (tmp_path / "test_rewards.py").write_text((prepared / name / "test_rewards.py").read_text())
+    for text, passes in (
+        (source, True),
+        (source.replace("return float(", "return 1.0 or (").replace("return 0.0", "return 1.0"), False),
+    ):
+        (tmp_path / "rewards.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_rewards.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode == 0) is passes, done.stdout
+
+
+def test_a_config_for_texts_trains_and_reports_the_reward(prepared, tmp_path):
+    overrides = [
+        "grpo.max_num_steps=1",
+        "cluster.backend=in_process",
+        f"logger.log_dir={tmp_path}",
+        "checkpointing.enabled=false",
+    ]
+    done = rlcore("train", prepared / "texts" / "config.yaml", "policy.generation.max_new_tokens=4", *overrides)
+    assert done.returncode == 0, done.stderr
+    [metrics] = tmp_path.glob("*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert any("reward/mean" in step for step in steps)
+
+
+def test_lengths_follow_from_the_tokens_of_the_rows_and_the_positions_of_the_model(prepared):
+    numbers = yaml.safe_load((prepared / "numbers" / "config.yaml").read_text())["policy"]
+    chats = yaml.safe_load((prepared / "chats" / "config.yaml").read_text())["policy"]
+    positions = json.loads((MODEL / "config.json").read_text())["max_position_embeddings"]
+    assert numbers["max_total_sequence_length"] <= positions
+    assert numbers["generation"]["max_new_tokens"] < positions
+    assert chats["max_total_sequence_length"] == 16
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.tsv", "array.json"])
+def test_files_that_no_dataset_reads_are_converted_to_json_lines(tmp_path, name):
+    separator = "\t" if name.endswith("tsv") else ","
+    table = "".join(f"{a}+{b}={separator}00{c}\n" for a, b, c in SUMS)
+    rows = [{"question": f"{a}+{b}=", "answer": f"00{c}"} for a, b, c in SUMS]
+    (tmp_path / name).write_text(json.dumps(rows) if name.endswith("json") else f"question{separator}answer\n{table}")
+    done = rlcore("init", tmp_path / name, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    converted = tmp_path / "new" / f"{Path(name).stem}.jsonl"
+    assert [json.loads(line) for line in converted.read_text().splitlines()] == rows
+    assert rlcore("validate", tmp_path / "new" / "config.yaml", "--deep").returncode == 0
+
+
+def test_parquet_files_are_read_in_place(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(FORMATS["responses"]), tmp_path / "rows.parquet")
+    done = rlcore("init", tmp_path / "rows.parquet", "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    train = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())["data"]["train"]
+    assert train["dataset_name"] == "parquet"
+    assert train["path"] == str(tmp_path / "rows.parquet")
+    assert rlcore("validate", tmp_path / "new" / "config.yaml", "--deep").returncode == 0
+
+
+def test_rows_of_no_known_format_are_refused_with_their_fields(tmp_path):
+    path = write(tmp_path / "odd.jsonl", [{"Frage": "1+1=", "Antwort": 2}, {"Frage": "1+2="}])
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 2
+    assert "Frage: str" in done.stderr
+    assert "Antwort: int, missing in 1 of 2 rows" in done.stderr
+    assert "--question" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_fields_can_be_named(tmp_path):
+    path = write(tmp_path / "odd.jsonl", [{"Frage": f"{a}+{b}=", "Antwort": c} for a, b, c in SUMS])
+    done = rlcore("init", path, "--question", "Frage", "--answer", "Antwort", "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert rlcore("validate", tmp_path / "new" / "config.yaml", "--deep").returncode == 0
+    wrong = rlcore("init", path, "--question", "Frage", "--answer", "Antwrt", "--model", MODEL, "--output", tmp_path / "other")
+    assert wrong.returncode == 2
+    assert "row 1 has no field 'Antwrt'" in wrong.stderr
+
+
+def test_existing_files_are_never_overwritten(tmp_path):
+    path = write(tmp_path / "texts.jsonl", FORMATS["texts"])
+    (tmp_path / "rewards.py").write_text("mine = 1\n")
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path)
+    assert done.returncode == 2
+    assert "rewards.py" in done.stderr
+    assert (tmp_path / "rewards.py").read_text() == "mine = 1\n"
+    assert not (tmp_path / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("empty.jsonl", "", "has no rows"),
+        ("broken.jsonl", '{"question": 1', "broken.jsonl:1"),
+        ("broken.json", "[{}", "invalid JSON"),
+        ("ragged.csv", "question,answer\n1\n", "ragged.csv:2"),
+        ("numbers.json", "[1, 2]", "element 1 is a int"),
+    ],
+)
+def test_unreadable_files_are_refused_with_their_location(tmp_path, name, text, reason):
+    (tmp_path / name).write_text(text)
+    done = rlcore("init", tmp_path / name, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+def test_an_algorithm_that_does_not_fit_the_rows_is_refused(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", FORMATS["pairs"])
+    done = rlcore("init", path, "--algorithm", "grpo", "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 2
+    assert "dpo or rm" in done.stderr
+
+
+def test_data_show_measures_lengths_finds_duplicates_and_answers_that_cannot_be_graded(tmp_path):
+    rows = [*FORMATS["numbers"], FORMATS["numbers"][0], {"question": "how many?", "expected_answer": "\\boxed{"}]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "validation.jsonl", [*FORMATS["numbers"][:3], {"question": "90+9=", "expected_answer": "99"}])
+    assert rlcore(
+        "init", tmp_path / "train.jsonl", "--validation", tmp_path / "validation.jsonl", "--model", MODEL, "--output", tmp_path
+    ).returncode in (0, 2)
+    done = rlcore("data", "show", tmp_path / "config.yaml", "--json", "policy.max_total_sequence_length=100")
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    train, validation = shown["datasets"]
+    assert (train["rows"], train["repeated"]) == (52, 1)
+    assert (validation["rows"], validation["shared_with_training"]) == (4, 3)
+    assert train["too_long"] == sum(length > 99 for length in train["lengths"])
+    assert shown["answers"][0]["unrewarded"] == ["\\boxed{"]
+    text = rlcore("data", "show", tmp_path / "config.yaml").stdout
+    assert "same prompt as a training row: 3 of 4" in text
+
+
+def test_data_show_marks_the_tokens_that_are_trained(prepared):
+    done = rlcore("data", "show", prepared / "messages" / "config.yaml", "--rows", "1")
+    assert done.returncode == 0, done.stderr
+    a, b, c = SUMS[0]
+    assert f"{a}+{b}={c}" in done.stdout
+    assert f"trained: '{c}<eos>'" in done.stdout
