@@ -1,6 +1,8 @@
 """`rlcore init` and `rlcore data show`: from a data file to a config that is valid, checked and trains."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +87,8 @@ def test_the_test_of_a_generated_reward_function_passes_and_can_fail(prepared, n
     ):
         (tmp_path / "rewards.py").write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_rewards.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        plain = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
         assert (done.returncode == 0) is passes, done.stdout
 
 
@@ -214,6 +217,5 @@ def test_data_show_measures_lengths_finds_duplicates_and_answers_that_cannot_be_
 def test_data_show_marks_the_tokens_that_are_trained(prepared):
     done = rlcore("data", "show", prepared / "messages" / "config.yaml", "--rows", "1")
     assert done.returncode == 0, done.stderr
-    a, b, c = SUMS[0]
-    assert f"{a}+{b}={c}" in done.stdout
-    assert f"trained: '{c}<eos>'" in done.stdout
+    row = re.search(r"\| (\d+)\+(\d+)=(\d+)<eos>", done.stdout)
+    assert f"trained: '{row[3]}<eos>'" in done.stdout

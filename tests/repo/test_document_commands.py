@@ -139,7 +139,8 @@ def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, ca
         if words[0] == "compare":
             shutil.copytree("runs/config", "runs/config-2")
         checkpoint = "runs/config/checkpoints/step_000011"
-        words = [{"CHECKPOINT": checkpoint, "OUTPUT": "converted"}.get(word, word) for word in words]
+        known = {"CHECKPOINT": checkpoint, "OUTPUT": "converted", "path/to/model": small["policy"]["model_name"]}
+        words = [known.get(word, word) for word in words]
         monkeypatch.setattr(sys, "argv", ["rlcore", *words])
         with pytest.raises(SystemExit) as left:
             main()

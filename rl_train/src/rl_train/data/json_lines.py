@@ -57,8 +57,8 @@ def csv_problem(path: Path) -> str | None:
     if path.suffix.lower() not in (".csv", ".tsv"):
         return None
     return (
-        f"{path} is a {path.suffix[1:].upper()} file, but JSON lines are expected. `rlcore init {path.name}` converts it; or put "
-        "it into a separate folder and read that with `dataset_name: huggingface`"
+        f"{path} is a {path.suffix[1:].upper()} file, but JSON lines are expected. `rlcore init {path.name}` converts it; or "
+        "put it into a separate folder and read that with `dataset_name: huggingface`"
     )
 
 
