@@ -48,7 +48,7 @@ def write(path, rows):
 
 @pytest.fixture(autouse=True)
 def _one_module_of_rewards():
-    """Each test imports the file `rewards.py` of its own folder."""
+    """Each test imports the `rewards.py` in its folder."""
     sys.modules.pop("rewards", None)
 
 

@@ -17,7 +17,7 @@ _ROUNDED_TO = 16
 _SMALL_PARAMETERS = 1_000_000_000
 _HELD_OUT_ROWS = 200
 _FEWEST_ROWS = 40
-"""Data with fewer rows is not split: a validation of a few rows says nothing."""
+"""Data with fewer rows is not split: a validation of a few rows would be noise."""
 _MATHEMATICS = re.compile(r"[-+]?[\d.,/%$ ]*\d[\d.,/%$ ]*|.*[\\^].*", re.DOTALL)
 _FINAL_ANSWER = 'End with a line that consists of "Answer: " and the answer only.'
 
@@ -138,8 +138,8 @@ def _policy(starter: Starter) -> dict[str, Any]:
         room = NEW_TOKENS if starter.positions is None else starter.positions - starter.longest_row - 1
         if room < 1:
             raise ConfigError(
-                f"The longest prompt has {starter.longest_row} tokens, but {starter.model} reads {starter.positions}, so there "
-                "is no room for a completion. Remove the longest rows (`rlcore data show`), or use a model with more positions."
+                f"The longest prompt has {starter.longest_row} tokens, but {starter.model} reads {starter.positions}, and leaves "
+                "no room for a completion. Remove the longest rows (`rlcore data show`), or use a model with more positions."
             )
         new_tokens = min(NEW_TOKENS, room)
         limit += new_tokens
