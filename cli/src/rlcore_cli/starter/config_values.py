@@ -138,8 +138,8 @@ def _policy(starter: Starter) -> dict[str, Any]:
         room = NEW_TOKENS if starter.positions is None else starter.positions - starter.longest_row - 1
         if room < 1:
             raise ConfigError(
-                f"The longest prompt has {starter.longest_row} tokens, but {starter.model} reads {starter.positions}, and leaves "
-                "no room for a completion. Remove the longest rows (`rlcore data show`), or use a model with more positions."
+                f"The longest prompt has {starter.longest_row} tokens and {starter.model} reads {starter.positions}, which "
+                "leaves no room for a completion. Remove the longest rows (`rlcore data show`), or use a model that reads more."
             )
         new_tokens = min(NEW_TOKENS, room)
         limit += new_tokens
