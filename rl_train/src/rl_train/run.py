@@ -143,7 +143,9 @@ class Run:
             due = step % self.config.checkpointing.save_period == 0 or step == last or self.stop_reason is not None
             if self.checkpoints is not None and due:
                 saving = time.perf_counter()
+                self.metrics.progress.begin("checkpoint")
                 self.checkpoints.save(step, numbers)
+                self.metrics.progress.end(None)
                 if self.time_limit is not None:
                     self.time_limit.count_save(time.perf_counter() - saving)
             if self.stop_reason is not None and step < last:

@@ -124,6 +124,7 @@ def assemble_run(
         run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.activities = collector.activities
+        run.metrics.progress.rollouts = collector.activities.counts
         run.rollouts = _rollout_source(config, collector, loaders, run.weights)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)

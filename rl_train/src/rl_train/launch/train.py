@@ -30,7 +30,8 @@ from rl_train.config.sources import ConfigFiles
 from rl_train.launch.events import call_event
 from rl_train.launch.stopping import StopSignals
 from rl_train.metrics.console import ConsoleLogger
-from rl_train.metrics.jsonl import METRICS, JsonlLogger
+from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
+from rl_train.metrics.progress import Progress, ProgressPrinter
 from rl_train.metrics.samples import SamplePrinter
 from rl_train.run import Run
 from rl_train.run_folders.provenance import write_origins
@@ -54,7 +55,7 @@ class RunResult:
     seconds: float
     """From loading the config to the end."""
     training_seconds: float
-    """From the first step to the end."""
+    """Time in steps, including those of earlier processes."""
 
 
 def train(
@@ -109,13 +110,14 @@ def train(
                 status.building()
             _print_if(console, f"starting {_worker_names(config)}")
 
-        run = build_run(
-            loaded,
-            folder=start.folder,
-            registry=registry,
-            exits=exits,
-            before_models=before_models,
-        )
+        with _reporting_start(console):
+            run = build_run(
+                loaded,
+                folder=start.folder,
+                registry=registry,
+                exits=exits,
+                before_models=before_models,
+            )
         if run.checkpoints is not None:
             lock_again_if_deleted(run.checkpoints.store, start, exits)
             if start.checkpoint is not None:
@@ -136,8 +138,26 @@ def train(
         steps=run.config.algorithm.max_num_steps,
         resumed_from=run.first_step,
         seconds=ended - started,
-        training_seconds=ended - loop_started,
+        training_seconds=ended - loop_started + _trained_seconds(run.folder, up_to=run.first_step),
     )
+
+
+@contextmanager
+def _reporting_start(console: bool) -> Iterator[None]:
+    """Print at intervals how long the workers have been starting."""
+    progress = Progress()
+    progress.begin("starting workers and loading models:")
+    printer = ProgressPrinter(lambda: str(progress), lambda line: _print_if(console, line))
+    printer.start()
+    try:
+        yield
+    finally:
+        printer.close()
+
+
+def _trained_seconds(folder: Path, *, up_to: int) -> float:
+    """Time of the steps that earlier processes of the run have done."""
+    return sum(row.get("time/step_s") or 0.0 for row in iter_jsonl(folder / METRICS) if row["step"] <= up_to) if up_to else 0.0
 
 
 def _check_show_samples(every: int | None, config: RunConfig) -> None:
@@ -190,7 +210,13 @@ def _attach_loggers(
     files = JsonlLogger(run.folder, resume_from=run.first_step, token_text=lambda token: str(run.tokenizer.decode([token])))
     always: list[Any] = [files]
     if console:
-        screen = ConsoleLogger(total_steps=run.config.algorithm.max_num_steps, first_step=run.first_step)
+        screen = ConsoleLogger(
+            total_steps=run.config.algorithm.max_num_steps,
+            first_step=run.first_step,
+            earlier_s=_trained_seconds(run.folder, up_to=run.first_step),
+            clip_norm=run.config.policy.max_grad_norm,
+            describe=lambda: str(run.metrics.progress),
+        )
         always.append(screen)
         if show_samples is not None:
             run.on_rollouts = SamplePrinter(show_samples, screen.show)

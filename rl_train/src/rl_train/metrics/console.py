@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from rl_train.metrics.logger import Logger
+from rl_train.metrics.progress import PRINT_EVERY_S, ProgressPrinter
 
 _log = logging.getLogger("rlcore")
 
@@ -28,6 +31,8 @@ SHOWN = (
     ("time/step_s", "s", ".2f"),
 )
 """Metric, short name and format, in display order."""
+_SMALL_MISMATCH = 1e-3
+"""In nats; sampling and training then agree, as in bfloat16."""
 VALIDATION_REWARD = ("validation/reward", "val reward", ".3f")
 """Shown if the validation has no accuracy."""
 
@@ -48,10 +53,13 @@ class _Display(Progress):
     """The progress bar with the latest metrics below it, in as many columns as fit."""
 
     numbers: Sequence[str] = ()
+    describe: Callable[[], str] = staticmethod(lambda: "")
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         yield Columns(self.numbers, padding=(0, 2))
+        if line := self.describe():
+            yield Text(line, no_wrap=True, overflow="ellipsis")
 
 
 class ConsoleLogger(Logger):
@@ -60,10 +68,25 @@ class ConsoleLogger(Logger):
     Args:
         total_steps: Number of steps of the run.
         first_step: Number of steps completed before a resume.
+        earlier_s: Seconds that earlier processes of the run trained, which the elapsed time includes.
+        clip_norm: `policy.max_grad_norm`. A larger gradient norm is shown, and so is a gradient of zero.
+        describe: Returns what the run is doing, in one line; '' for nothing.
+        progress_every_s: Seconds without a new line after which redirected output shows what the run is doing.
         console: The console; standard output by default.
     """
 
-    def __init__(self, *, total_steps: int, first_step: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        earlier_s: float = 0.0,
+        clip_norm: float | None = None,
+        describe: Callable[[], str] = lambda: "",
+        progress_every_s: float = PRINT_EVERY_S,
+        console: Console | None = None,
+    ) -> None:
+        self._clip_norm, self._next = clip_norm, first_step + 1
         self._console = console or _Screen(file=sys.stdout, highlight=False)
         self._total = total_steps
         self._display: _Display | None = None
@@ -77,13 +100,27 @@ class ConsoleLogger(Logger):
                 TimeRemainingColumn(),
                 console=self._console,
             )
+            self._display.describe = describe
             self._task = self._display.add_task("train", total=total_steps, completed=first_step)
+            started = self._display.tasks[0].start_time
+            assert started is not None
+            self._display.tasks[0].start_time = started - earlier_s
             self._display.start()
+        self._printer = ProgressPrinter(
+            lambda: f"step {self._next}/{self._total}  {line}" if (line := describe()) else "",
+            self.show,
+            every_s=progress_every_s,
+        )
+        if self._display is None:
+            self._printer.start()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Shows one step; validation metrics stay on a line above the live display."""
         shown = SHOWN if "validation/accuracy" in metrics else (VALIDATION_REWARD, *SHOWN)
-        numbers = {name: f"{short} {metrics[name]:{form}}" for name, short, form in shown if name in metrics}
+        said = {name for name in metrics if self._is_informative(name, metrics)}
+        numbers = {name: f"{short} {metrics[name]:{form}}" for name, short, form in shown if name in said}
+        self._next = step + 1
+        self._printer.printed()
         if self._display is None:
             self._console.print("  ".join([f"step {step}/{self._total}", *numbers.values()]), soft_wrap=True)
             return
@@ -93,6 +130,16 @@ class ConsoleLogger(Logger):
         self._display.numbers = tuple(numbers.values())
         self._display.update(self._task, completed=step, refresh=True)
 
+    def _is_informative(self, name: str, metrics: Mapping[str, float]) -> bool:
+        """Whether a metric is worth its place: the policy-gradient loss, for example, is near 0 whatever happens."""
+        if name == "loss":
+            return "reward/mean" not in metrics
+        if name == "mismatch/kl":
+            return not metrics[name] < _SMALL_MISMATCH
+        if name == "grad_norm":
+            return not 0.0 < metrics[name] <= (self._clip_norm or math.inf)
+        return True
+
     def show(self, text: str) -> None:
         """Prints a text as it is, above the live display."""
         self._console.print(text, soft_wrap=True, markup=False)
@@ -101,6 +148,7 @@ class ConsoleLogger(Logger):
         """Does nothing: the config is in the run folder."""
 
     def finish(self) -> None:
+        self._printer.close()
         if self._display is not None:
             self._display.stop()
             self._display = None

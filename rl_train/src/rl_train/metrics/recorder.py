@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rl_train.metrics.progress import Progress
+
 
 class Recorder:
     """Collects the metrics of one step; a name recorded twice becomes the mean of its values."""
@@ -16,25 +18,31 @@ class Recorder:
         self._values: dict[str, list[float]] = {}
         self.spans: list[tuple[str, float, float]] = []
         """Phase, start and end, in seconds of `time.perf_counter`, of each block of the step that was timed."""
-        self.phase: str | None = None
-        """Current phase of the run, for status and error reports; None between two phases."""
+        self.progress = Progress()
+        """What the run is doing now."""
 
     def add(self, metrics: Mapping[str, float | int | torch.Tensor], *, prefix: str = "") -> None:
         """Record metrics named `area/quantity`."""
         for name, value in metrics.items():
             self._values.setdefault(prefix + name, []).append(float(value))
 
+    @property
+    def phase(self) -> str | None:
+        """Current phase of the run, for status and error reports; None between two phases."""
+        return self.progress.phase
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Record the duration of the block as `time/<phase>_s`; equal names add up. An error leaves `phase` unchanged."""
-        outer, self.phase = self.phase, phase
+        outer = self.progress.phase
+        self.progress.begin(phase)
         started = time.perf_counter()
         yield
         name, ended = f"time/{phase}_s", time.perf_counter()
         before = self._values.get(name, [0.0])[0]
         self._values[name] = [before + ended - started]
         self.spans.append((phase, started, ended))
-        self.phase = outer
+        self.progress.end(outer)
 
     def peek(self) -> dict[str, float]:
         """The metrics of the step so far."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from rl_core.errors import DeadlineExceededError
+from rl_train.metrics.progress import RolloutCounts
 from rl_train.metrics.timeline import Timeline
 
 ENGINE, ENVIRONMENT = "the engine", "the environment"
@@ -33,6 +34,10 @@ class RolloutActivity:
         self.waits_for, self.since = driver, perf_counter()
         self.turn = 1
         """The number of the turn, from 1."""
+
+    def sampled(self, tokens: int) -> None:
+        """A turn of this many tokens was sampled."""
+        self._log.counts.tokens += tokens
 
     @contextmanager
     def waiting(self, place: str, call: str = "") -> Iterator[None]:
@@ -69,6 +74,8 @@ class ActivityLog:
         self._counts: Counter[str] = Counter()
         self._changes: dict[str, list[tuple[float, int]]] = {ENGINE: [], ENVIRONMENT: []}
         """By place: times at which the number of rollouts changed, and the number since then."""
+        self.counts = RolloutCounts()
+        """How many rollouts have begun and ended, for the progress of a phase."""
         self.last_change = perf_counter()
         """When a rollout last began, ended, or began or ended to wait."""
 
@@ -79,12 +86,14 @@ class ActivityLog:
         self.last_change = perf_counter()
         with self._lock:
             self._rollouts[activity] = None
+            self.counts.begun += 1
         try:
             yield activity
         finally:
             self.last_change = perf_counter()
             with self._lock:
                 del self._rollouts[activity]
+                self.counts.ended += 1
 
     def count(self, place: str, by: int) -> None:
         """The number of rollouts that wait at `place` changes now."""

@@ -252,7 +252,9 @@ class RolloutSampler:
             on_tokens=on_tokens,
         )
         with self._activity.waiting(ENGINE):
-            return await self._sampler.sample(request)
+            turn = await self._sampler.sample(request)
+        self._activity.sampled(len(turn.token_ids))
+        return turn
 
 
 def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool) -> BatchedDataDict[Any]:

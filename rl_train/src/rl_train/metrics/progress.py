@@ -1,0 +1,115 @@
+"""What a run is doing now, in one line: redrawn on a terminal, and printed at intervals if output is redirected."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+PRINT_EVERY_S = 30.0
+"""Seconds without a new line after which a redirected output gets one."""
+
+
+@dataclass(kw_only=True)
+class RolloutCounts:
+    """Rollouts since the run started."""
+
+    begun: int = 0
+    """Number of rollouts that have begun."""
+    ended: int = 0
+    """Number of rollouts that have ended."""
+    tokens: int = 0
+    """Number of tokens of the turns that were sampled."""
+
+
+class Progress:
+    """The phase of a run and how far it is. The thread of the run writes it; the console reads it.
+
+    Attributes:
+        phase: current phase; None between two phases.
+        rollouts: counts that the event loop of the rollouts updates.
+    """
+
+    def __init__(self) -> None:
+        self.phase: str | None = None
+        self.rollouts = RolloutCounts()
+        self._since = time.perf_counter()
+        self._before = RolloutCounts()
+        """The counts when the phase began."""
+        self._seconds: dict[str, float] = {}
+        """How long each phase took when it last ended."""
+
+    def begin(self, phase: str | None) -> None:
+        """The run enters a phase, or returns to one."""
+        self.phase, self._since = phase, time.perf_counter()
+        self._before = replace(self.rollouts)
+
+    def end(self, outer: str | None) -> None:
+        """The current phase has ended; the run continues with the phase around it, if there is one."""
+        if self.phase is not None:
+            self._seconds[self.phase] = time.perf_counter() - self._since
+        self.begin(outer)
+
+    def __str__(self) -> str:
+        phase, since, now, before = self.phase, self._since, replace(self.rollouts), self._before
+        if phase is None:
+            return ""
+        seconds = time.perf_counter() - since
+        texts = [f"{phase} {_clock(seconds)}"]
+        ended, total = now.ended - before.ended, now.begun - before.ended
+        if total > 0:
+            texts.append(f"{ended}/{total} rollouts")
+        if (tokens := now.tokens - before.tokens) and seconds > 0:
+            texts.append(f"{tokens / seconds:.0f} tokens/s")
+        if 0 < ended < total:
+            texts.append(f"about {_clock(seconds / ended * (total - ended))} left")
+        elif phase in self._seconds:
+            texts.append(f"{_clock(self._seconds[phase])} in the last step")
+        return "  ".join(texts)
+
+
+class ProgressPrinter:
+    """Prints the progress of a run while nothing else is printed, from its own thread. A context manager.
+
+    Args:
+        describe: returns the line; '' for none.
+        write: prints a line.
+        every_s: seconds without a line after which one is printed.
+    """
+
+    def __init__(self, describe: Callable[[], str], write: Callable[[str], None], *, every_s: float = PRINT_EVERY_S) -> None:
+        self._describe, self._write, self._every_s = describe, write, every_s
+        self._printed = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="rlcore-progress", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def printed(self) -> None:
+        """Something else was printed: the next line is due after another interval."""
+        self._printed.set()
+
+    def close(self) -> None:
+        """Stop the thread; may be called repeatedly."""
+        self._closing = True
+        self._printed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing:
+            if self._printed.wait(self._every_s):
+                self._printed.clear()
+            elif line := self._describe():
+                self._write(line)
+
+
+def _clock(seconds: float) -> str:
+    """`45 s`, `3:05 min` or `1:02 h`."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}:{whole % 60:02} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02} h"
