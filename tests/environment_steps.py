@@ -3,7 +3,7 @@
 import torch
 
 from rl_core.environments.step_results import environment_return
-from rl_train.rollouts import environment_checks
+from rl_core.testing.outputs import environment as environment_checks
 
 
 def step_checked(environment, task_name, message_log_batch, metadata):

@@ -195,6 +195,12 @@ def test_the_page_of_the_command_is_current():
     )
 
 
+def test_the_page_of_the_conformance_kit_is_current():
+    assert (ROOT / "docs" / "conformance.md").read_text() == script("make_conformance_page").conformance_page(), (
+        "run python docs/make_conformance_page.py"
+    )
+
+
 def test_a_curve_is_small_and_loads_nothing():
     curves = list((ROOT / "docs" / "curves").glob("*.svg"))
     assert len(curves) >= 3

@@ -16,11 +16,13 @@ class Wrong:
     Attributes:
         marker: what finds it.
         words: what the error must contain, in addition to the name of the module.
+        promise: the test of the conformance kit that finds it.
         changes: changes of the run's config.
         frozen: written after the checks, to see whether they find what they were not written for.
     """
 
     words: tuple[str, ...] = ()
+    promise: str = ""
     marker: Literal["train", "ranks", "check", "kit"] = "train"
     changes: dict[str, Any] = field(default_factory=dict)
     frozen: bool = False
@@ -99,18 +101,32 @@ POLICIES = {
 }
 
 ENVIRONMENTS = {
-    "returns_too_few_rewards": Wrong(words=("rewards",)),
-    "returns_a_nan_reward": Wrong(words=("nan",)),
-    "ends_rows_by_half": Wrong(words=("0.5", "terminateds")),
-    "drops_the_metadata_of_a_row": Wrong(words=("metadata",)),
-    "observes_without_a_role": Wrong(words=("observation",)),
-    "takes_two_arguments": Wrong(words=("tokenizer",)),
-    "returns_the_rewards_of_the_neighbours": Wrong(marker="check", words=("in a batch", "alone")),
-    "rewards_the_first_row": Wrong(marker="check", words=("in a batch", "alone"), frozen=True),
-    "returns_observations_of_another_row": Wrong(marker="check", words=("in a batch", "alone")),
-    "returns_metadata_of_another_row": Wrong(marker="check", words=("in a batch", "alone")),
-    "ends_another_row": Wrong(marker="check", words=("in a batch", "alone")),
-    "remembers_its_calls": Wrong(marker="check", words=("two equal calls had different results",)),
-    "answers_rows_again_that_have_ended": Wrong(marker="check", words=("a new instance returned different results",)),
-    "changes_its_arguments": Wrong(marker="check", words=("changed the metadata or the messages",)),
+    "returns_too_few_rewards": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("rewards",)),
+    "returns_a_nan_reward": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("nan",)),
+    "ends_rows_by_half": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("0.5", "terminateds")),
+    "drops_the_metadata_of_a_row": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("metadata",)),
+    "observes_without_a_role": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("observation",)),
+    "takes_two_arguments": Wrong(promise="test_it_is_created_from_its_section", words=("tokenizer",)),
+    "returns_the_rewards_of_the_neighbours": Wrong(
+        promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")
+    ),
+    "rewards_the_first_row": Wrong(
+        promise="test_rows_are_independent", marker="check", words=("in a batch", "alone"), frozen=True
+    ),
+    "returns_observations_of_another_row": Wrong(
+        promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")
+    ),
+    "returns_metadata_of_another_row": Wrong(
+        promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")
+    ),
+    "ends_another_row": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
+    "remembers_its_calls": Wrong(
+        promise="test_equal_calls_have_equal_results", marker="check", words=("two equal calls had different results",)
+    ),
+    "answers_rows_again_that_have_ended": Wrong(
+        promise="test_equal_calls_have_equal_results", marker="check", words=("two equal calls had different results",)
+    ),
+    "changes_its_arguments": Wrong(
+        promise="test_step_does_not_change_its_arguments", marker="check", words=("changed the metadata or the messages",)
+    ),
 }

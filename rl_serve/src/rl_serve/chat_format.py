@@ -15,10 +15,10 @@ import torch
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.messages import ToolCall
+from rl_core.testing.outputs.message_text import text_of
 from rl_serve.errors import ApiError
 from rl_serve.offered_tools import NO_TOOLS, OfferedTools, RequiredCallsParser
 from rl_train.data.chat_template import ROLES, conversation_tokens
-from rl_train.data.message_text import text_of
 from rl_train.tools.decoding import decode_answers, special_tokens
 from rl_train.tools.parsers import SampledMessage, ToolCallParser, split_thinking
 from rl_train.tools.selection import choose_parser, parse_message

@@ -15,7 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import EngineDiedError, NotSupportedError, RLCoreError, WorkerDiedError, WorkerError
 from rl_core.event_loop import EventLoopThread
 from rl_core.interfaces.generation import GenerationInterface
-from rl_train.component_outputs import checked_generation, generated
+from rl_core.testing.outputs.models import checked_generation, generated
 
 _log = logging.getLogger(__name__)
 _END = object()

@@ -17,9 +17,9 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.plugins.component import Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_core.testing.outputs.environment import metrics_checked, step_checked
 from rl_serve.errors import ApiError
 from rl_train.config.section_models import section_of
-from rl_train.rollouts.environment_checks import metrics_checked, step_checked
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Grader:
     """
 
     def __init__(self, name: str, section: EnvironmentConfig | None = None) -> None:
-        from rl_train.workbench.trial import constructor  # imports Ray, which not every server needs
+        from rl_core.testing.environments.trial import constructor  # imports Ray, which not every server needs
 
         self.name = name
         registry = Registry(discover())

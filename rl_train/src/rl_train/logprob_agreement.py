@@ -14,7 +14,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
-from rl_train.component_outputs import generated
+from rl_core.testing.outputs.models import generated
 
 QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 """Quantiles of |d| that are reported."""

@@ -9,9 +9,9 @@ from environment_steps import step_checked
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_core.testing.outputs.environment import metrics_checked
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.pool import InProcessPool
-from rl_train.rollouts.environment_checks import metrics_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 
 ROWS = 2

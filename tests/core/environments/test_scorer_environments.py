@@ -11,7 +11,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.scorer import Score, ScorerEnvironment
 from rl_core.environments.step_results import StepResult, environment_return, step_results
 from rl_core.errors import ConfigError, DataError, RLCoreError
-from rl_train.rollouts.environment_checks import metrics_checked
+from rl_core.testing.outputs.environment import metrics_checked
 
 
 def asked(*texts):

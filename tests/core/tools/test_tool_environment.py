@@ -9,9 +9,9 @@ from environment_steps import step_checked
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import EnvironmentReturn
+from rl_core.testing.outputs.environment import metrics_checked
 from rl_core.tools import Tool, ToolEnvironment
 from rl_core.tools.runner import CallProblem, CallRunner, ToolUnavailableError, current_session
-from rl_train.rollouts.environment_checks import metrics_checked
 
 
 def double(x: int) -> int:

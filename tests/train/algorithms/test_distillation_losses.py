@@ -272,21 +272,6 @@ def test_student_mass_outside_topk_is_penalized_only_with_the_bucket():
         assert abs(float(evaluate(loss_fn(topk=K, beyond_topk="renormalize", **form), batch, student)[0])) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "config", [{"topk": K}, {"topk": K, "token_level_loss": False}, {"topk": None, "divergence": "reverse_kl"}]
-)
-def test_microbatches_add_up_to_the_whole_batch(config):
-    batch, student, _ = make_batch(14, rows=6)
-    batch["prev_logprobs"] = batch["teacher_logprobs"] - 0.2
-    loss = loss_fn(**config)
-    whole, metrics = evaluate(loss, batch, student)
-    logprobs = as_a_backend(batch, student)
-    parts = [loss(logprobs[i : i + 2], batch.slice(i, i + 2), *counts(batch)) for i in (0, 2, 4)]
-    torch.testing.assert_close(sum(value for value, _ in parts), whole, **CLOSE)
-    for name, value in metrics.items():
-        torch.testing.assert_close(sum(found[name] for _, found in parts), value, **CLOSE)
-
-
 def test_the_loss_reads_only_the_keys_that_its_form_needs():
     candidates = loss_fn(topk=2)
     assert candidates.candidates_key == "teacher_topk_token_ids"

@@ -135,50 +135,6 @@ def test_the_clipped_loss_equals_a_loop_over_tokens(name, seed):
     assert float(loss) == pytest.approx(clipped_pg_by_loop(logprobs.double(), data, CONFIGS[name]), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_microbatches_add_up_to_the_whole_batch(name):
-    logprobs, data, seqs, toks = random_batch(7, rows=8)
-    loss_fn = ClippedPGLossFn(CONFIGS[name])
-    whole, metrics = loss_fn(logprobs, data, seqs, toks)
-    parts = [loss_fn(logprobs[i : i + 3], data.slice(i, min(i + 3, 8)), seqs, toks) for i in range(0, 8, 3)]
-    assert torch.allclose(sum(part for part, _ in parts), whole, rtol=1e-5, atol=1e-7)
-    for key, value in metrics.items():
-        how = {"min": min, "max": max}.get(loss_fn.metric_reductions.get(key, ""), sum)
-        assert float(how([part[key] for _, part in parts])) == pytest.approx(float(value), rel=1e-4, abs=1e-6), key
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_masked_values_change_neither_loss_nor_gradient(name):
-    logprobs, data, seqs, toks = random_batch(11)
-    mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1) > 0
-
-    def value_and_gradient(x, batch):
-        x = x.clone().requires_grad_()
-        loss, _ = ClippedPGLossFn(CONFIGS[name])(x, batch, seqs, toks)
-        loss.backward()
-        return loss.detach(), x.grad
-
-    loss, grad = value_and_gradient(logprobs, data)
-    hidden = BatchedDataDict({key: value.clone() for key, value in data.items()})
-    for key in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
-        hidden[key][~mask] = 37.0
-    other_loss, other_grad = value_and_gradient(torch.where(mask, logprobs, torch.tensor(-41.0)), hidden)
-    assert torch.equal(loss, other_loss)
-    assert torch.equal(grad[mask], other_grad[mask])
-    assert (other_grad[~mask] == 0).all()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_padding_changes_no_loss(name):
-    logprobs, data, seqs, toks = random_batch(13)
-    wider = BatchedDataDict(
-        {key: torch.nn.functional.pad(value, (0, 5)) if value.ndim == 2 else value for key, value in data.items()}
-    )
-    loss, _ = ClippedPGLossFn(CONFIGS[name])(logprobs, data, seqs, toks)
-    padded, _ = ClippedPGLossFn(CONFIGS[name])(torch.nn.functional.pad(logprobs, (0, 5)), wider, seqs, toks)
-    assert float(padded) == pytest.approx(float(loss), rel=1e-5, abs=1e-7)
-
-
 def test_on_policy_the_gradient_is_that_of_advantage_times_log_probability():
     logprobs, data, seqs, toks = random_batch(3)
     mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)

@@ -121,36 +121,6 @@ def test_a_loss_over_pairs_equals_a_loop_over_tokens(name, seed):
     assert float(metrics["preference/accuracy"]) == pytest.approx(accuracy)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_pairs_in_microbatches_add_up_to_the_whole_batch(name):
-    logprobs, data, seqs, toks = random_pairs(7, pairs=5)
-    whole, metrics = LOSSES[name](logprobs, data, seqs, toks)
-    parts = [LOSSES[name](logprobs[i : i + 4], data.slice(i, min(i + 4, 10)), seqs, toks) for i in range(0, 10, 4)]
-    assert torch.allclose(sum(part for part, _ in parts), whole, rtol=1e-5, atol=1e-7)
-    for key, value in metrics.items():
-        assert float(sum(part[key] for _, part in parts)) == pytest.approx(float(value), rel=1e-4, abs=1e-6), key
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_masked_values_do_not_change_preference_losses(name):
-    logprobs, data, seqs, toks = random_pairs(11)
-    mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1) > 0
-
-    def value_and_gradient(x, batch):
-        x = x.clone().requires_grad_()
-        loss, _ = LOSSES[name](x, batch, seqs, toks)
-        loss.backward()
-        return loss.detach(), x.grad
-
-    loss, grad = value_and_gradient(logprobs, data)
-    hidden = BatchedDataDict({key: value.clone() for key, value in data.items()})
-    hidden["reference_policy_logprobs"][~mask] = 37.0
-    other_loss, other_grad = value_and_gradient(torch.where(mask, logprobs, torch.tensor(-41.0)), hidden)
-    assert torch.equal(loss, other_loss)
-    assert torch.equal(grad[mask], other_grad[mask])
-    assert (other_grad[~mask] == 0).all()
-
-
 def one_pair(chosen, rejected, reference=0.0):
     logprobs = torch.tensor([[chosen], [rejected]])
     data = BatchedDataDict(

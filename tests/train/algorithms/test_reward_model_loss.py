@@ -82,16 +82,6 @@ def test_the_gradient_is_the_error_probability_at_last_tokens_only(seed):
     torch.testing.assert_close(x.grad, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_pairs_in_microbatches_add_up_to_the_whole_batch(name):
-    values, data, seqs, toks = random_pairs(7, pairs=5)
-    whole, metrics = LOSSES[name](values, data, seqs, toks)
-    parts = [LOSSES[name](values[i : i + 4], data.slice(i, min(i + 4, 10)), seqs, toks) for i in range(0, 10, 4)]
-    assert float(sum(part for part, _ in parts)) == pytest.approx(float(whole), rel=1e-5)
-    for key, value in metrics.items():
-        assert float(sum(part[key] for _, part in parts)) == pytest.approx(float(value), rel=1e-4, abs=1e-6), key
-
-
 def one_pair(chosen, rejected, margin=0.0):
     data = {"input_lengths": [1, 1], "margins": [margin] * 2}
     columns = {name: torch.tensor(column) for name, column in data.items()}

@@ -56,31 +56,6 @@ def test_the_loss_equals_a_loop_over_states(seed, clip):
         assert float(metrics["value/clipped_frac"]) == pytest.approx(clipped, abs=1e-6)
 
 
-def test_microbatches_sum_to_the_whole_in_loss_gradient_and_metrics():
-    values, data = drawn(3, rows=6)
-    seqs, toks = counts(data)
-    loss_fn = MseValueLossFn()
-
-    def shares(sizes):
-        leaf = values.clone().requires_grad_()
-        totals, start = {}, 0
-        for size in sizes:
-            part = data.slice(start, start + size)
-            loss, metrics = loss_fn(leaf[start : start + size], part, seqs, toks)
-            loss.backward()
-            for name, value in {"loss": loss.detach(), **metrics}.items():
-                totals[name] = totals.get(name, 0.0) + value
-            start += size
-        return totals, leaf.grad
-
-    whole, gradient = shares([6])
-    for sizes in ([1] * 6, [4, 2], [1, 5]):
-        parts, of_parts = shares(sizes)
-        assert torch.allclose(gradient, of_parts, atol=1e-7)
-        for name, value in whole.items():
-            assert float(parts[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
-
-
 def test_the_gradient_is_the_error_and_zero_if_clipped():
     values = torch.tensor([[0.5, 1.0, 1.0, 9.0]], requires_grad=True)
     data = BatchedDataDict(

@@ -10,10 +10,10 @@ from environment_steps import step_checked
 from rl_core.environments.step_results import named_rewards
 from rl_core.errors import ConfigError, DataError, RLCoreError
 from rl_core.interfaces import EnvironmentReturn
+from rl_core.testing.outputs.environment import checked_metrics, checked_return
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rewards.functions import RewardFunctionError, reward_function
-from rl_train.rollouts.environment_checks import checked_metrics, checked_return
 
 PROMPT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
 

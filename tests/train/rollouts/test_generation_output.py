@@ -13,7 +13,7 @@ from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import GenerationInterface
-from rl_train.component_outputs import checked_generation, generated, scored
+from rl_core.testing.outputs.models import checked_generation, generated, scored
 from rl_train.rollouts.engines import RowSampler, TurnRequest
 
 MODEL = str(Path(__file__).parents[3] / "examples/addition/model")

@@ -22,6 +22,8 @@ Conversation = list[Any]
 
 _STEP_COLUMNS = ("messages", "extra_env_info")
 """Columns of a generation that are the arguments of `EnvironmentInterface.step`."""
+SESSION_KEY = "session_id"
+"""Metadata key of the name of a rollout's session."""
 
 
 class EnvironmentReturn(NamedTuple):

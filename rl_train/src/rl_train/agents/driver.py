@@ -12,9 +12,9 @@ from typing import Any
 from rl_core.errors import ConfigError, DataError
 from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import messages_of
+from rl_core.testing.outputs.reserved_names import reserved_reward
 from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
-from rl_train.metrics.reserved_names import reserved_reward
 from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError

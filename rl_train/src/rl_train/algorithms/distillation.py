@@ -20,10 +20,10 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.testing.outputs.models import scored
 from rl_train.algorithms.distillation_config import DistillationConfig
 from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
-from rl_train.component_outputs import scored
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.segments import optimizer_batches
 from rl_train.run import Run

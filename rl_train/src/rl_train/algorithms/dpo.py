@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.testing.outputs.models import scored
 from rl_train.algorithms.dpo_config import DPOConfig
 from rl_train.algorithms.validation import validate
-from rl_train.component_outputs import scored
 from rl_train.run import Run
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.testing.outputs.models import scored
 from rl_train.algorithms.kl_penalty import kl_in_reward
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
-from rl_train.component_outputs import scored
 from rl_train.run import Run
 from rl_train.weight_versions import stale_mask
 

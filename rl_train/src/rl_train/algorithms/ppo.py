@@ -16,6 +16,7 @@ Notation: P prompts, G samples per prompt, B = P·G rows, T tokens.
 
 from __future__ import annotations
 
+from rl_core.testing.outputs.models import scored
 from rl_train.algorithms.critic import compute_gae_targets, critic_metrics, critic_rows
 from rl_train.algorithms.dynamic_sampling import draw_once
 from rl_train.algorithms.epochs import train_epochs
@@ -26,7 +27,6 @@ from rl_train.algorithms.ppo_config import PPOConfig
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
 from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
-from rl_train.component_outputs import scored
 from rl_train.rollouts.records import rollout_records
 from rl_train.run import Run
 

@@ -19,8 +19,9 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterfac
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.value import ValueInterface
 from rl_core.plugins.component import Kind
+from rl_core.testing.environments.trial import first_argument
+from rl_core.testing.outputs.columns import class_label
 from rl_train.algorithms.kl_penalty import kl_in_reward
-from rl_train.columns import class_label
 from rl_train.config.schema import RunConfig
 from rl_train.metrics.logger import Logger
 
@@ -155,12 +156,6 @@ def check_environment_class(worker_class: Any, name: str) -> None:
         f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define "
         "`step(self, message_log_batch, metadata)`, which returns an EnvironmentReturn."
     )
-
-
-def first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
-    """The config as a keyword argument for the first parameter of the class; empty if it has no parameters."""
-    parameters = [p for p in inspect.signature(plain_class(worker_class)).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    return {parameters[0].name: config} if parameters else {}
 
 
 def _lacks(component: type, method: str) -> bool:

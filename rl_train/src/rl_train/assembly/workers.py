@@ -24,7 +24,8 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.contracts import check_class, check_environment_class, first_argument
+from rl_core.testing.environments.trial import first_argument
+from rl_train.assembly.contracts import check_class, check_environment_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, transports_between
 from rl_train.config.rules.sampling import (
     HELD_DIGESTS,

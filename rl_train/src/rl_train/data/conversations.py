@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.data.formatting import format_value
 from rl_core.errors import DataError
-from rl_train.data.message_text import text_of
+from rl_core.testing.outputs.message_text import text_of
 from rl_train.data.tool_calls import read_calls
 
 Messages = list[dict[str, Any]]

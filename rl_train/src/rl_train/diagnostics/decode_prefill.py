@@ -16,7 +16,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import PolicyInterface
-from rl_train.component_outputs import generated
+from rl_core.testing.outputs.models import generated
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.logprob_agreement import TokenDifferences, compare_log_probabilities
 

@@ -11,7 +11,7 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import is_path
 from rl_core.plugins.static_lookup import missing_target
-from rl_train.metrics.reserved_names import reserved_reward
+from rl_core.testing.outputs.reserved_names import reserved_reward
 
 if TYPE_CHECKING:
     from rl_core.config.schema import RunSections

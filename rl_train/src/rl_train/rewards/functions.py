@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import ConfigError, RLCoreError
-from rl_train.metrics.reserved_names import reserved_reward
+from rl_core.testing.outputs.reserved_names import reserved_reward
 from rl_train.user_code import describe_raised
 
 Rewards = dict[str, float]

@@ -14,7 +14,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.messages import Message
-from rl_train.component_outputs import checked_generation, generated
+from rl_core.testing.outputs.models import checked_generation, generated
 from rl_train.rollouts.activity import ENGINE, RolloutActivity
 from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
 from rl_train.rollouts.seeds import SampleStream, rollout_seed

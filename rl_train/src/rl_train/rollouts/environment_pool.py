@@ -10,8 +10,8 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult, environment_return
 from rl_core.errors import DeadlineExceededError, WorkerDiedError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_core.testing.outputs.environment import checked_metrics, checked_return
 from rl_train.pools.pool import ActorKey, Pool
-from rl_train.rollouts.environment_checks import checked_metrics, checked_return
 
 _METRICS_RETRIES = 2
 """How often metrics are computed again after the worker died or exceeded the timeout."""

@@ -13,15 +13,14 @@ from typing import Any
 
 from rl_core.environments.step_results import StepResult
 from rl_core.errors import DataError, WorkerDiedError
-from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
+from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.messages import Message, Observation
+from rl_core.testing.outputs.environment import checked_observation, step_checked
 from rl_train.pools.pool import ActorKey, completed_call
 from rl_train.rollouts.activity import ENVIRONMENT, RolloutActivity
-from rl_train.rollouts.environment_checks import checked_observation, step_checked
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_retried
 
-SESSION_KEY = "session_id"
 _CANCELLED = "CancelledError: something that the environment waited for was cancelled"
 _log = logging.getLogger("rlcore")
 

@@ -9,7 +9,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface
-from rl_train.rollouts.environment_checks import metrics_checked
+from rl_core.testing.outputs.environment import metrics_checked
 from rl_train.rollouts.trajectory import Trajectory
 
 

@@ -35,7 +35,7 @@ from rl_core.data.stateless_rng import derived_seeds
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
-from rl_train.component_outputs import check_version, generated, scored
+from rl_core.testing.outputs.models import check_version, generated, scored
 from rl_train.logprob_agreement import TokenDifferences, rows_to_score, sampled_tokens
 
 _log = logging.getLogger(__name__)

@@ -11,18 +11,18 @@ from functools import partial
 from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.testing.environments.checks import WRONG_ANSWERS
+from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow
+from rl_core.testing.promises import Found
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.rewards.environment import FunctionEnvironment
 from rl_train.rewards.functions import BATCH_ARGUMENTS, ROW_ARGUMENTS
 from rl_train.rollouts.records import EXPECTED_KEYS, expected_answer
 from rl_train.workbench.play import repeated_answers
-from rl_train.workbench.results import CheckFailedError, check_result
-from rl_train.workbench.trial import EnvironmentTrial, TrialRow
+from rl_train.workbench.results import check_result
 
 ANSWER_FORMS = ("{0}", "\\boxed{{{0}}}", "<answer>{0}</answer>", "Prediction: {0}", "The answer is {0}.")
 """Forms of the expected answer; an environment may accept only one."""
-WRONG_ANSWERS = ("", "I do not know.", "\N{PARTY POPPER} \\boxed{} </answer> \x00")
-"""Answers that every environment must be able to score, and should not reward."""
 _NUMBERS = ("0", "1", "-1", "2", "10", "nan", "inf", "1e999")
 _WORDS = ("True", "False", "yes", "no", "A", "B", "None", "[]", "{}", ".", "Score: 10", " ".join(100 * "a"))
 CONSTANTS = (*_NUMBERS, *_WORDS)
@@ -146,7 +146,7 @@ class _SourceCheck:
         tried = ", ".join(form.format("ANSWER") for form in ANSWER_FORMS)
         problem = f"no form of the expected answer got a higher reward than {WRONG_ANSWERS[1]!r} (tried {tried})"
         if self._reads_expected:
-            raise CheckFailedError(f"{problem}.")
+            raise Found(f"{problem}.")
         return DiagnosisStatus.NOTE, f"{problem}; the environment reads neither {' nor '.join(EXPECTED_KEYS)}"
 
     @property
@@ -164,7 +164,7 @@ class _SourceCheck:
                 "it is wrong. Training would learn this answer instead of the task."
             )
             if self._reads_expected:
-                raise CheckFailedError(problem)
+                raise Found(problem)
             return DiagnosisStatus.NOTE, problem
         worst = f"{most.label} is, on {most.paid} of {most.rows}," if most.paid else "none is"
         detail = (

@@ -10,8 +10,8 @@ from typing import Any
 
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import messages_of
-from rl_train.workbench.local_rollouts import LocalRollouts
-from rl_train.workbench.trial import EnvironmentTrial, TrialRow
+from rl_core.testing.environments.local_rollouts import LocalRollouts
+from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow
 
 Player = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Returns the next answer to a conversation, or None to stop."""

@@ -15,6 +15,8 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
+from rl_core.testing.environments.local_rollouts import LocalRollouts
+from rl_core.testing.environments.trial import TrialRow, constructor
 from rl_train.assembly.data import Source
 from rl_train.assembly.preparation import Preparation
 from rl_train.config.loader import load_config
@@ -22,8 +24,6 @@ from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.metrics.jsonl import iter_jsonl
 from rl_train.run_folders.provenance import CONFIG
-from rl_train.workbench.local_rollouts import LocalRollouts
-from rl_train.workbench.trial import TrialRow, constructor
 
 ROUNDING = 1e-5
 """Rewards are equal if they differ by at most this, relative to their size: the stored ones are float32."""

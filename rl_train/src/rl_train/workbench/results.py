@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
+from rl_core.testing.promises import Found
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
-
-
-class CheckFailedError(Exception):
-    """A check found a mistake in the environment."""
 
 
 def check_result(
@@ -23,7 +20,7 @@ def check_result(
     """
     try:
         found = check()
-    except CheckFailedError as error:
+    except Found as error:
         yield Diagnosis(status=DiagnosisStatus.FAILED, name=name, found=str(error))
         return False
     except (Exception, SystemExit) as error:  # of the environment, which may raise anything

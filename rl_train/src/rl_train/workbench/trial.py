@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from inspect import isroutine
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rl_core.cluster.remote_actor import plain_class
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.errors import ComponentImportError, ConfigError, DataError, WrongKindError
-from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.errors import ComponentImportError, ConfigError, DataError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_core.plugins.requirements import unmet_needs
-from rl_train.assembly.contracts import first_argument
+from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, constructor, environment_component
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.reward_checks import sources_of
 from rl_train.config.loader import load_config
@@ -33,39 +28,6 @@ UNDECLARED_TURNS = 100
 """Maximum number of turns for a class named by its path, which declares no number and may need several."""
 _PROMPTS = ("messages", "prompt", "question", "problem")
 _NOT_METADATA = (*_PROMPTS, "task_name", "tools", "stop_strings")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialRow:
-    """A prompt and its metadata."""
-
-    messages: Sequence[Mapping[str, Any]]
-    """The conversation up to the first answer."""
-    metadata: Any
-    """What the environment gets as the metadata of the first turn."""
-    source: str = ""
-    """Name of its dataset, if there are several."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentTrial:
-    """An environment that can be created, and rows for it."""
-
-    task: str
-    """Task name, for messages."""
-    section: EnvironmentConfig
-    make: Callable[[], EnvironmentInterface]
-    """Creates an instance in this process."""
-    rows: Sequence[TrialRow]
-    """At least one row."""
-    max_turns: int
-    """Maximum number of turns of a rollout."""
-    reads_tool_calls: bool = False
-    """Whether messages of the model are parsed for tool calls, which needs the tokens of a model."""
-
-    def reward_of(self, rewards: Mapping[str, float]) -> float:
-        """The reward of a row: the weighted sum of its named rewards."""
-        return sum(self.section.reward_weights.get(name, 1.0) * value for name, value in rewards.items())
 
 
 def open_trial(
@@ -140,20 +102,6 @@ def _trial(
     )
 
 
-def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> partial[EnvironmentInterface]:
-    """Creates instances of a task's environment in this process.
-
-    Raises:
-        UserError: there is no such environment, or it lacks a requirement.
-    """
-    name = section.env_cls or section.name or task
-    worker_class = _component(name, registry).load()
-    if not issubclass(plain_class(worker_class), EnvironmentInterface):
-        raise WrongKindError(f"{name} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
-    settings: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-    return partial(plain_class(worker_class), **first_argument(worker_class, settings))
-
-
 def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
     """The first rows of a JSON Lines file; see `open_trial` for their form.
 
@@ -173,21 +121,13 @@ def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
     return rows
 
 
-def _component(name: str, registry: Registry) -> Component:
-    component = registry.find("environment", name)
-    problem = unmet_needs(component.needs)
-    if problem is not None:
-        raise ConfigError(f"The environment {name!r} cannot run here: {problem}. {component.install or ''}".rstrip())
-    return component
-
-
 def _by_name(name: str, settings: Sequence[str], registry: Registry, *, limit: int) -> tuple[EnvironmentConfig, list[TrialRow]]:
     values, data = _parsed(settings)
     if is_path(name):
         chosen = {"name": FUNCTIONS, "reward_fn": name} if _is_function(name) else {"env_cls": name}
     else:
         chosen = {"name": name}
-    component = _component(chosen.get("name") or name, registry)
+    component = environment_component(chosen.get("name") or name, registry)
     section = section_of_values(section_of(component, Kind.ENVIRONMENT), {**chosen, **values}, name=f"env.{name}")
     assert isinstance(section, EnvironmentConfig)
     return section, _generated_rows(name, data, registry, limit)

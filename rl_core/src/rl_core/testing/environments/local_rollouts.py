@@ -8,11 +8,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_core.environments.step_results import StepResult
-from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
+from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.messages import messages_of
-from rl_train.rollouts.environment_checks import checked_observation, step_checked
-from rl_train.rollouts.sessions import SESSION_KEY
-from rl_train.workbench.trial import TrialRow
+from rl_core.testing.environments.trial import TrialRow
+from rl_core.testing.outputs.environment import checked_observation, step_checked
 
 
 class LocalRollouts:

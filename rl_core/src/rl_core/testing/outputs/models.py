@@ -18,7 +18,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
 from rl_core.interfaces.generation import GenerationInterface, GenerationOutputSpec
-from rl_train.columns import SCORE_COLUMNS, broken_promise, check_columns
+from rl_core.testing.outputs.columns import SCORE_COLUMNS, broken_promise, check_columns
 
 _GENERATED = tuple(
     GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "token_versions", "top_logprobs", "unfinished"}

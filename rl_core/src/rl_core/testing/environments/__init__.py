@@ -1,0 +1,1 @@
+"""Environments without a model: rollouts with given answers, and the checks of the conformance kit."""

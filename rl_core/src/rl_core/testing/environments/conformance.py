@@ -1,0 +1,211 @@
+"""Conformance of environments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from rl_core.config.schema import EnvironmentConfig
+from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
+from rl_core.plugins.component import Kind, is_path
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_core.testing.environments.checks import EnvironmentChecks
+from rl_core.testing.environments.local_rollouts import LocalRollouts
+from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, constructor
+from rl_core.testing.promises import Condition, Conformance, Found, promise
+from rl_core.testing.sections import section_of
+
+_NUM_ROWS = 6
+_PROMPTS = ("messages", "prompt", "question", "problem")
+
+
+class _Subject:
+    """An environment under test, and its rows."""
+
+    def __init__(self, trial: EnvironmentTrial) -> None:
+        self.trial = trial
+        self.made: list[EnvironmentInterface] = []
+        self.environment = self.make()
+        self.checks = EnvironmentChecks(trial, self.environment, self.make)
+
+    def make(self) -> EnvironmentInterface:
+        self.made.append(self.trial.make())
+        return self.made[-1]
+
+    def shutdown(self) -> None:
+        for environment in self.made:
+            environment.shutdown()
+
+
+def _has_sessions(tests: type[Conformance]) -> bool:
+    return keeps_sessions(tests.registered().load())
+
+
+def _offers_tools(tests: type[Conformance]) -> bool:
+    assert issubclass(tests, EnvironmentConformance)
+    return tests.trial().reads_tool_calls
+
+
+_SESSIONS = Condition(text="`reset` and `close` are not overridden", holds=_has_sessions)
+_TOOLS = Condition(text="no tools are offered", holds=_offers_tools)
+_STEP, _EQUAL = "test_step_returns_one_valid_entry_per_row", "test_equal_calls_have_equal_results"
+
+
+class EnvironmentConformance(Conformance):
+    """Promises of environments.
+
+    Attributes:
+        rows: prompts: `messages`, or a text as `prompt`, `question` or `problem`; `extra_env_info` is the metadata, or else
+            all other fields. By default, the first rows of the dataset with the name of the environment.
+    """
+
+    kind = Kind.ENVIRONMENT
+    minimum = 10
+    rows: ClassVar[Sequence[Mapping[str, Any]]] = ()
+
+    @classmethod
+    def trial(cls) -> EnvironmentTrial:
+        """The environment's section, constructor and rows."""
+        registry, component = Registry(discover()), cls.registered()
+        chosen = {"env_cls": cls.component} if is_path(cls.component) else {"name": cls.component}
+        section = section_of(component, EnvironmentConfig, {**chosen, **cls.config})
+        make = constructor(section, cls.component, registry)
+        plain: Any = make.func
+        return EnvironmentTrial(
+            task=cls.component,
+            section=section,
+            make=make,
+            rows=[_trial_row(row) for row in cls.rows] or _rows_of_dataset(cls.component, registry),
+            max_turns=section.max_rollout_turns or section.turns_needed,
+            reads_tool_calls=bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values())),
+        )
+
+    @classmethod
+    def create(cls) -> _Subject:
+        subject = _Subject(cls.trial())
+        cls._exits.callback(subject.shutdown)
+        return subject
+
+    @property
+    def _checks(self) -> EnvironmentChecks:
+        checks: EnvironmentChecks = self.subject().checks
+        return checks
+
+    @promise("It is created with its config section alone.")
+    def test_it_is_created_from_its_section(self) -> str:
+        return f"{type(self.subject().environment).__name__} was created"
+
+    @promise("`step` scores every text, also empty and unusual ones, and returns an `EnvironmentReturn` with an entry per row.")
+    def test_step_returns_one_valid_entry_per_row(self) -> str:
+        return self._checks.step()
+
+    @promise(
+        "`step` does not change the messages and the metadata that it is passed.",
+        after=_STEP,
+    )
+    def test_step_does_not_change_its_arguments(self) -> str:
+        return self._checks.unchanged_arguments()
+
+    @promise("Two equal calls of `step` have equal results.", after=_STEP)
+    def test_equal_calls_have_equal_results(self) -> str:
+        return self._checks.repeated_calls()
+
+    @promise(
+        "Two instances have equal results, because several workers score the rows of a step.",
+        after=_EQUAL,
+    )
+    def test_instances_have_equal_results(self) -> str:
+        return self._checks.instances()
+
+    @promise("The result of a row does not depend on the other rows of the call.", after=_EQUAL)
+    def test_rows_are_independent(self) -> str:
+        return self._checks.independence()
+
+    @promise(
+        "Metadata, observations and answers can be pickled, because they move between processes.",
+        after=_STEP,
+    )
+    def test_results_can_be_pickled(self) -> str:
+        return self._checks.pickling()
+
+    @promise(
+        "`global_post_process_and_metrics` returns the batch, and numbers by name.",
+        after=_STEP,
+    )
+    def test_metrics_are_numbers(self) -> str:
+        return self._checks.metrics()
+
+    @promise("`min_turns` is a positive number, and at most the number of turns that the section allows.")
+    def test_min_turns_fits_the_section(self) -> str:
+        trial = self.subject().trial
+        least = max(type(self.subject().environment).min_turns, trial.section.min_turns)
+        if not isinstance(least, int) or least < 1:
+            raise Found(f"min_turns is {least!r}.")
+        if least > trial.max_turns:
+            raise Found(f"min_turns is {least}, but a rollout has at most {trial.max_turns} turns (`max_rollout_turns`).")
+        return f"{least} of at most {trial.max_turns} turns"
+
+    @promise("`shutdown` may be called twice, and before any step.")
+    def test_shutdown_may_be_called_twice(self) -> None:
+        self.subject()
+        environment = self.subject().make()
+        environment.shutdown()
+        environment.shutdown()
+
+    @promise(
+        "A call of an unknown tool is answered, not an error.",
+        applies=_TOOLS,
+    )
+    def test_an_unknown_tool_is_answered(self) -> str:
+        return self._checks.tool_calls()
+
+    @promise(
+        "`close` accepts the name of a session whose `reset` failed or was not called.",
+        applies=_SESSIONS,
+    )
+    def test_close_accepts_an_unknown_session(self) -> None:
+        self.subject().environment.close("never-opened")
+
+    @promise(
+        "A session that is opened again after `close` begins anew.",
+        applies=_SESSIONS,
+        after=_EQUAL,
+    )
+    def test_a_session_begins_anew(self) -> str:
+        subject = self.subject()
+        openings = []
+        for _ in range(2):
+            with LocalRollouts(subject.environment, subject.trial.task, subject.trial.rows[:1], session="anew") as rollouts:
+                openings.append(copy.deepcopy(rollouts.logs[0]))
+                rollouts.answer({0: "I do not know."})
+        if openings[0] != openings[1]:
+            raise Found(f"the first session began with {openings[0]}, the second with {openings[1]}.")
+        return f"sessions are named by `{SESSION_KEY}`"
+
+
+def _rows_of_dataset(name: str, registry: Registry) -> list[TrialRow]:
+    """The first rows of the dataset with the name of the environment."""
+    if is_path(name) or name not in registry.names("dataset"):
+        raise Found(
+            f"there are no rows to step with. Set `rows` of the test class: [{{'prompt': ..., 'expected_answer': ...}}], or "
+            f"register a dataset {name!r}."
+        )
+    from rl_core.config.schema import DatasetConfig
+
+    component = registry.find("dataset", name)
+    records = component.load()(section_of(component, DatasetConfig, {"dataset_name": name}))
+    return [_trial_row(records[index]) for index in range(min(_NUM_ROWS, len(records)))]
+
+
+def _trial_row(row: Mapping[str, Any]) -> TrialRow:
+    key = next((key for key in _PROMPTS if row.get(key) is not None), None)
+    if key is None:
+        raise Found(f"a row has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
+    messages = row[key] if key == "messages" else [{"role": "user", "content": row[key]}]
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    not_metadata = (*_PROMPTS, "task_name", "tools", "stop_strings")
+    metadata = row.get("extra_env_info", {name: value for name, value in row.items() if name not in not_metadata})
+    return TrialRow(messages=messages, metadata=metadata)

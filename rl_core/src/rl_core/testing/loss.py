@@ -1,0 +1,308 @@
+"""Conformance of losses."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from rl_core.config.section import Section
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.schema import SCHEMA
+from rl_core.dispatch.rows import global_counts
+from rl_core.interfaces.loss import LossFunction
+from rl_core.plugins.component import Kind
+from rl_core.testing.promises import Condition, Conformance, Found, promise
+from rl_core.testing.sections import section_of
+
+_UNITS, _WIDTH, _VOCABULARY, _CANDIDATES = 6, 12, 50, 4
+_TOLERANCE = 2e-5
+"""Relative; sums of float32 numbers in another order differ by about 1e-6."""
+
+
+class _Outcome:
+    """The loss of some rows, its metrics, and its gradient with respect to the log-probabilities of each position.
+
+    The gradient is [B, T, 1], or [B, T, 1 + K] with candidates.
+    """
+
+    def __init__(
+        self, loss_fn: LossFunction, logprobs: torch.Tensor, rows: BatchedDataDict[Any], counts: tuple[float, float]
+    ) -> None:
+        leaves = [logprobs.unsqueeze(-1).clone().requires_grad_()]
+        if "candidate_logprobs" in rows:
+            leaves.append(rows["candidate_logprobs"].clone().requires_grad_())
+            rows = BatchedDataDict({**rows, "candidate_logprobs": leaves[1]})
+        returned = loss_fn(leaves[0].squeeze(-1), rows, *(torch.tensor(count) for count in counts))
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+            raise Found(f"it returned {type(returned).__name__} instead of the loss and a dict of metrics.")
+        loss, self.metrics = returned
+        if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.isfinite():
+            raise Found(f"it returned {loss!r} as the loss of {rows.size} rows. The loss is a finite scalar tensor.")
+        self.loss = loss.detach()
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+        self.gradient = torch.cat(
+            [
+                torch.zeros_like(leaf) if gradient is None else gradient
+                for leaf, gradient in zip(leaves, gradients, strict=True)
+            ],
+            dim=-1,
+        )
+
+
+def _excludes_rows(tests: type[Conformance]) -> bool:
+    return tests.registered().load().rows_with_gradient is not LossFunction.rows_with_gradient
+
+
+class LossConformance(Conformance):
+    """Promises of losses.
+
+    Attributes:
+        columns: functions that make a column which `required_keys` names and `rl_core.data.schema` does not: each is called
+            with the rows, and returns the column.
+        trains_last_token_only: whether `token_mask` has only the last token of each row, as for a reward model.
+    """
+
+    kind = Kind.LOSS
+    minimum = 10
+    columns: ClassVar[Mapping[str, Callable[[BatchedDataDict[Any]], Any]]] = {}
+    trains_last_token_only: ClassVar[bool] = False
+
+    @classmethod
+    def create(cls) -> LossFunction:
+        component = cls.registered()
+        loss: LossFunction = component.load(expect=LossFunction)(section_of(component, Section, cls.config))
+        return loss
+
+    @promise("It is created with its config section alone, and is a `LossFunction`.")
+    def test_it_is_created_from_its_section(self) -> str:
+        return f"{type(self.subject()).__name__} was created"
+
+    @promise("It returns a finite scalar with a gradient, and scalar metrics without one.")
+    def test_it_returns_a_scalar_and_metrics(self) -> str:
+        outcome = self._whole()
+        if not outcome.gradient.isfinite().all() or not outcome.gradient.any():
+            raise Found("the gradient of the loss with respect to the log-probabilities is zero everywhere or not finite.")
+        for name, value in outcome.metrics.items():
+            if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad or not value.isfinite():
+                raise Found(f"the metric {name!r} is {value!r}: metrics are finite scalar tensors, detached from the graph.")
+        return f"loss {float(outcome.loss):g}, metrics {', '.join(outcome.metrics)}"
+
+    @promise(
+        "The sum of the losses of microbatches is the loss of the batch, and the gradient is the same.",
+        after="test_it_returns_a_scalar_and_metrics",
+    )
+    def test_microbatches_do_not_change_the_gradient(self) -> str:
+        loss_fn, logprobs, rows = self._batch()
+        whole = self._whole()
+        parts = self._parts(loss_fn, logprobs, rows)
+        total = sum(float(part.loss) for part in parts)
+        if abs(total - float(whole.loss)) > _TOLERANCE * max(1.0, abs(total)):
+            raise Found(
+                f"the loss of the batch is {float(whole.loss):g}, and its {len(parts)} microbatches sum to {total:g}. Divide "
+                "by `global_valid_seqs` or `global_valid_toks`, not by the number of rows or tokens of the call."
+            )
+        _check_equal(torch.cat([part.gradient for part in parts]), whole.gradient, "the gradient of microbatches")
+        return f"loss {total:g} in {len(parts)} microbatches"
+
+    @promise(
+        "The loss is divided by the counts that it is passed: with twice the counts it is half as large.",
+        after="test_it_returns_a_scalar_and_metrics",
+    )
+    def test_the_loss_is_divided_by_the_global_counts(self) -> None:
+        loss_fn, logprobs, rows = self._batch()
+        seqs, toks = _counts(rows)
+        half = _Outcome(loss_fn, logprobs, rows, (2 * seqs, 2 * toks))
+        _check_equal(2 * half.gradient, self._whole().gradient, "twice the gradient with doubled counts")
+
+    @promise(
+        "Tokens outside `token_mask` and rows outside `sample_mask` have no gradient, and no effect on the loss.",
+        after="test_it_returns_a_scalar_and_metrics",
+    )
+    def test_masked_tokens_have_no_effect(self) -> None:
+        loss_fn, logprobs, rows = self._batch()
+        mask = _trained(rows)
+        whole = self._whole()
+        if (wrong := whole.gradient[~mask]).any():
+            raise Found(f"a token that is not trained has a gradient of {float(wrong.abs().max()):g}. Multiply by both masks.")
+        hidden = {key: _where_trained(value, mask) if key in loss_fn.required_keys else value for key, value in rows.items()}
+        shifted = _Outcome(loss_fn, torch.where(mask, logprobs, -41.0), BatchedDataDict(hidden), _counts(rows))
+        _check_equal(
+            shifted.gradient, whole.gradient, "the gradient with other log-probabilities of tokens that are not trained"
+        )
+        _check_equal(shifted.loss, whole.loss, "the loss with other numbers for untrained tokens")
+
+    @promise("Padding columns change neither loss nor gradient.", after="test_it_returns_a_scalar_and_metrics")
+    def test_padding_has_no_effect(self) -> None:
+        loss_fn, logprobs, rows = self._batch()
+        padded = {key: _padded(value) if _has_tokens(value) else value for key, value in rows.items()}
+        wider = _Outcome(loss_fn, _padded(logprobs), BatchedDataDict(padded), _counts(rows))
+        _check_equal(wider.gradient[:, :_WIDTH], self._whole().gradient, "the gradient with wider padding")
+
+    @promise(
+        "A microbatch without trained tokens has the loss 0 and no gradient.", after="test_it_returns_a_scalar_and_metrics"
+    )
+    def test_a_microbatch_without_trained_tokens_has_no_loss(self) -> None:
+        loss_fn, logprobs, rows = self._batch()
+        empty: BatchedDataDict[Any] = BatchedDataDict({**rows, "sample_mask": torch.zeros_like(rows["sample_mask"])})
+        outcome = _Outcome(loss_fn, logprobs, empty, _counts(rows))
+        if float(outcome.loss) or outcome.gradient.any():
+            raise Found(
+                f"the loss is {float(outcome.loss):g} with a gradient of up to {float(outcome.gradient.abs().max()):g}."
+            )
+
+    @promise(
+        "Metrics of microbatches, combined as `metric_reductions` says, are those of the batch.",
+        after="test_microbatches_do_not_change_the_gradient",
+    )
+    def test_metrics_are_combined_as_declared(self) -> str:
+        loss_fn, logprobs, rows = self._batch()
+        whole, parts = self._whole(), self._parts(loss_fn, logprobs, rows)
+        for name, value in whole.metrics.items():
+            reduction = loss_fn.metric_reductions.get(name, "sum")
+            values = torch.stack([part.metrics[name] for part in parts])
+            combined = {"min": values.min(), "max": values.max()}.get(reduction, values.sum())
+            if (combined - value).abs() > 10 * _TOLERANCE * max(1.0, abs(float(value))):
+                raise Found(
+                    f"the metric {name!r} of the batch is {float(value):g}, and that of its microbatches {float(combined):g} "
+                    f"(reduction `{reduction}`). A mean must be divided by the global count, or have another reduction."
+                )
+        return f"{len(whole.metrics)} metrics"
+
+    @promise("It does not change its arguments.", after="test_it_returns_a_scalar_and_metrics")
+    def test_its_arguments_are_unchanged(self) -> None:
+        loss_fn, logprobs, rows = self._batch()
+        before = {key: value.clone() if isinstance(value, torch.Tensor) else list(value) for key, value in rows.items()}
+        given = logprobs.clone().requires_grad_()
+        loss_fn(given, rows, *(torch.tensor(count) for count in _counts(rows)))
+        for key, value in before.items():
+            same = torch.equal(rows[key], value) if isinstance(value, torch.Tensor) else list(rows[key]) == value
+            if not same:
+                raise Found(f"it changed the column {key!r}.")
+        if rows.keys() - before.keys():
+            raise Found(f"it added the columns {', '.join(rows.keys() - before.keys())}.")
+        if not torch.equal(given.detach(), logprobs):
+            raise Found("it changed the log-probabilities in place.")
+
+    @promise("Equal calls have equal results.", after="test_it_returns_a_scalar_and_metrics")
+    def test_equal_calls_have_equal_results(self) -> None:
+        first, again = self._whole(), self._whole()
+        if not torch.equal(first.gradient, again.gradient):
+            raise Found("two equal calls had different gradients, so the loss keeps state or draws at random.")
+
+    @promise(
+        "It can be pickled, because it is sent to the policy's workers, and computes the same there.",
+        after="test_it_returns_a_scalar_and_metrics",
+    )
+    def test_it_can_be_pickled(self) -> None:
+        loss_fn, logprobs, rows = self._batch()
+        sent = pickle.loads(pickle.dumps(loss_fn))
+        _check_equal(
+            _Outcome(sent, logprobs, rows, _counts(rows)).gradient, self._whole().gradient, "the gradient after pickling"
+        )
+
+    @promise(
+        "Rows that `rows_with_gradient` excludes have no gradient.",
+        applies=Condition(text="`rows_with_gradient` is not overridden", holds=_excludes_rows),
+        after="test_it_returns_a_scalar_and_metrics",
+    )
+    def test_excluded_rows_have_no_gradient(self) -> str:
+        loss_fn, _, rows = self._batch()
+        kept = loss_fn.rows_with_gradient(rows)
+        if kept is None:
+            return "all rows may have a gradient"
+        if kept.shape != (rows.size,) or kept.dtype != torch.bool:
+            raise Found(
+                f"rows_with_gradient returned {list(kept.shape)} {kept.dtype} for {rows.size} rows: it must be [B] bool."
+            )
+        if self._whole().gradient[~kept].any():
+            raise Found("a row that rows_with_gradient excludes has a gradient, which training would leave out.")
+        return f"{int((~kept).sum())} of {rows.size} rows are excluded"
+
+    def _batch(self) -> tuple[LossFunction, torch.Tensor, BatchedDataDict[Any]]:
+        loss_fn: LossFunction = self.subject()
+        torch.manual_seed(11)
+        num_rows = _UNITS * loss_fn.rows_per_unit
+        lengths = torch.randint(5, _WIDTH - 1, (num_rows,))
+        column = torch.arange(_WIDTH)
+        first = (lengths - 1).unsqueeze(1) if self.trains_last_token_only else torch.full((num_rows, 1), 3)
+        rows: BatchedDataDict[Any] = BatchedDataDict(
+            input_ids=torch.where(column < lengths.unsqueeze(1), torch.randint(3, _VOCABULARY, (num_rows, _WIDTH)), 0),
+            input_lengths=lengths,
+            token_mask=((column >= first) & (column < lengths.unsqueeze(1))).float(),
+            sample_mask=(torch.arange(num_rows) // loss_fn.rows_per_unit != 1).float(),
+        )
+        candidates = {loss_fn.candidates_key, "candidate_logprobs"} if loss_fn.candidates_key else set()
+        for key in sorted(loss_fn.required_keys | candidates):
+            if key not in rows:
+                rows[key] = self._column(key, rows)
+        return loss_fn, _made("logprobs", rows), rows
+
+    def _column(self, key: str, rows: BatchedDataDict[Any]) -> Any:
+        if key in self.columns:
+            return self.columns[key](rows)
+        if key not in SCHEMA or SCHEMA[key].dtype not in ("float32", "int64"):
+            raise Found(
+                f"`required_keys` has {key!r}, which the kit cannot make. Set `columns = {{{key!r}: function of the rows}}` in "
+                "the test class."
+            )
+        return _made(key, rows)
+
+    def _whole(self) -> _Outcome:
+        loss_fn, logprobs, rows = self._batch()
+        return _Outcome(loss_fn, logprobs, rows, _counts(rows))
+
+    def _parts(self, loss_fn: LossFunction, logprobs: torch.Tensor, rows: BatchedDataDict[Any]) -> list[_Outcome]:
+        """The outcomes of microbatches of two units."""
+        size = 2 * loss_fn.rows_per_unit
+        return [
+            _Outcome(loss_fn, logprobs[start : start + size], rows.slice(start, start + size), _counts(rows))
+            for start in range(0, rows.size, size)
+        ]
+
+
+def _made(key: str, rows: BatchedDataDict[Any]) -> torch.Tensor:
+    """A column of the schema: log-probabilities are negative, others normally distributed; 0 on padding."""
+    spec = SCHEMA[key]
+    num_rows, width = rows["input_ids"].shape
+    shape = (num_rows, width, _CANDIDATES)[: spec.ndim]
+    if spec.dtype == "int64":
+        return torch.randint(3, _VOCABULARY, shape)
+    numbers = -torch.rand(shape) * 0.4 - 0.4 if spec.unit == "nats" else torch.randn(shape)
+    if spec.ndim == 1:
+        return numbers
+    inside = (torch.arange(width) < rows["input_lengths"].unsqueeze(1)).view(num_rows, width, *[1] * (spec.ndim - 2))
+    return torch.where(inside, numbers, 0.0)
+
+
+def _counts(rows: BatchedDataDict[Any]) -> tuple[float, float]:
+    [counts] = global_counts(rows, rows.size)
+    return counts.valid_seqs, counts.valid_toks
+
+
+def _trained(rows: BatchedDataDict[Any]) -> torch.Tensor:
+    mask: torch.Tensor = rows["token_mask"] * rows["sample_mask"].unsqueeze(1) > 0
+    return mask
+
+
+def _where_trained(value: Any, mask: torch.Tensor) -> Any:
+    """A column of numbers with others for tokens that are not trained."""
+    if not _has_tokens(value) or not value.is_floating_point():
+        return value
+    return torch.where(mask.view(*mask.shape, *[1] * (value.ndim - 2)), value, 37.0)
+
+
+def _has_tokens(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim >= 2
+
+
+def _padded(value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(value, (*(0, 0) * (value.ndim - 2), 0, 3))
+
+
+def _check_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    difference = float((found - expected).abs().max())
+    if difference > _TOLERANCE * max(1e-3, float(expected.abs().max())):
+        raise Found(f"{what} differs by up to {difference:g} from {float(expected.abs().max()):g}.")

@@ -1,0 +1,315 @@
+"""Promises of a kind of component as the test methods of a class, run by pytest or by `rlcore check plugin`."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, TypeVar
+from unittest import SkipTest
+
+from rl_core.errors import RLCoreError
+from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+
+_MARK = "__promise__"
+CheckT = TypeVar("CheckT", bound=Callable[[Any], Any])
+
+
+class NotKeptError(AssertionError):
+    """A component does not keep a promise; the text states the promise, what was found and the page that describes it."""
+
+
+class ExpectedFailureError(AssertionError):
+    """A promise is not kept, as the test class expects (`xfail`)."""
+
+
+class Status(StrEnum):
+    """Result of the test of a promise."""
+
+    KEPT = "kept"
+    BROKEN = "broken"
+    NOT_DECLARED = "not declared"
+    """The component does not declare the capability that the promise belongs to."""
+    NOT_CHECKED = "not checked"
+    """The component could not be created, or the test needs something that is not installed."""
+    EXPECTED = "expected failure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What a component must declare for a promise to apply."""
+
+    text: str
+    """What it does not declare, if the condition is not met."""
+    holds: Callable[[type[Conformance]], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """One promise and the name of its test."""
+
+    name: str
+    statement: str
+    applies: Condition | None
+    after: str | None
+    """Name of a test without whose promise this one cannot be tested."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromiseResult:
+    """Result of one test."""
+
+    promise: Promise
+    status: Status
+    found: str
+    """What was found, or why the promise was not tested."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class xfail:
+    """Replaces the test of a promise in a subclass: the promise is known to be broken, and the report says why.
+
+    If the promise is kept, the test fails, so that the exception is removed.
+    """
+
+    reason: str
+
+
+class Found(Exception):
+    """Raised by a check: what was found instead of what was promised."""
+
+
+def promise(statement: str, *, applies: Condition | None = None, after: str | None = None) -> Callable[[CheckT], CheckT]:
+    """Turn a check into the test of one promise.
+
+    Args:
+        statement: the promise, as a sentence about the component.
+        applies: what the component must declare; None for promises of all components of the kind.
+        after: name of a test. If its promise is broken, this one is not tested, because it would fail for the same reason.
+
+    The check returns what it found, as text or None. It raises `Found` if the promise is not kept. Any other exception is a
+    broken promise as well.
+    """
+
+    def decorate(check: CheckT) -> CheckT:
+        name = check.__name__
+        stated = Promise(name=name, statement=statement, applies=applies, after=after)
+
+        @wraps(check)
+        def test(self: Conformance) -> None:
+            __tracebackhide__ = True
+            result = type(self).result_of(stated, check)
+            if result.status is Status.BROKEN:
+                raise NotKeptError(type(self).failure_text(result)) from None
+            if result.status is Status.EXPECTED:
+                raise ExpectedFailureError(result.found) from None
+            if result.status is not Status.KEPT:
+                raise SkipTest(result.found)
+
+        setattr(test, _MARK, (stated, check))
+        return test  # type: ignore[return-value]
+
+    return decorate
+
+
+def declares(capability: str) -> Condition:
+    """The component declares a capability."""
+    return Condition(
+        text=f"the capability `{capability}` is not declared", holds=lambda tests: capability in tests.capabilities()
+    )
+
+
+class Conformance:
+    """Base of the test classes, one for each kind of component. A subclass for a component sets `component`.
+
+    Attributes:
+        component: registered name of the component, or the path of its class.
+        config: values of the component's own config section, as in YAML; defaults by default.
+        kind: kind of the component.
+        page: documentation page of the promises.
+        minimum: number of promises that must apply to every component of the kind: one that declares too little is not
+            checked.
+        uses_ray: whether workers run on two ranks over Ray (option `--ray` of pytest), not in this process.
+    """
+
+    component: ClassVar[str] = ""
+    config: ClassVar[Mapping[str, Any]] = {}
+    kind: ClassVar[Kind]
+    page: ClassVar[str] = "docs/conformance.md"
+    minimum: ClassVar[int] = 1
+    uses_ray: ClassVar[bool] = False
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    results: ClassVar[dict[str, PromiseResult]] = {}
+    _exits: ClassVar[ExitStack]
+    _folder: ClassVar[Path]
+    _subject: ClassVar[Any] = None
+    _is_unusable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Read `xfail` of promises; refuse other definitions under the name of a promise."""
+        super().__init_subclass__(**kwargs)
+        cls.expected_failures, cls.results = dict(cls.expected_failures), {}
+        inherited = {promise.name for base in cls.__mro__[1:] if base is not object for promise, _ in _own_promises(base)}
+        for name in inherited & vars(cls).keys():
+            value = vars(cls)[name]
+            if not isinstance(value, xfail):
+                raise TypeError(
+                    f"{cls.__qualname__}.{name} replaces the test of a promise. Only `{name} = xfail(reason=...)` may do that."
+                )
+            cls.expected_failures = {**cls.expected_failures, name: value.reason}
+            delattr(cls, name)
+        for name in [name for name, value in vars(cls).items() if isinstance(value, xfail)]:
+            raise TypeError(f"{cls.__qualname__}.{name}: there is no promise of this name to expect a failure of.")
+
+    @classmethod
+    def setup_class(cls) -> None:
+        """Called before the first test of a class. The component is created by the first test that needs it."""
+        cls._exits, cls.results = ExitStack(), {}
+        cls._folder = Path(cls._exits.enter_context(TemporaryDirectory(prefix="rlcore-conformance-")))
+        cls._subject, cls._is_unusable = None, False
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """Called after the last test of a class: shuts the component down."""
+        cls._exits.close()
+
+    @classmethod
+    def create(cls) -> Any:
+        """Create what the tests use; `cls._exits` closes it."""
+        return None
+
+    @classmethod
+    def subject(cls) -> Any:
+        """What `create` returned, created once for all tests of the class.
+
+        Raises:
+            SkipTest: an earlier test could not create it.
+        """
+        if cls._is_unusable:
+            raise SkipTest("the component could not be created")
+        if cls._subject is None:
+            try:
+                cls._subject = cls.create()
+            except BaseException:
+                cls._is_unusable = True
+                raise
+        return cls._subject
+
+    @classmethod
+    def title(cls) -> str:
+        """What is tested, in reports."""
+        return cls.kind.label
+
+    @classmethod
+    def registered(cls) -> Component:
+        """The component's description."""
+        return Registry(discover()).find(cls.kind, cls.component)
+
+    @classmethod
+    def capabilities(cls) -> frozenset[str]:
+        """The capabilities that the component declares: in its `Component`, or as an attribute of a class given by its path."""
+        component = cls.registered()
+        names = getattr(component.load(), "capabilities", ()) if is_path(component.name) else component.capabilities
+        return frozenset(map(str, names))
+
+    @classmethod
+    def promises(cls) -> Iterator[tuple[Promise, Callable[[Any], Any]]]:
+        """The promises of the kind and their checks, in the order of definition."""
+        for base in reversed(cls.__mro__):
+            yield from _own_promises(base)
+
+    @classmethod
+    def result_of(cls, stated: Promise, check: Callable[[Any], Any]) -> PromiseResult:
+        """Test one promise."""
+        status, found = cls._tested(stated, check)
+        cls.results[stated.name] = result = PromiseResult(promise=stated, status=status, found=found)
+        return result
+
+    @classmethod
+    def run(cls) -> Iterator[PromiseResult]:
+        """Test all promises without pytest."""
+        cls.setup_class()
+        try:
+            for stated, check in cls.promises():
+                yield cls.result_of(stated, check)
+        finally:
+            cls.teardown_class()
+
+    @classmethod
+    def failure_text(cls, result: PromiseResult) -> str:
+        """The error for a broken promise."""
+        lines = [
+            f"The {cls.title()} {cls.component!r} does not keep a promise ({result.promise.name}).",
+            f"Promise: {result.promise.statement}",
+        ]
+        return "\n".join([*lines, f"Found: {result.found}", f"See {cls.page}#{cls.title().replace(' ', '-')}."])
+
+    @classmethod
+    def summary(cls) -> str:
+        """One line: how many promises are kept, and why others were not tested."""
+        total = sum(1 for _ in cls.promises())
+        kept = sum(result.status is Status.KEPT for result in cls.results.values())
+        text = f"{cls.title()} {cls.component!r}: {kept} of {total} promises kept"
+        others: dict[str, int] = {}
+        for result in cls.results.values():
+            if result.status in (Status.NOT_DECLARED, Status.NOT_CHECKED, Status.EXPECTED):
+                reason = f"{result.status}: {result.found}"
+                others[reason] = others.get(reason, 0) + 1
+        return "; ".join([text, *(f"{number} {reason}" for reason, number in others.items())])
+
+    @promise("It declares enough for the minimum of promises of its kind to apply.")
+    def test_enough_promises_apply(self) -> str:
+        cls = type(self)
+        stated = [each for each, _ in cls.promises()]
+        applying = [each for each in stated if each.name not in cls.expected_failures and _applies(each, cls)]
+        if len(applying) < cls.minimum:
+            texts = dict.fromkeys(each.applies.text for each in stated if each.applies and not each.applies.holds(cls))
+            raise Found(
+                f"{len(applying)} of {len(stated)} promises apply, and at least {cls.minimum} must: {'; '.join(texts)}."
+            )
+        return f"{len(applying)} of {len(stated)} promises apply"
+
+    @classmethod
+    def _tested(cls, stated: Promise, check: Callable[[Any], Any]) -> tuple[Status, str]:
+        expected = cls.expected_failures.get(stated.name)
+        try:
+            if stated.applies is not None and not stated.applies.holds(cls):
+                return Status.NOT_DECLARED, stated.applies.text
+            if (earlier := cls.results.get(stated.after or "")) and earlier.status in (Status.BROKEN, Status.NOT_CHECKED):
+                return Status.NOT_CHECKED, f"because of {stated.after}"
+            found = check(cls())
+        except SkipTest as reason:
+            return Status.NOT_CHECKED, str(reason)
+        except (Exception, SystemExit) as error:  # of the component, which may raise anything
+            if expected is not None:
+                return Status.EXPECTED, expected
+            return Status.BROKEN, described(error)
+        if expected is not None:
+            return Status.BROKEN, f"the promise is kept, but the test expects a failure ({expected}). Remove the xfail."
+        return Status.KEPT, found or ""
+
+
+def described(error: BaseException) -> str:
+    """What a check found, from its exception: errors other than `Found` with their type and where they were raised."""
+    if isinstance(error, Found | RLCoreError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _own_promises(base: type) -> Iterator[tuple[Promise, Callable[[Any], Any]]]:
+    for value in vars(base).values():
+        if (marked := getattr(value, _MARK, None)) is not None:
+            yield marked
+
+
+def _applies(stated: Promise, tests: type[Conformance]) -> bool:
+    return stated.applies is None or stated.applies.holds(tests)

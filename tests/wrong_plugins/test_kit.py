@@ -1,0 +1,24 @@
+"""The conformance kit finds every wrong plugin, by the test of the promise that it breaks and no other."""
+
+import pytest
+from wrong_plugins.registry import ENVIRONMENTS
+
+from rl_core.testing import EnvironmentConformance
+from rl_core.testing.promises import Status
+
+ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for number in range(4)]
+
+
+def broken(base, component, **attributes):
+    """The tests of broken promises, and the errors that they show."""
+    tests = type("Tests", (base,), {"component": component, **attributes})
+    results = [result for result in tests.run() if result.status is Status.BROKEN]
+    return [result.promise.name for result in results], "\n".join(map(tests.failure_text, results))
+
+
+@pytest.mark.parametrize("name", ["right", *ENVIRONMENTS])
+def test_the_kit_finds_a_wrong_environment_by_the_promise_that_it_breaks(name):
+    path = f"wrong_plugins.environments.{name}.Environment"
+    names, text = broken(EnvironmentConformance, path, rows=ROWS)
+    assert names == ([] if name == "right" else [ENVIRONMENTS[name].promise]), text
+    assert "Traceback" not in text
