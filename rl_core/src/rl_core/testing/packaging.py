@@ -170,4 +170,4 @@ def _check_import(modules: list[str]) -> None:
     if printed or done.stderr:
         raise Found(f"importing {names} printed {(printed or done.stderr).strip()[:200]!r}. It would corrupt `--json` outputs.")
     if heavy.strip():
-        raise Found(f"importing {names} imports {', '.join(heavy.split())}. Import them where they are used.")
+        raise Found(f"importing {names} imports {', '.join(heavy.split())}. Import them inside the functions that need them.")

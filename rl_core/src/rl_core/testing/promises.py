@@ -297,7 +297,7 @@ class Conformance:
 
 
 def described(error: BaseException) -> str:
-    """What a check found, from its exception: errors other than `Found` with their type and where they were raised."""
+    """What a check found, from its exception: errors other than `Found` with their type and location."""
     if isinstance(error, Found | RLCoreError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

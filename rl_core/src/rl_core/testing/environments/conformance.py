@@ -169,15 +169,15 @@ class EnvironmentConformance(Conformance):
         self.subject().environment.close("never-opened")
 
     @promise(
-        "A session that is opened again after `close` begins anew.",
+        "A session that is opened again after `close` starts from the beginning.",
         applies=_SESSIONS,
         after=_EQUAL,
     )
-    def test_a_session_begins_anew(self) -> str:
+    def test_a_closed_session_starts_from_the_beginning(self) -> str:
         subject = self.subject()
         openings = []
         for _ in range(2):
-            with LocalRollouts(subject.environment, subject.trial.task, subject.trial.rows[:1], session="anew") as rollouts:
+            with LocalRollouts(subject.environment, subject.trial.task, subject.trial.rows[:1], session="again") as rollouts:
                 openings.append(copy.deepcopy(rollouts.logs[0]))
                 rollouts.answer({0: "I do not know."})
         if openings[0] != openings[1]:
