@@ -10,9 +10,9 @@ import transformers
 
 from rl_backends_hf.scoring.scoring_model import packed_input, shared_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.shared_prefix_layout import share_prefixes
 from rl_backends_hf.training.prefix_support import why_not_plain
 from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows, attend_packed, varlen_attention
-from rl_core.data.shared_prefix import share_prefixes
 from rl_core.errors import NotSupportedError
 
 CPU = torch.device("cpu")

@@ -201,6 +201,11 @@ def test_the_page_of_the_conformance_kit_is_current():
     )
 
 
+def test_the_page_of_batch_keys_is_current():
+    page = (ROOT / "docs" / "batch_keys.md").read_text(encoding="utf-8")
+    assert page == script("make_batch_keys").as_markdown(), "run python docs/make_batch_keys.py"
+
+
 def test_a_curve_is_small_and_loads_nothing():
     curves = list((ROOT / "docs" / "curves").glob("*.svg"))
     assert len(curves) >= 3

@@ -12,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HuggingFaceGeneration", "HuggingFacePolicy"]
 
-__getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".generation": "HuggingFaceGeneration",
-        ".policy": "HuggingFacePolicy",
-    },
-)
+__getattr__ = import_on_first_use(__name__)

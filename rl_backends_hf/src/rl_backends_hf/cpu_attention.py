@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rl_core.data.shared_prefix import Segment, SharedPrefixBatch
+from rl_backends_hf.shared_prefix_layout import Segment, SharedPrefixBatch
 from rl_core.errors import NotSupportedError
 
 CPU_SDPA: Final = "rlcore_cpu_sdpa"

@@ -8,9 +8,8 @@ import torch
 
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
-from rl_core.config.keywords import section_from_keywords
+from rl_core.backend import DistributedGeneration, section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
-from rl_core.dispatch.generation import DistributedGeneration
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster

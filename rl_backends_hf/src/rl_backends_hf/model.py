@@ -23,10 +23,10 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_missing_head, prepare_head
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
+from rl_core.backend import Head
 from rl_core.data.hub import require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
-from rl_core.training.heads import Head
 
 _log = logging.getLogger(__name__)
 

@@ -29,9 +29,8 @@ from rl_backends_hf.model import is_gguf, load_model, load_model_shards, model_w
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_backends_hf.shards import local, reshard
+from rl_core.backend import Head, WorkerContext
 from rl_core.cluster.process_groups import join_process_group
-from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.training.heads import Head
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ import torch
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
-from rl_core.config.keywords import section_from_keywords
+from rl_core.backend import DistributedPolicy, section_from_keywords
 from rl_core.config.schema import DeadlineConfig
-from rl_core.dispatch.policy import DistributedPolicy
 
 if TYPE_CHECKING:
     from rl_core.cluster.sharding import NamedSharding

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl_backends_hf.cpu_attention import is_plain
-from rl_core.data.shared_prefix import SharedPrefixBatch
+from rl_backends_hf.shared_prefix_layout import SharedPrefixBatch
 from rl_core.data.transfer import to_device
 from rl_core.errors import NotSupportedError
 

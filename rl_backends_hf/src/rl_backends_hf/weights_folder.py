@@ -14,10 +14,8 @@ from transformers import PreTrainedModel
 
 from rl_backends_hf.model import AUTO_CLASSES, sharding_class, why_read_whole
 from rl_backends_hf.shards import fill, whole
+from rl_core.backend import Head, RefitManifest, dtype_name, weights_of
 from rl_core.errors import CheckpointError
-from rl_core.interfaces.policy import RefitManifest
-from rl_core.training.heads import Head
-from rl_core.weights.manifest import dtype_name, weights_of
 
 
 class ExportedWeights(Protocol):

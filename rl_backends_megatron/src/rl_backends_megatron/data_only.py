@@ -17,9 +17,8 @@ from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 
+from rl_core.backend import DataOnlyBytes, DataOnlyReader, read_metadata, reason_of
 from rl_core.errors import CheckpointError
-from rl_core.training.data_only import DataOnlyBytes, DataOnlyReader, read_metadata
-from rl_core.training.state_files import reason_of
 
 
 def load_as_data(requested: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_
 from rl_backends_megatron.model import Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scalar_head import source_with_head, with_scalar_head
-from rl_core.training.heads import refuse_other_head
+from rl_core.backend import refuse_other_head
 
 
 @dataclass(frozen=True, kw_only=True)

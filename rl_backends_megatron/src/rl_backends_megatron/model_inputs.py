@@ -11,9 +11,8 @@ from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.context_parallel import packed_shard, row_shard
 from rl_backends_megatron.layers import PackedRows
 from rl_backends_megatron.parallel import Ranks
-from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.backend import BatchedDataDict, MicrobatchSplitter, scored_tokens
 from rl_core.data.packed_layout import pack_rows
-from rl_core.training.microbatch_splitter import MicrobatchSplitter, scored_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.model import DTYPES, Chunks
+from rl_core.backend import OptimizerSettings, build_scheduler
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
-from rl_core.training.optimizer_settings import OptimizerSettings
-from rl_core.training.schedules import build_scheduler
 
 _COPIED_SETTINGS = ("betas", "momentum", "eps")
 """Settings, besides learning rate and weight decay, that a schedule or a resume may change."""

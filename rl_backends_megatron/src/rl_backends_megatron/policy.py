@@ -13,15 +13,18 @@ from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_config
 from rl_backends_megatron.optimizer import check_optimizer
 from rl_backends_megatron.worker import MegatronPolicyWorker
+from rl_core.backend import (
+    ROW_KEYS,
+    BatchedDataDict,
+    DistributedPolicy,
+    pad_rows_to_multiple,
+    refuse_other_head,
+    section_from_keywords,
+    select_columns,
+)
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.config.keywords import section_from_keywords
 from rl_core.config.schema import DeadlineConfig, GenerationConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.replica_rows import ROW_KEYS
-from rl_core.dispatch.rows import pad_rows_to_multiple, select_columns
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
-from rl_core.training.heads import refuse_other_head
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster

@@ -15,11 +15,16 @@ from rl_backends_megatron.model_inputs import ModelInput
 from rl_backends_megatron.optimizer import TrainableModel
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scoring import Head, forward, forward_backward
-from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.backend import (
+    BatchedDataDict,
+    GlobalCounts,
+    StepResult,
+    first_non_finite_loss,
+    non_finite_step_error,
+    reduce_metrics,
+)
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.worker import GlobalCounts, StepResult
-from rl_core.training.steps import first_non_finite_loss, non_finite_step_error, reduce_metrics
 
 Found = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Loss and metrics of a microbatch."""

@@ -22,8 +22,8 @@ from rl_backends_megatron.data_only import load_as_data
 from rl_backends_megatron.optimizer import TrainableModel
 from rl_backends_megatron.optimizer_state import init_state, match_layout, patched_state_io, separate_step_counters
 from rl_backends_megatron.parallel import Ranks
+from rl_core.backend import DAMAGE_ERRORS, TRAINER_FILE, read_trainer_file, reason_of, write_error
 from rl_core.errors import CheckpointError
-from rl_core.training.state_files import DAMAGE_ERRORS, TRAINER_FILE, read_trainer_file, reason_of, write_error
 
 _FORMAT: Final = 2
 _TENSORS: Final = "tensors"

@@ -24,19 +24,23 @@ from rl_backends_megatron.reference import ReferencePolicy
 from rl_backends_megatron.scalar_head import describe_classifier
 from rl_backends_megatron.scoring import Head, LogprobHead, ValueHead, forward
 from rl_backends_megatron.step import optimizer_step
+from rl_core.backend import (
+    BatchedDataDict,
+    GlobalCounts,
+    PolicyFacts,
+    PolicyWorkerBase,
+    RefitManifest,
+    StepResult,
+    WorkerContext,
+    dtype_name,
+    end_token_ids,
+    find_tokenizer,
+    first_non_finite,
+    refuse_other_head,
+)
 from rl_core.config.schema import GenerationConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import end_token_ids
-from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import RefitManifest
-from rl_core.interfaces.worker import GlobalCounts, StepResult
-from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.training.finite import first_non_finite
-from rl_core.training.heads import refuse_other_head
-from rl_core.training.policy_worker import PolicyWorkerBase
-from rl_core.weights.manifest import dtype_name
 
 _SHARDS_OPTIMIZER: Final = "use_distributed_optimizer"
 
@@ -54,7 +58,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         self._reference: ReferencePolicy | None = None
         self._sampler: Any = None
 
-    def load(self) -> Mapping[str, Any]:
+    def load(self) -> PolicyFacts:
         self._ranks: Ranks = join(self.context, self.config.megatron_cfg)
         self._takes_saved_sharding = self.config.megatron_cfg.use_distributed_optimizer is None
         self._build(shards_optimizer=self.config.shards_optimizer(on_gpu=self._ranks.device.type == "cuda"))

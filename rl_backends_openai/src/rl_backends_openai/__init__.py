@@ -12,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenAIConfig", "OpenAIGeneration"]
 
-__getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".config": "OpenAIConfig",
-        ".generation": "OpenAIGeneration",
-    },
-)
+__getattr__ = import_on_first_use(__name__)

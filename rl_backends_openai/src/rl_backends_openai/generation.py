@@ -11,12 +11,18 @@ from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.probe import probe
 from rl_backends_openai.server import OpenAIServer, Reply
 from rl_backends_openai.weight_updates import WeightUpdates, updates_of
-from rl_core.config.keywords import section_from_keywords
+from rl_core.backend import (
+    BatchedDataDict,
+    Completion,
+    LengthLimits,
+    Prompt,
+    PromptReader,
+    TextGeneration,
+    section_from_keywords,
+    to_output,
+)
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, to_output
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.dispatch.text import TextGeneration
 from rl_core.errors import ConfigError, DataError, NotSupportedError, WeightSyncError
 from rl_core.event_loop import EventLoopThread
 from rl_core.http import HttpError

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from rl_backends_openai.config import OpenAIConfig
 from rl_backends_openai.server import version_label
+from rl_core.backend import file_digest
 from rl_core.errors import ConfigError, RLCoreError, WeightSyncError
 from rl_core.http import HttpClient, HttpError, RequestLimits
-from rl_core.weights.disk import file_digest
 
 ADMIN_HEADER = "X-Rlcore-Admin-Key"
 _RENEWALS = 4

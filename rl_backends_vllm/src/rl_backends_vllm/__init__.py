@@ -13,11 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmConfig", "VllmGeneration", "VllmGenerationWorker"]
 
-__getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".config": "VllmConfig",
-        ".generation": "VllmGeneration",
-        ".worker": "VllmGenerationWorker",
-    },
-)
+__getattr__ = import_on_first_use(__name__)

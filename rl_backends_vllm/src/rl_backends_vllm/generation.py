@@ -9,9 +9,8 @@ from rl_backends_vllm.config import VllmConfig
 from rl_backends_vllm.device import worker_environment
 from rl_backends_vllm.shm_cleanup import remove_stale_folders
 from rl_backends_vllm.worker import VllmGenerationWorker
-from rl_core.config.keywords import section_from_keywords
+from rl_core.backend import DistributedGeneration, section_from_keywords
 from rl_core.config.schema import DeadlineConfig, TokenizerConfig
-from rl_core.dispatch.generation import DistributedGeneration
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster

@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 
+from rl_core.backend import (
+    CheckpointNames,
+    RefitManifest,
+    WeightReceiver,
+    dtype_name,
+    dtype_of,
+    manifest_of,
+    manifest_to_send,
+    natural_kind,
+    tensor_digests,
+    weights_of,
+)
 from rl_core.errors import WeightSyncError
-from rl_core.interfaces.policy import RefitManifest
-from rl_core.weights.checkpoint_names import CheckpointNames
-from rl_core.weights.fingerprint import natural_kind, tensor_digests
-from rl_core.weights.manifest import dtype_name, dtype_of, manifest_of, manifest_to_send, weights_of
-from rl_core.weights.receiver import WeightReceiver
 
 
 class VllmWeightReceiver(WeightReceiver):

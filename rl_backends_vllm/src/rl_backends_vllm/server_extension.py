@@ -19,9 +19,8 @@ import torch
 
 from rl_backends_vllm.device import enable_amx
 from rl_backends_vllm.refit import VllmWeightReceiver
+from rl_core.backend import file_digest, refuse_non_finite_file, resolve_below
 from rl_core.errors import RLCoreError, WeightSyncError
-from rl_core.training.finite import refuse_non_finite_file
-from rl_core.weights.disk import file_digest, resolve_below
 
 FOLDER = "RLCORE_WEIGHT_UPDATES_DIR"
 """Environment variable with the folder of the weights."""

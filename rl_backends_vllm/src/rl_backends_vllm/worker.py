@@ -22,13 +22,22 @@ from rl_backends_vllm.model_folder import ModelFiles, model_files
 from rl_backends_vllm.requests import SamplingSettings
 from rl_backends_vllm.shm_cleanup import remove_replica_folder, remove_stale_folders, replica_folder, unlink_openmp_page
 from rl_backends_vllm.standalone import as_batch, as_sent, only_config, standalone_config, standalone_context
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import Completion, LengthLimits, Prompt, PromptReader, end_token_ids, to_output
+from rl_core.backend import (
+    NO_VERSION,
+    BatchedDataDict,
+    Completion,
+    GenerationFacts,
+    GenerationRequest,
+    GenerationWorker,
+    LengthLimits,
+    Prompt,
+    PromptReader,
+    WorkerContext,
+    end_token_ids,
+    same_digests_on_every_replica,
+    to_output,
+)
 from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError
-from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
-from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.weights.fingerprint import same_digests_on_every_replica
-from rl_core.weights.receiver import NO_VERSION
 
 _POLL_S = 1.0
 _INCOMPLETE_WEIGHTS = (
@@ -71,7 +80,7 @@ class VllmGenerationWorker(GenerationWorker):
         self._asleep: set[str] = set()
         self._checked_weights = False
 
-    def setup(self) -> Mapping[str, Any]:
+    def setup(self) -> GenerationFacts:
         config = self._config
         if config.model_name is None:
             raise ConfigError(

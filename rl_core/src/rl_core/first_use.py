@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
 def import_on_first_use(
-    package: str, names: Mapping[str, str], *, moved: Mapping[str, str] | None = None
+    package: str, names: Mapping[str, str] | None = None, *, moved: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
     """The `__getattr__` of a package.
 
     Args:
         package: the package's `__name__`.
-        names: the names of each module, separated by spaces, by module; a module that begins with a dot is relative.
+        names: the names of each module, separated by spaces, by module; a module that begins with a dot is relative. By
+            default, the names that the package imports for type checkers (`if TYPE_CHECKING:`).
         moved: names that are deprecated here, in the same form.
     """
-    module_of, new_module_of = (
-        {name: module for module, listed in table.items() for name in listed.split()} for table in (names, moved or {})
+    listed_module_of, new_module_of = (
+        {name: module for module, listed in (table or {}).items() for name in listed.split()} for table in (names, moved)
     )
 
     def load(name: str) -> Any:
+        module_of = listed_module_of if names is not None else _imports_for_type_checkers(package)
         if name in new_module_of:
             warnings.warn(f"{package}.{name} has moved to {new_module_of[name]}.", DeprecationWarning, stacklevel=2)
         elif name not in module_of:
@@ -30,6 +36,16 @@ def import_on_first_use(
         return getattr(import_module((new_module_of | module_of)[name], package), name)
 
     return load
+
+
+@cache
+def _imports_for_type_checkers(package: str) -> dict[str, str]:
+    """Name to module of the imports under `if TYPE_CHECKING:` in the source of a package."""
+    source = sys.modules[package].__file__
+    assert source is not None
+    blocks = [node for node in ast.parse(Path(source).read_bytes()).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
 
 
 def moved_module(old: str, new: str) -> Callable[[str], Any]:

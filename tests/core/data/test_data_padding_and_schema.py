@@ -1,7 +1,5 @@
 """Right padding, attention masks, the table of batch keys and the page generated from it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_core.data.attention_mask import lengths_from_attention_mask, with_input_lengths
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.schema import PAD_VALUES, SCHEMA, as_markdown, pad_value
+from rl_core.data.schema import PAD_VALUES, SCHEMA, pad_value
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_train.data.messages import DatumSpec
@@ -50,12 +48,6 @@ def test_padding_is_zero_but_for_token_ids_of_a_model():
     assert pad_value("logprobs", pad_token_id=7) == 0.0
     assert pad_value("a key of a plugin") == 0
     assert {key for key in PAD_VALUES if pad_value(key, pad_token_id=7) == 7} == {"input_ids", "output_ids", "token_ids"}
-
-
-def test_the_page_of_batch_keys_is_what_the_table_prints():
-    page = Path(__file__).parents[3] / "docs" / "batch_keys.md"
-    assert page.read_text(encoding="utf-8") == as_markdown(), "run: python -m rl_core.data.schema > docs/batch_keys.md"
-    assert all(f"`{key}`" in as_markdown() for key in SCHEMA)
 
 
 def test_every_column_of_prompts_and_of_engines_is_in_the_table():

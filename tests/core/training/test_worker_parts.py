@@ -8,7 +8,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, UserError
 from rl_core.plugins.import_path import resolve
 from rl_core.training.microbatch_splitter import MicrobatchSplitter
-from rl_core.training.named import call
+from rl_core.training.named import call_named
 from rl_core.training.schedules import build_scheduler
 from rl_core.training.steps import first_non_finite_loss, non_finite_step_error, reduce_metrics
 
@@ -117,7 +117,7 @@ def test_an_invalid_schedule_is_reported_by_its_key(section, says):
 
 
 def test_an_import_path_resolves_to_its_object_or_reports_where_it_fails():
-    assert call(resolve("collections.Counter", key="k"), "aab", {}, key="k")["a"] == 2
+    assert call_named(resolve("collections.Counter", key="k"), "aab", {}, key="k")["a"] == 2
     for dotted, says in (
         ("Counter", "a dotted path"),
         ("no.such", "cannot import 'no'"),
@@ -126,4 +126,4 @@ def test_an_import_path_resolves_to_its_object_or_reports_where_it_fails():
         with pytest.raises(UserError, match=says):
             resolve(dotted, key="k")
     with pytest.raises(UserError, match="cannot be called"):
-        call(3, None, {}, key="k")
+        call_named(3, None, {}, key="k")

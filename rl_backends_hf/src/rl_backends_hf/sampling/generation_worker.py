@@ -12,16 +12,20 @@ from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.sampling.freed_memory import return_freed_memory
 from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_core.backend import (
+    BatchedDataDict,
+    CheckpointNames,
+    GenerationFacts,
+    GenerationRequest,
+    GenerationWorker,
+    RefitManifest,
+    WeightSink,
+    WorkerContext,
+    find_tokenizer,
+    weights_of,
+)
 from rl_core.config.schema import TokenizerConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import ConfigError, NotSupportedError, RLCoreError
-from rl_core.interfaces.policy import RefitManifest
-from rl_core.interfaces.worker import GenerationRequest, GenerationWorker
-from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.weights.checkpoint_names import CheckpointNames
-from rl_core.weights.manifest import weights_of
-from rl_core.weights.sink import WeightSink
 
 
 class HFGenerationWorker(WeightSink, GenerationWorker):
@@ -36,7 +40,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         self.context = context
         self._config = config
 
-    def setup(self) -> Mapping[str, Any]:
+    def setup(self) -> GenerationFacts:
         if self._config.model_name is None:
             raise ConfigError(
                 "`policy.generation.model_name` is required, because there is no policy to take it from.",

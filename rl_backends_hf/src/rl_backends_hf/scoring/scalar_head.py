@@ -16,8 +16,8 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from rl_backends_hf.scoring.scoring_model import ScoringModel
+from rl_core.backend import CLASSIFIER, Head, refuse_other_head
 from rl_core.errors import NotSupportedError, UserError
-from rl_core.training.heads import CLASSIFIER, Head, refuse_other_head
 
 HEAD_NAME: Final = "score"
 _WEIGHT: Final = f"{HEAD_NAME}.weight"

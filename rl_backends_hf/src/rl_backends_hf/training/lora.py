@@ -29,10 +29,8 @@ from transformers.pytorch_utils import Conv1D
 from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
 from rl_backends_hf.scoring.scalar_head import HEAD_NAME, scalar_head
+from rl_core.backend import Head, RefitManifest, dtype_name, weights_of
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
-from rl_core.interfaces.policy import RefitManifest
-from rl_core.training.heads import Head
-from rl_core.weights.manifest import dtype_name, weights_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"

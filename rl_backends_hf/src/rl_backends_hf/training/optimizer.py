@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from rl_core.backend import call_named
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError, with_key
 from rl_core.plugins.import_path import resolve
-from rl_core.training.named import call
 
 DECAY_MATRICES_ONLY = "decay_matrices_only"
 """Extra keyword in `optimizer.kwargs`: if true, biases and norms (all one-dimensional tensors) have no weight decay."""
@@ -40,7 +40,7 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
             {"params": [p for p in parameters.values() if p.ndim > 1]},
             {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
         ]
-    optimizer = call(factory, groups, kwargs, key="policy.optimizer", also=(DECAY_MATRICES_ONLY,))
+    optimizer = call_named(factory, groups, kwargs, key="policy.optimizer", also=(DECAY_MATRICES_ONLY,))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"`policy.optimizer.name`: {config.name} returned a {type(optimizer).__name__}, which is not a torch optimizer.",

@@ -10,8 +10,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringInput, packed_input, padded_input, shared_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.training.microbatch_splitter import MicrobatchSplitter
+from rl_core.backend import BatchedDataDict, MicrobatchSplitter
 
 
 class Microbatcher(MicrobatchSplitter):

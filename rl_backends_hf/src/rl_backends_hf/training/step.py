@@ -18,11 +18,16 @@ from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
 from rl_backends_hf.shards import local
 from rl_backends_hf.training.dropout import training_mode
 from rl_backends_hf.training.training_state import TrainingState
-from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.backend import (
+    BatchedDataDict,
+    GlobalCounts,
+    StepResult,
+    first_non_finite_loss,
+    non_finite_step_error,
+    reduce_metrics,
+)
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.worker import GlobalCounts, StepResult
-from rl_core.training.steps import first_non_finite_loss, non_finite_step_error, reduce_metrics
 
 
 def optimizer_step(

@@ -23,11 +23,20 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.master_weights import MasterWeights
+from rl_core.backend import (
+    DAMAGE_ERRORS,
+    TRAINER_FILE,
+    DataOnlyPlanner,
+    DataOnlyReader,
+    OptimizerSettings,
+    first_non_finite,
+    read_metadata,
+    read_state_file,
+    read_trainer_file,
+    reason_of,
+    write_error,
+)
 from rl_core.errors import CheckpointError
-from rl_core.training.data_only import DataOnlyPlanner, DataOnlyReader, read_metadata
-from rl_core.training.finite import first_non_finite
-from rl_core.training.optimizer_settings import OptimizerSettings
-from rl_core.training.state_files import DAMAGE_ERRORS, TRAINER_FILE, read_state_file, read_trainer_file, reason_of, write_error
 
 _FORMAT: Final = 2
 

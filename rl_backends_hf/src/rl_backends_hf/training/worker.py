@@ -39,18 +39,22 @@ from rl_backends_hf.training.step import optimizer_step
 from rl_backends_hf.training.training_state import TrainingState
 from rl_backends_hf.varlen_attention import VARLEN
 from rl_backends_hf.weights_folder import ExportedWeights, WholeModel
+from rl_core.backend import (
+    BatchedDataDict,
+    CheckpointNames,
+    GlobalCounts,
+    OptimizerSettings,
+    PolicyFacts,
+    PolicyWorkerBase,
+    RefitManifest,
+    StepResult,
+    WorkerContext,
+    find_tokenizer,
+    first_non_finite,
+)
 from rl_core.config.schema import GenerationConfig
-from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
-from rl_core.interfaces.policy import RefitManifest
-from rl_core.interfaces.worker import GlobalCounts, StepResult
-from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.training.finite import first_non_finite
-from rl_core.training.optimizer_settings import OptimizerSettings
-from rl_core.training.policy_worker import PolicyWorkerBase
-from rl_core.weights.checkpoint_names import CheckpointNames
 
 _CPU = torch.device("cpu")
 _log = logging.getLogger(__name__)
@@ -74,7 +78,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._exact_weights: dict[str, torch.Tensor] = {}
         self._host_memory = HostMemory()
 
-    def load(self) -> Mapping[str, Any]:
+    def load(self) -> PolicyFacts:
         self._check_config()
         hf, head = self.config.hf_cfg, self.config.head
         self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)

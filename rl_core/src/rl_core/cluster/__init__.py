@@ -31,16 +31,4 @@ __all__ = [
     "WorkerGroup",
 ]
 
-__getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".deadlines": "Deadlines",
-        ".in_process": "InProcessWorkerGroup",
-        ".sharding": "NamedSharding",
-        ".pending_call": "PendingCall",
-        ".virtual_cluster": "RayVirtualCluster",
-        ".ray_worker_group": "RayWorkerGroup",
-        "rl_core.interfaces.worker_context": "WorkerContext",
-        ".worker_group": "WorkerGroup",
-    },
-)
+__getattr__ = import_on_first_use(__name__)

@@ -12,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchedDataDict", "load_tokenizer"]
 
-__getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".batched_data_dict": "BatchedDataDict",
-        ".tokenizer": "load_tokenizer",
-    },
-)
+__getattr__ = import_on_first_use(__name__)

@@ -20,7 +20,7 @@ from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.dispatch.worker_restarts import WorkerRestarter
 from rl_core.errors import WeightSyncError, WorkerDiedError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
-from rl_core.interfaces.worker import GenerationWorker
+from rl_core.interfaces.worker import GenerationFacts, GenerationWorker
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 """Interval in which a thread that waits for another one's refit checks whether it has ended."""
 
 
-class DistributedGeneration(WorkerFacade, TextGeneration, ReplicaRefits):
+class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, ReplicaRefits):
     """A group of `GenerationWorker`s as one engine.
 
     A replica that dies is restarted, up to `config.max_restarts` times in total. It then waits until the owner of weight

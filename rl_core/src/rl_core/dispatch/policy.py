@@ -28,14 +28,14 @@ from rl_core.interfaces.policy import (
 )
 from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.value import ValueInterface, ValueOutputSpec
-from rl_core.interfaces.worker import StepResult
+from rl_core.interfaces.worker import PolicyFacts, StepResult
 from rl_core.weights.handles import merge_handles
 
 SCORING_KEYS = ("input_ids", "input_lengths")
 TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
 
 
-class DistributedPolicy(WorkerFacade, TextGeneration, ColocatablePolicyInterface, ValueInterface):
+class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePolicyInterface, ValueInterface):
     """A group of `PolicyWorker`s as one policy or, with `head: scalar`, as one value model.
 
     Rows are split over the `data` axis of `sharding` and replicated over its other axes. Loading starts in the constructor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.sharding import NamedSharding
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
 
 
-class WorkerFacade:
+FactsT = TypeVar("FactsT", bound=Mapping[str, Any])
+
+
+class WorkerFacade(Generic[FactsT]):
     """Common part of all facades over workers: the group, the facts it reports and its shutdown.
 
     Loading starts in the constructor and is awaited at the first use, so that several groups load at the same time.
@@ -63,7 +66,7 @@ class WorkerFacade:
         )
         self.group: WorkerGroup = self._make_group(cluster=cluster)
         self._setup = self.group.submit_all("setup")
-        self._facts: list[Mapping[str, Any]] | None = None
+        self._facts: list[FactsT] | None = None
         self._closed = False
 
     @property
@@ -78,11 +81,11 @@ class WorkerFacade:
         self._setup, self._facts = self.group.submit_all("setup"), None
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """What rank 0 reported when it had loaded, such as `device` and `vocab_size`."""
+    def facts(self) -> FactsT:
+        """What rank 0 reported when it had loaded."""
         return self.wait_ready()[0]
 
-    def wait_ready(self) -> list[Mapping[str, Any]]:
+    def wait_ready(self) -> list[FactsT]:
         """Wait until every rank has loaded; returns what each reported.
 
         Raises:

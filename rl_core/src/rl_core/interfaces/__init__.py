@@ -57,18 +57,5 @@ __all__ = [
 ]
 
 __getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".dataset": "Dataset Record",
-        ".environment": "EnvironmentInterface EnvironmentReturn",
-        ".generation": "GenerationDatumSpec GenerationInterface GenerationOutputSpec",
-        ".loss": "LossFunction LossType",
-        ".messages": "ImagePart Message PartsMessage TextPart ToolCall ToolSpec",
-        ".policy": "ColocatablePolicyInterface LogprobOutputSpec LogprobsSpec PolicyInterface ReferenceLogprobOutputSpec "
-        "TopkLogprobOutputSpec",
-        ".trainable": "TrainableInterface TrainingDatumSpec",
-        ".value": "ValueInterface ValueOutputSpec",
-        ".weights": "WeightTransport",
-    },
-    moved={"rl_core.tools.specs": "Tool", "rl_core.tools.environment": "ToolEnvironment"},
+    __name__, moved={"rl_core.tools.specs": "Tool", "rl_core.tools.environment": "ToolEnvironment"}
 )

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.loss import LossFunction
@@ -58,18 +58,53 @@ class GenerationRequest:
     """Take the most likely token at each position."""
 
 
+class PolicyFacts(TypedDict):
+    """What a policy worker reports when it has loaded."""
+
+    device: str
+    """Where it computes, such as "cpu" or "cuda:0"."""
+    vocab_size: int
+    """Number of token ids that it scores."""
+    num_parameters: int
+    """Number of parameters of the whole model."""
+    num_trained_parameters: NotRequired[int]
+    """Number of those that the optimizer changes; all by default."""
+    shared_prefix: NotRequired[bool]
+    """Whether this model computes rows with the same `prompt_id` as one sequence (capability `shared_prefix`). Batches have the
+    column `prompt_id` only if this is true and saves work."""
+    shared_prefix_reason: NotRequired[str]
+    """Why, or why not."""
+
+
+class GenerationFacts(TypedDict):
+    """What a replica of a generation engine reports when it has loaded."""
+
+    device: str
+    """Where it computes, such as "cpu" or "cuda:0"."""
+    vocab_size: int
+    """Number of token ids that a prompt may have."""
+    max_model_len: int
+    """Maximum number of tokens of prompt and completion."""
+    precision: NotRequired[str]
+    """The dtype that it computes in, such as "bfloat16"; that of the policy by default."""
+    num_parameters: NotRequired[int]
+    """Number of parameters of the whole model."""
+    reads_text: NotRequired[bool]
+    """Whether it has a tokenizer, which stop strings need; true by default."""
+    reads_sampling: NotRequired[bool]
+    """Whether rows may have their own temperature, `top_p` and `top_k` (column `sampling`); false by default."""
+    row_options: NotRequired[Sequence[str]]
+    """Further options of the column `sampling` that it reads; none by default."""
+    streams_tokens: NotRequired[bool]
+    """Whether `poll` also returns unfinished rows with `stream_tokens`; false by default."""
+
+
 class PolicyWorker(ABC):
     """One rank of a policy."""
 
     @abstractmethod
-    def setup(self) -> Mapping[str, Any]:
-        """Load model and optimizer, join the process group.
-
-        Returns:
-            `num_parameters`, `device` and `vocab_size`. A backend with the capability `shared_prefix` adds `shared_prefix`:
-            whether this model computes rows with the same `prompt_id` as one sequence, and `shared_prefix_reason`: why, or why
-            not. Batches have the column `prompt_id` only if this is true and saves work.
-        """
+    def setup(self) -> PolicyFacts:
+        """Load model and optimizer, join the process group."""
 
     @abstractmethod
     def get_logprobs(self, data: BatchedDataDict[Any], *, reference: bool = False) -> BatchedDataDict[Any]:
@@ -163,8 +198,8 @@ class GenerationWorker(ABC):
     """One replica of a generation engine (or rank 0 of a multi-process replica)."""
 
     @abstractmethod
-    def setup(self) -> Mapping[str, Any]:
-        """Load the engine. Returns `max_model_len`, `device` and `vocab_size`."""
+    def setup(self) -> GenerationFacts:
+        """Load the engine."""
 
     @abstractmethod
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:

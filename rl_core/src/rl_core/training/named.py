@@ -10,7 +10,7 @@ from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
 
 
-def call(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also: tuple[str, ...] = ()) -> Any:
+def call_named(factory: Any, first: Any, kwargs: Mapping[str, Any], *, key: str, also: tuple[str, ...] = ()) -> Any:
     """Call `factory(first, **kwargs)`; other arguments as `check_arguments`.
 
     Raises:

@@ -16,7 +16,7 @@ from rl_core.data.transfer import to_device
 from rl_core.errors import CheckpointError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import WeightSample
-from rl_core.interfaces.worker import GlobalCounts, PolicyWorker, StepResult
+from rl_core.interfaces.worker import GlobalCounts, PolicyFacts, PolicyWorker, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.microbatch_splitter import MicrobatchSplitter
 from rl_core.training.weight_digest import digest_of
@@ -54,8 +54,8 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         self._splitter = MicrobatchSplitter(config)
 
     @abstractmethod
-    def load(self) -> Mapping[str, Any]:
-        """Join the other ranks, and load the model and the optimizer; returns the facts of `PolicyWorker.setup`."""
+    def load(self) -> PolicyFacts:
+        """Join the other ranks, and load the model and the optimizer."""
 
     @abstractmethod
     def score_microbatches(
@@ -139,7 +139,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         text, exact = digest
         return WeightSample(rank=self.context.rank, shard=self.weight_shard(), digest=text, exact=exact)
 
-    def setup(self) -> Mapping[str, Any]:
+    def setup(self) -> PolicyFacts:
         if not self.context.run_in_process:
             torch.set_num_threads(self.context.num_threads)
         return self.load()

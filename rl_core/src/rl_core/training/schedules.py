@@ -13,7 +13,7 @@ from rl_core.config.schema import SchedulerConfig
 from rl_core.errors import UserError, with_key
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.import_path import resolve
-from rl_core.training.named import call, check_arguments
+from rl_core.training.named import call_named, check_arguments
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | None) -> Any:
@@ -36,7 +36,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SchedulerConfig | 
         )
     with with_key("policy.scheduler.name"):
         factory = resolve(config.name, key="policy.scheduler.name")
-    scheduler = call(factory, optimizer, dict(config.kwargs), key="policy.scheduler")
+    scheduler = call_named(factory, optimizer, dict(config.kwargs), key="policy.scheduler")
     if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
         raise UserError(
             f"`policy.scheduler.name`: {config.name} returned a {type(scheduler).__name__}, not a schedule.",

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_backends_hf.shared_prefix_layout import share_prefixes
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.shared_prefix import computed_tokens, prefix_groups, share_prefixes
+from rl_core.data.shared_prefix import computed_tokens, prefix_groups
 from rl_core.errors import DataError
 
 
