@@ -135,7 +135,7 @@ def restarted_engine(folder):
         "            os.kill(os.getpid(), signal.SIGKILL)\n"
         "        return super().generate(data, greedy=greedy)\n\n\n"
         "class Mortal(DistributedGeneration):\n"
-        "    capabilities = ('shared_memory', 'held_weight_digests', 'seeds')\n"
+        "    capabilities = ('shared_memory', 'held_weight_digests')\n"
         "    streams_rows = False\n\n"
         "    def __init__(self, *, config, **options):\n"
         "        super().__init__(worker_class=Worker, config=HFGenerationConfig(**config.model_dump()), **options)\n\n"

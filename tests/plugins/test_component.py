@@ -30,7 +30,9 @@ class Interface(ABC):
         ("summary", "a\nb", "summary of component 'acme' must be one line"),
         ("summary", "x" * 121, "summary of component 'acme' must be one line"),
         ("capabilities", "fast", "capabilities of component 'acme' must be a tuple"),
-        ("capabilities", ("Fast",), "capabilities of component 'acme' must be a tuple"),
+        ("capabilities", ("Fast",), "Component 'acme': there is no capability 'Fast'."),
+        ("capabilities", ("top_p", "topp_k"), "Component 'acme': there is no capability 'topp_k'. Did you mean 'top_k'?"),
+        ("capabilities", ("acme:",), "Component 'acme': there is no capability 'acme:'."),
     ],
 )
 def test_an_invalid_component_field_is_named(field, value, words):

@@ -4,9 +4,9 @@ import types
 
 import pytest
 
-from rl_core.errors import PluginHookError
 from rl_core.plugins import hookimpl
 from rl_core.plugins.manager import PluginManager
+from rl_train.errors import PluginHookError
 from rl_train.launch.events import call_event
 
 

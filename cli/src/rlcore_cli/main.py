@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import typer
 
 import rl_train
-from rl_core.errors import PluginHookError, RLCoreError
+from rl_core.errors import RLCoreError
 from rl_core.thread_waiting import thread_waiting
-from rl_train.errors import RunInterrupted
+from rl_train.errors import PluginHookError, RunInterrupted
 from rlcore_cli.lazy import PluginGroup, typer_app
 
 COMMANDS = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rl_core.plugins import Component, hookimpl
-
-WEIGHT_TRANSPORTS = ("by_reference", "shared_memory", "collective", "disk")
+from rl_core.plugins import Capability, Component, hookimpl
 
 
 @hookimpl
@@ -17,15 +15,16 @@ def rlcore_policies() -> list[Component]:
             config="rl_backends_hf.config:HFPolicyConfig",
             summary="Any Transformers causal LM: one process, replicas or FSDP2",
             capabilities=(
-                "dynamic_batching",
-                "sequence_packing",
-                "in_process",
-                "generate",
-                "reference",
-                "scalar_head",
-                "topk_logprobs",
-                "shared_prefix",
-                *WEIGHT_TRANSPORTS,
+                Capability.DYNAMIC_BATCHING,
+                Capability.SEQUENCE_PACKING,
+                Capability.IN_PROCESS,
+                Capability.MULTIPLE_RANKS,
+                Capability.SCALAR_HEAD,
+                Capability.TOPK_LOGPROBS,
+                Capability.BY_REFERENCE,
+                Capability.SHARED_MEMORY,
+                Capability.COLLECTIVE,
+                Capability.DISK,
             ),
         )
     ]
@@ -41,16 +40,16 @@ def rlcore_generations() -> list[Component]:
             config="rl_backends_hf.config:HFGenerationConfig",
             summary="Batched decoding with Transformers, one prefill per prompt; rows join while others run",
             capabilities=(
-                "in_process",
-                "seeds",
-                "top_p",
-                "top_k",
-                "async_rows",
-                "refit_in_flight",
-                "token_streaming",
-                "session_cache",
-                "held_weight_digests",
-                *WEIGHT_TRANSPORTS,
+                Capability.IN_PROCESS,
+                Capability.TOP_P,
+                Capability.TOP_K,
+                Capability.ASYNC_ROWS,
+                Capability.REFIT_IN_FLIGHT,
+                Capability.HELD_WEIGHT_DIGESTS,
+                Capability.BY_REFERENCE,
+                Capability.SHARED_MEMORY,
+                Capability.COLLECTIVE,
+                Capability.DISK,
             ),
         )
     ]

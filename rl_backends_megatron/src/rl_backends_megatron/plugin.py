@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_core.plugins import Component, hookimpl
+from rl_core.plugins import Capability, Component, hookimpl
 
 
 @hookimpl
@@ -15,16 +15,15 @@ def rlcore_policies() -> list[Component]:
             config="rl_backends_megatron.config:MegatronPolicyConfig",
             summary="Megatron-Core: tensor, sequence, pipeline, context, expert and data parallelism",
             capabilities=(
-                "dynamic_batching",
-                "sequence_packing",
-                "in_process",
-                "generate",
-                "reference",
-                "scalar_head",
-                "topk_logprobs",
-                "by_reference",
-                "shared_memory",
-                "collective",
+                Capability.DYNAMIC_BATCHING,
+                Capability.SEQUENCE_PACKING,
+                Capability.IN_PROCESS,
+                Capability.MULTIPLE_RANKS,
+                Capability.SCALAR_HEAD,
+                Capability.TOPK_LOGPROBS,
+                Capability.BY_REFERENCE,
+                Capability.SHARED_MEMORY,
+                Capability.COLLECTIVE,
             ),
         )
     ]

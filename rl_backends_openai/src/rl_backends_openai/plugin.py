@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_core.plugins import Component, hookimpl
+from rl_core.plugins import Capability, Component, hookimpl
 
 
 @hookimpl
@@ -14,6 +14,12 @@ def rlcore_generations() -> list[Component]:
             target="rl_backends_openai.generation:OpenAIGeneration",
             config="rl_backends_openai.config:OpenAIConfig",
             summary="A model behind an OpenAI-compatible server: rlcore serve, vLLM or a remote service",
-            capabilities=("in_process", "seeds", "top_p", "top_k", "async_rows", "disk"),
+            capabilities=(
+                Capability.IN_PROCESS,
+                Capability.TOP_P,
+                Capability.TOP_K,
+                Capability.ASYNC_ROWS,
+                Capability.DISK,
+            ),
         )
     ]

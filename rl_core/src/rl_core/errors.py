@@ -73,12 +73,6 @@ class ComponentImportError(PluginError):
     """The target or config model of a component cannot be imported; chained to the original exception."""
 
 
-class PluginHookError(PluginError):
-    """An event hook of a plugin raised during a run; names the plugin, its distribution and the hook."""
-
-    exit_code = 1
-
-
 class DataError(UserError):
     """A row, a file or a batch does not have the required form."""
 

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
+from rl_core.plugins.capabilities import Capability
 from rl_serve.chat_format import ChatFormat, read_messages
 from rl_serve.chat_responses import ChatResponses, refuse_with_code
 from rl_serve.chat_service import ChatService, CompleteChat, Completion
@@ -197,9 +198,9 @@ class LocalRoutes:
         """
         schema = read_response_format(body.response_format)
         if schema is not None:
-            refuse_without(self._model, "structured_outputs", "response_format")
+            refuse_without(self._model, Capability.STRUCTURED_OUTPUTS, "response_format")
         if requires_calls(body.tool_choice):
-            refuse_without(self._model, "structured_outputs", "tool_choice")
+            refuse_without(self._model, Capability.STRUCTURED_OUTPUTS, "tool_choice")
         tools = read_offered_tools(body.tools, body.tool_choice, body.parallel_tool_calls, can_require=True)
         if tools and schema is not None:
             raise ApiError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.plugins.capabilities import Capability
 from rl_serve.engine import SamplingRow
 from rl_serve.errors import ApiError
 from rl_serve.requests import SamplingParameters
@@ -100,7 +101,7 @@ def plan_sampling(
     if not greedy:
         options |= _own_sampling(model, parameters)
     if top_logprobs:
-        refuse_without(model, "top_logprobs", names.top_logprobs)
+        refuse_without(model, Capability.TOP_LOGPROBS, names.top_logprobs)
         options["top_logprobs"] = top_logprobs
     if json_schema is not None:
         options["json_schema"] = json_schema

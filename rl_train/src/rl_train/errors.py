@@ -1,10 +1,16 @@
-"""Exceptions of runs: interruptions and full disks. Imports nothing heavy."""
+"""Exceptions of runs: event hooks of plugins, interruptions and full disks. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-from rl_core.errors import CheckpointWriteError, RLCoreError
+from rl_core.errors import CheckpointWriteError, PluginError, RLCoreError
+
+
+class PluginHookError(PluginError):
+    """An event hook of a plugin raised during a run; names the plugin, its distribution and the hook."""
+
+    exit_code = 1
 
 
 class DiskFullError(CheckpointWriteError):

@@ -9,7 +9,7 @@ class PolicyOf(DistributedPolicy):
     """A policy of `worker`, which a subclass sets; its section is that of the backend `hf`."""
 
     worker = None
-    capabilities = ("in_process", "ray", "by_reference", "shared_memory", "topk_logprobs")
+    capabilities = ("in_process", "multiple_ranks", "by_reference", "shared_memory", "topk_logprobs")
 
     def __init__(self, *, config, **kwargs):
         section = HFPolicyConfig(**{**dict(config), "backend": "hf"})

@@ -26,7 +26,7 @@ class PrefixSharing:
         self.enabled = config.shared_prefix != "off" and bool(facts.get("shared_prefix", False))
         self._reason = "`shared_prefix` is off"
         if config.shared_prefix != "off":
-            self._reason = facts.get("shared_prefix_reason", "the backend does not have the capability `shared_prefix`")
+            self._reason = facts.get("shared_prefix_reason", "the backend does not support it")
 
     def columns(self, data: Mapping[str, Any], loss_fn: LossFunction | None = None) -> tuple[str, ...]:
         """The column of prompt ids, if `data` has it and the workers, and in training the loss, can use it."""

@@ -41,12 +41,15 @@ class WeightTransport(ABC):
     """A way to move weights from a policy to a generation backend.
 
     Attributes:
-        name: the capability that both backends list if they support it.
+        name: the name under which it is registered.
+        requires: the capabilities that both backends must have, such as `("disk",)`: it works with every pair of backends that
+            have them. Write them as literals in the class body, so that `rlcore validate` can read them without an import.
         shares_memory: the engine computes with the policy's own tensors and checks that in `update_weights`. Only the first
             refit then compares fingerprints: they would be of the same memory.
     """
 
     name: ClassVar[str]
+    requires: ClassVar[tuple[str, ...]] = ()
     shares_memory: ClassVar[bool] = False
 
     def __init__(self, context: TransportContext) -> None:

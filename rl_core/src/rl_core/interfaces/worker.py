@@ -70,8 +70,8 @@ class PolicyFacts(TypedDict):
     num_trained_parameters: NotRequired[int]
     """Number of those that the optimizer changes; all by default."""
     shared_prefix: NotRequired[bool]
-    """Whether this model computes rows with the same `prompt_id` as one sequence (capability `shared_prefix`). Batches have the
-    column `prompt_id` only if this is true and saves work."""
+    """Whether this model computes rows with the same `prompt_id` as one sequence; false by default. Batches have the column
+    `prompt_id` only if this is true and saves work."""
     shared_prefix_reason: NotRequired[str]
     """Why, or why not."""
 

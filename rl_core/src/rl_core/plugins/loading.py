@@ -1,97 +1,101 @@
-"""Imports one plugin and calls its component hooks; failures become reasons, not exceptions."""
+"""Imports one plugin and calls its component hooks; failures become faults of the plugin, not exceptions."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from typing import Any, NoReturn, TypeVar
 
 import pluggy
 
 from rl_core.errors import PluginError
 from rl_core.plugins import hookspecs
-from rl_core.plugins.component import Component, Kind, KnownComponent, describe, did_you_mean
+from rl_core.plugins.component import Component, KnownComponent, describe, did_you_mean
+from rl_core.plugins.record import Plugin
 
 HEAVY_MODULES = ("torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow")
 """Modules that registration must not import: each adds from a tenth of a second to several seconds to every command."""
 
 T = TypeVar("T")
 
-# A plugin that calls sys.exit() during import must not end the command either.
+# A plugin that ends the interpreter when it is imported must not end the command without a word.
 _WHAT_PLUGINS_RAISE = (Exception, SystemExit)
 
 
-@dataclass(kw_only=True)
-class LoadedModule:
-    """Result of loading one plugin: the object with the hooks, or None if the import failed; for the rest see `Plugin`.
+def load_plugin(plugin: Plugin, load: Callable[[], Any]) -> Any:
+    """Call `load`, which returns the object with the hooks, check these, and call the component hooks.
 
-    `errors` are what went wrong, each with the exception behind it.
+    Fills in `plugin`, and returns the object with the hooks; None if it could not be imported.
     """
-
-    plugin: Any = None
-    components: list[tuple[Kind, Component]] = field(default_factory=list)
-    known: list[KnownComponent] = field(default_factory=list)
-    hooks: tuple[str, ...] = ()
-    import_ms: float = 0.0
-    heavy_modules: tuple[str, ...] = ()
-    errors: list[tuple[str, BaseException]] = field(default_factory=list)
-
-    def call_component_hooks(self) -> None:
-        """Check the hooks, and call those that return components."""
+    heavy_before, loaded, started = _heavy_modules(), None, time.perf_counter()
+    with _contained(plugin):
         try:
-            callers = _checked_hooks(self.plugin)
-        except PluginError as error:
-            self.errors.append((str(error), error))
-            return
-        except pluggy.PluginValidationError as error:
-            self.errors.append((" ".join(str(error).split()), error))
-            return
-        self.hooks = tuple(callers)
-        for name, function in callers.items():
-            if name in hookspecs.KIND_OF_HOOK:
-                self._add_components(name, self._returned(name, function, Component))
-            elif name == hookspecs.KNOWN_COMPONENTS_HOOK:
-                self.known += self._returned(name, function, KnownComponent)
-
-    def _add_components(self, hook: str, returned: list[Component]) -> None:
-        seen: set[str] = set()
-        for component in returned:
-            if component.name in seen:
-                self._reject(f"{hook}() returned {component.name!r} twice")
-            else:
-                seen.add(component.name)
-                self.components.append((hookspecs.KIND_OF_HOOK[hook], component))
-
-    def _returned(self, hook: str, function: Callable[[], Any], expected: type[T]) -> list[T]:
-        """What a hook returned, without items of another class, which are errors."""
-        try:
-            returned = list(function())
+            loaded = load()
         except _WHAT_PLUGINS_RAISE as error:
-            self.errors.append((f"{hook}() raised {describe(error)}", error))
-            return []
-        for item in returned:
-            if not isinstance(item, expected):
-                self._reject(f"{hook}() returned {item!r}, which is not a {expected.__name__}")
-        return [item for item in returned if isinstance(item, expected)]
-
-    def _reject(self, problem: str) -> None:
-        self.errors.append((problem, PluginError(problem)))
-
-
-def load_module(load: Callable[[], Any]) -> LoadedModule:
-    """Call `load`, which returns the object with the hooks, check these, and call the component hooks."""
-    heavy_before, loaded, started = _heavy_modules(), LoadedModule(), time.perf_counter()
-    try:
-        loaded.plugin = load()
-    except _WHAT_PLUGINS_RAISE as error:
-        loaded.errors.append((describe(error), error))
-    loaded.import_ms = (time.perf_counter() - started) * 1000
-    if not loaded.errors:
-        loaded.call_component_hooks()
-    loaded.heavy_modules = tuple(sorted(_heavy_modules() - heavy_before))
+            _fail(plugin, describe(error), error)
+        plugin.import_ms = (time.perf_counter() - started) * 1000
+        if not plugin.error:
+            _call_component_hooks(plugin, loaded)
+    plugin.heavy_modules = tuple(sorted(_heavy_modules() - heavy_before))
     return loaded
+
+
+@contextmanager
+def _contained(plugin: Plugin) -> Iterator[None]:
+    """Record what the plugin prints instead of showing it, since a command may print JSON; make `os._exit` raise."""
+
+    def leave(status: int) -> NoReturn:
+        raise SystemExit(f"it calls os._exit({status})")
+
+    own, os._exit = os._exit, leave
+    try:
+        with redirect_stdout(StringIO()) as printed:
+            yield
+    finally:
+        os._exit = own
+        plugin.printed = printed.getvalue().strip()
+
+
+def _fail(plugin: Plugin, fault: str, error: BaseException | None = None) -> None:
+    plugin.faults.append(fault)
+    plugin.error = plugin.error or error or PluginError(fault)
+
+
+def _call_component_hooks(plugin: Plugin, loaded: Any) -> None:
+    try:
+        callers = _checked_hooks(loaded)
+    except (PluginError, pluggy.PluginValidationError) as error:
+        _fail(plugin, " ".join(str(error).split()), error)
+        return
+    plugin.hooks = tuple(callers)
+    for name, function in callers.items():
+        if name in hookspecs.KIND_OF_HOOK:
+            kind, seen = hookspecs.KIND_OF_HOOK[name], set[str]()
+            for component in _returned(plugin, name, function, Component):
+                if component.name in seen:
+                    _fail(plugin, f"{name}() returned {component.name!r} twice")
+                else:
+                    plugin.components.append((kind, component))
+                seen.add(component.name)
+        elif name == hookspecs.KNOWN_COMPONENTS_HOOK:
+            plugin.known += _returned(plugin, name, function, KnownComponent)
+
+
+def _returned(plugin: Plugin, hook: str, function: Callable[[], Any], expected: type[T]) -> list[T]:
+    """What a hook returned, without items of another class, which are faults."""
+    try:
+        returned = list(function())
+    except _WHAT_PLUGINS_RAISE as error:
+        _fail(plugin, f"{hook}() raised {describe(error)}", error)
+        return []
+    for item in returned:
+        if not isinstance(item, expected):
+            _fail(plugin, f"{hook}() returned {item!r}, which is not a {expected.__name__}")
+    return [item for item in returned if isinstance(item, expected)]
 
 
 def _checked_hooks(plugin: Any) -> dict[str, Callable[[], Any]]:

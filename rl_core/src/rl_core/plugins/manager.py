@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import pluggy
 from packaging.requirements import InvalidRequirement
@@ -18,8 +18,8 @@ from rl_core.errors import BrokenPluginError, PluginError
 from rl_core.plugins import hookspecs
 from rl_core.plugins.component import describe, did_you_mean
 from rl_core.plugins.discovery import InstalledPlugin, installed_plugins
-from rl_core.plugins.loading import load_module
-from rl_core.plugins.record import Origin, Plugin, Registration, Status
+from rl_core.plugins.loading import load_plugin
+from rl_core.plugins.record import Plugin, Registration, Status
 from rl_core.plugins.requirements import RequirementCheck, check_one_of, check_requirements
 
 DISABLE_VARIABLE = "RLCORE_DISABLE_PLUGINS"
@@ -58,43 +58,23 @@ class PluginManager:
         *,
         requirements: tuple[RequirementCheck, ...] = (),
         faults: tuple[str, ...] = (),
-        **origin: Unpack[Origin],
+        **origin: Any,
     ) -> Plugin:
         """Load one plugin and register its components; an exception becomes its status.
 
         `load` returns the object with the hooks, usually by importing a module; `faults` are known problems of the
         distribution, one clause each. The other arguments are fields of `Plugin`.
         """
-        loaded = load_module(load)
-        alternatives = dict.fromkeys((c.one_of, c.install) for _, c in loaded.components if c.one_of)
-        requirements += tuple(check_one_of(one_of, install=install) for one_of, install in alternatives)
-        missing = [check.problem for check in requirements if check.problem is not None]
-        broken = [*faults, *(reason for reason, _ in loaded.errors)]
-        plugin = Plugin(
-            name=name,
-            **origin,
-            # A missing requirement is the cause of a failed import, so it determines the status.
-            status=Status.MISSING if missing else Status.FAILED if broken else Status.READY,
-            reason="; ".join([*missing, *broken]) or None,
-            requirements=requirements,
-            components=tuple(loaded.components),
-            known=tuple(loaded.known),
-            hooks=loaded.hooks,
-            import_ms=loaded.import_ms,
-            heavy_modules=loaded.heavy_modules,
-            error=loaded.errors[0][1] if loaded.errors else None,
-        )
+        plugin = Plugin(name=name, requirements=requirements, faults=list(faults), **origin)
+        loaded = load_plugin(plugin, load)
+        alternatives = dict.fromkeys((c.one_of, c.install) for _, c in plugin.components if c.one_of)
+        plugin.requirements += tuple(check_one_of(one_of, install=install) for one_of, install in alternatives)
         self.plugins.append(plugin)
         if plugin.status is Status.READY:
             hook_name = f"{plugin.distribution}:{name}:{len(self.plugins)}"
             self._by_hook_name[hook_name] = plugin
-            self._hooks.register(loaded.plugin, name=hook_name)
+            self._hooks.register(loaded, name=hook_name)
         return plugin
-
-    def add_disabled(self, name: str, **origin: Unpack[Origin]) -> Plugin:
-        """Record a plugin that is not loaded, for listings and errors."""
-        self.plugins.append(Plugin(name=name, **origin, status=Status.DISABLED, reason=f"disabled by {DISABLE_VARIABLE}"))
-        return self.plugins[-1]
 
     def event_hooks(self, event: str) -> list[tuple[Plugin, Any]]:
         """The working plugins that implement an event hook, the last registered first, each with pluggy's `HookImpl`."""
@@ -131,7 +111,7 @@ def discover(*, strict: bool | None = None) -> PluginManager:
         matches = {name for name in disabled if name == installed.entry_point.name or canonicalize_name(name) == distribution}
         unused -= matches
         if matches:
-            manager.add_disabled(installed.entry_point.name, **_origin(installed))
+            manager.plugins.append(Plugin(name=installed.entry_point.name, is_disabled=True, **_origin(installed)))
         else:
             _add_installed(manager, installed)
     names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
@@ -159,9 +139,9 @@ def _add_installed(manager: PluginManager, plugin: InstalledPlugin) -> None:
     manager.add(name, load, requirements=requirements, faults=tuple(faults), **_origin(plugin))
 
 
-def _origin(plugin: InstalledPlugin) -> Origin:
+def _origin(plugin: InstalledPlugin) -> dict[str, Any]:
     module, location = plugin.entry_point.value, str(plugin.location)
-    return Origin(distribution=plugin.name, version=plugin.version, module=module, location=location)
+    return {"distribution": plugin.name, "version": plugin.version, "module": module, "location": location}
 
 
 def _strict_from_environment() -> bool:

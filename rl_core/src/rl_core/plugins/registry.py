@@ -47,7 +47,7 @@ class Registry:
             ComponentImportError: It is a path, and there is no such package, module or class.
         """
         wanted = Kind(kind)
-        needs = tuple(requires)
+        needs = tuple(map(str, requires))
         if is_path(name):
             return _component_at(name, kind=wanted, needs=needs)
         same_name = [r for r in self.manager.registrations if r.component.name == name]
@@ -71,6 +71,13 @@ class Registry:
     def all(self, kind: str) -> list[Component]:
         """The components of this kind that working plugins register, sorted by name."""
         return sorted((r.component for r in self._ready(Kind(kind))), key=lambda component: component.name)
+
+    def collisions(self) -> list[str]:
+        """The components that several plugins register, with the plugins, one sentence each."""
+        same: dict[tuple[Kind, str], list[Registration]] = {}
+        for registration in self.manager.registrations:
+            same.setdefault((registration.kind, registration.component.name), []).append(registration)
+        return [str(_twice(kind, name, matches)) for (kind, name), matches in same.items() if len(matches) > 1]
 
     def known(self) -> list[KnownComponent]:
         """The components that `rlcore_known_components` of any plugin names, installed or not."""

@@ -58,11 +58,6 @@ def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
     return math.prod(shape) * dtype_of(dtype).itemsize
 
 
-def total_bytes(manifest: RefitManifest) -> int:
-    """Number of bytes of all tensors together."""
-    return sum(tensor_bytes(shape, dtype) for shape, dtype in manifest.values())
-
-
 def manifest_to_send(manifest: RefitManifest, receiver_dtypes: Mapping[str, str]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype in which each weight is sent: in the receiver's dtype if it is narrower, since it would round anyway.
 

@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
+from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.value import ValueInterface
+from rl_core.interfaces.worker import GenerationWorker, PolicyWorker
+from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Kind
 from rl_core.testing.environments.trial import first_argument
 from rl_core.testing.outputs.columns import class_label
@@ -135,6 +138,52 @@ def check_class(component: Any, kind: Kind, arguments: Collection[str] = ()) -> 
         raise ConfigError(problem)
 
 
+_BY_HANDLES = (Capability.BY_REFERENCE, Capability.SHARED_MEMORY, Capability.DISK)
+_WEIGHTS_BY: Mapping[Kind, Mapping[str, str]] = {
+    Kind.POLICY: {
+        **dict.fromkeys(_BY_HANDLES, "get_weights_ipc_handles"),
+        Capability.COLLECTIVE: "broadcast_weights_for_collective",
+    },
+    Kind.GENERATION: {
+        **dict.fromkeys(_BY_HANDLES, "update_weights"),
+        Capability.COLLECTIVE: "update_weights_from_collective",
+    },
+}
+
+
+def check_capabilities(created: Any, kind: Kind, declared: Collection[str]) -> None:
+    """Compare the capabilities that a backend declares with what its code shows.
+
+    Args:
+        created: the policy or the engine.
+        kind: its kind.
+        declared: its capabilities.
+
+    Raises:
+        ConfigError: it declares one that its code does not have, or has several ranks without declaring support for them.
+    """
+    worker = created.worker_class if isinstance(created, WorkerFacade) else type(created)
+    methods = {**_WEIGHTS_BY[kind], Capability.SCALAR_HEAD: "get_values", Capability.TOPK_LOGPROBS: "get_topk_logprobs"}
+    for capability in declared:
+        if capability == Capability.ASYNC_ROWS and not created.streams_rows:
+            missing = "poll" if isinstance(created, WorkerFacade) else "generate_async"
+        elif capability in methods and _lacks(worker, methods[capability]):
+            missing = methods[capability]
+        else:
+            continue
+        raise ConfigError(
+            f"{class_label(type(created))} declares the capability {str(capability)!r}, but {class_label(worker)} does not "
+            f"implement `{missing}`. Implement it, or remove the capability."
+        )
+    ranks = created.group.world_size if kind is Kind.POLICY and isinstance(created, WorkerFacade) else 1
+    if ranks > 1 and Capability.MULTIPLE_RANKS not in declared:
+        raise ConfigError(
+            f"{class_label(type(created))} has {ranks} ranks, but does not declare the capability 'multiple_ranks'. Ranks that "
+            "exchange no gradients train different models. Set cluster.num_nodes and cluster.workers_per_node to 1. If the "
+            "ranks exchange gradients, declare the capability."
+        )
+
+
 def check_environment_class(worker_class: Any, name: str) -> None:
     """Check that a class has a method `step`, and a constructor that takes at most its section.
 
@@ -163,7 +212,7 @@ def _lacks(component: type, method: str) -> bool:
     if method == _REFERENCE and not _lacks(component, "get_reference_logprobs"):
         return False
     own = getattr(component, method, None)
-    interfaces = (ColocatablePolicyInterface, ValueInterface, GenerationInterface)
+    interfaces = (ColocatablePolicyInterface, ValueInterface, GenerationInterface, PolicyWorker, GenerationWorker)
     return own is None or any(own is getattr(base, method, None) for base in interfaces)
 
 

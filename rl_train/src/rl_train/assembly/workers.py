@@ -22,14 +22,15 @@ from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
-from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.capabilities import Capability
+from rl_core.plugins.component import Component, Kind, capability_problem, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.trial import first_argument
-from rl_train.assembly.contracts import check_class, check_environment_class
+from rl_train.assembly.contracts import check_capabilities, check_class, check_environment_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, transports_between
 from rl_train.config.rules.sampling import (
-    HELD_DIGESTS,
     IN_PROCESS_TRANSPORTS,
+    with_transports_of_plugins,
     without_canary,
 )
 from rl_train.config.schedule_lengths import with_schedule_lengths
@@ -220,7 +221,12 @@ class Builder:
             user_code = reporting_errors(f"{component.name}(...)", target) if is_path(component.name) else nullcontext()
             with user_code:
                 created = target(**arguments)
-            check_class(type(created), kind)
+            try:
+                check_class(type(created), kind)
+                check_capabilities(created, kind, capabilities_of(component))
+            except ConfigError:
+                created.shutdown()
+                raise
         return created
 
     def environments(self) -> dict[str, EnvironmentInterface]:
@@ -284,7 +290,8 @@ class Builder:
             )
         engine_capabilities = capabilities_of(self.registry.find("generation", section.backend))
         calibration = CanaryCalibration()
-        uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=HELD_DIGESTS in engine_capabilities)
+        digests_are_held = Capability.HELD_WEIGHT_DIGESTS in engine_capabilities
+        uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=digests_are_held)
         synchronizer = WeightSynchronizer(
             policy,
             generation,
@@ -297,7 +304,7 @@ class Builder:
             folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
             canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if uses_canary else None,
             calibration=calibration,
-            digests_are_held=HELD_DIGESTS in engine_capabilities,
+            digests_are_held=digests_are_held,
             num_receivers=generation.num_workers,
             wait=wait_together,
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
@@ -368,6 +375,8 @@ class Builder:
         else:
             assert self.engine_cluster is not None
             names = transports_between(self.cluster, self.engine_cluster)
+        if configured is None:
+            names = with_transports_of_plugins(names, self.registry)
         return [self.registry.find("weight_transport", name).load() for name in names]
 
     def loggers(self, folder: Path) -> list[Logger]:
@@ -381,5 +390,12 @@ class Builder:
 
 
 def capabilities_of(component: Component) -> tuple[str, ...]:
-    """The registered capabilities of a component, or those declared on its class if it is given by its path."""
-    return component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
+    """The registered capabilities of a component, or those declared on its class if it is given by its path.
+
+    Raises:
+        ConfigError: one does not exist.
+    """
+    capabilities = component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
+    if (problem := capability_problem(capabilities)) is not None:
+        raise ConfigError(f"{component.name}: {problem}")
+    return capabilities

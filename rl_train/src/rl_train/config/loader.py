@@ -19,7 +19,6 @@ from rl_core.config.diagnostics import Problem, Problems
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
-from rl_core.plugins.import_path import search_modules_in
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import expand_aliases
@@ -35,7 +34,7 @@ from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
 from rl_train.config.section_models import model_at
 from rl_train.config.section_resolver import resolve_sections
-from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources
+from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources, search_modules_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 from rl_core.config.diagnostics import Problems, nearest, show
 from rl_core.config.source_tree import Node, SourceLocation, node_from_plain
+from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_train.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20
@@ -70,6 +72,13 @@ def refuse_missing(files: ConfigFiles) -> None:
         if "\0" not in source and not os.path.exists(source):
             problems.add(_unreadable(source, FileNotFoundError()), location=None, path=())
     problems.raise_if_any()
+
+
+def search_modules_in(folders: Iterable[str]) -> None:
+    """Replace `MODULE_FOLDERS`."""
+    sys.path[:] = [entry for entry in sys.path if entry not in MODULE_FOLDERS]
+    MODULE_FOLDERS[:] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    sys.path.extend(MODULE_FOLDERS)
 
 
 def folders_of_files(written: Node) -> list[str]:

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.errors import PluginHookError
 from rl_core.plugins import hookspecs
 from rl_core.plugins.component import describe
 from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
 from rl_core.plugins.record import Plugin
+from rl_train.errors import PluginHookError
 
 
 def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rl_core.errors import MissingCapabilityError
 from rl_core.interfaces.weights import WeightTransport
+from rl_core.plugins.component import capability_problem
 
 
 def choose_transport(
@@ -15,20 +16,24 @@ def choose_transport(
     generation_supports: Collection[str],
     name: str | None = None,
 ) -> type[WeightTransport]:
-    """The named transport, or the first that both sides support.
+    """The named transport, or the first whose requirements both sides have.
+
+    Args:
+        transports: the registered transports, in the order in which they are tried.
+        policy_supports: capabilities of the policy backend.
+        generation_supports: capabilities of the generation backend.
+        name: the only one to try.
 
     Raises:
         MissingCapabilityError: there is none; lists what each side supports.
     """
-    candidates = [transport for transport in transports if name is None or transport.name == name]
-    for transport in candidates:
-        if transport.name in policy_supports and transport.name in generation_supports:
+    by_policy, by_generation = (_supported(transports, names) for names in (policy_supports, generation_supports))
+    for transport in transports:
+        if name in (None, transport.name) and transport.name in by_policy and transport.name in by_generation:
             return transport
-    names = [transport.name for transport in transports]
     supported = (
-        f"Registered transports: {_listed(names)}. The policy backend supports "
-        f"{_listed([n for n in names if n in policy_supports])}, the generation backend "
-        f"{_listed([n for n in names if n in generation_supports])}."
+        f"Transports: {_listed(transport.name for transport in transports)}. The policy backend supports "
+        f"{_listed(by_policy)}, the generation backend {_listed(by_generation)}."
     )
     if name is not None:
         raise MissingCapabilityError(
@@ -37,5 +42,13 @@ def choose_transport(
     raise MissingCapabilityError(f"Policy and generation backend have no weight transport in common. {supported}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _supported(transports: Sequence[type[WeightTransport]], capabilities: Collection[str]) -> list[str]:
+    """The names of the transports whose requirements a backend with these capabilities has."""
+    for transport in transports:
+        if (problem := capability_problem(transport.requires)) is not None:
+            raise MissingCapabilityError(f"The weight transport {transport.name!r} cannot be used: {problem}")
+    return [transport.name for transport in transports if {*transport.requires} <= {*capabilities}]
+
+
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem
+from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Kind, is_path
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 
-ASYNC_CAPABILITIES = ("async_rows", "refit_in_flight")
+ASYNC_CAPABILITIES = (Capability.ASYNC_ROWS, Capability.REFIT_IN_FLIGHT)
 """Capabilities of an engine whose rows join, leave and span refits while others run."""
 ENGINE_SHARES_GPUS = (
     "policy and engine share their GPUs, so the engine sleeps while a model is trained and cannot sample ahead. Set "
@@ -77,10 +78,10 @@ def engine_continues_rows_over_refits(config: CheckedConfig) -> Iterator[Problem
     if run.rollout.max_staleness == 0 or generation is None or is_path(generation.backend):
         return
     capabilities = config.registry.find(Kind.GENERATION, generation.backend).capabilities
-    missing = [name for name in ASYNC_CAPABILITIES if name not in capabilities]
+    missing = [repr(str(name)) for name in ASYNC_CAPABILITIES if name not in capabilities]
     if missing:
         yield Problem(
             ("policy", "generation", "backend"),
-            f"the engine {generation.backend!r} does not have the capability {' or '.join(map(repr, missing))}, so its rows "
+            f"the engine {generation.backend!r} does not have the capability {' or '.join(missing)}, so its rows "
             "cannot continue during training and refits. Set rollout.max_staleness to 0, or choose another engine.",
         )

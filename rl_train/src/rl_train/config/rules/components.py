@@ -9,6 +9,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import ComponentSection
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import PluginError
+from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.requirements import unmet_needs
 from rl_train.config.config_layout import SectionSchema
@@ -58,13 +59,15 @@ def policy_backend_has_the_capabilities(config: CheckedConfig, name: str, model:
     """The backend of a model supports its batching, its head and the cluster."""
     required: list[tuple[KeyPath, str, str]] = [
         ((name, batching, "enabled"), "true", batching)
-        for batching in ("dynamic_batching", "sequence_packing")
+        for batching in (Capability.DYNAMIC_BATCHING, Capability.SEQUENCE_PACKING)
         if getattr(model, batching).enabled
     ]
     if model.head == "scalar":
-        required.append(((name, "head"), "scalar", "scalar_head"))
+        required.append(((name, "head"), "scalar", Capability.SCALAR_HEAD))
     if config.run.cluster.backend == "in_process":
-        required.append((("cluster", "backend"), "in_process", "in_process"))
+        required.append((("cluster", "backend"), "in_process", Capability.IN_PROCESS))
+    elif (ranks := config.run.cluster.num_nodes * config.run.cluster.workers_per_node) > 1:
+        required.append((("cluster",), f"{ranks} ranks", Capability.MULTIPLE_RANKS))
     for key, setting, capability in required:
         yield from _lacks(config, key, setting, (name,), Kind.POLICY, model.backend, capability)
 
@@ -75,11 +78,11 @@ def generation_backend_has_the_capabilities(config: CheckedConfig, generation: G
     at = ("policy", "generation")
     required: list[tuple[KeyPath, str, str]] = []
     if config.run.cluster.backend == "in_process":
-        required.append((("cluster", "backend"), "in_process", "in_process"))
+        required.append((("cluster", "backend"), "in_process", Capability.IN_PROCESS))
     if generation.top_p < 1.0:
-        required.append(((*at, "top_p"), f"{generation.top_p}", "top_p"))
+        required.append(((*at, "top_p"), f"{generation.top_p}", Capability.TOP_P))
     if generation.top_k is not None:
-        required.append(((*at, "top_k"), f"{generation.top_k}", "top_k"))
+        required.append(((*at, "top_k"), f"{generation.top_k}", Capability.TOP_K))
     for key, setting, capability in required:
         yield from _lacks(config, key, setting, at, Kind.GENERATION, generation.backend, capability)
 
@@ -90,7 +93,7 @@ def policy_backend_has_the_logprobs_of_the_loss(config: CheckedConfig, name: str
     run = config.run
     if model.head == "tokens" and run.loss_fn.num_candidates:
         setting = f"the loss {run.loss_fn.name or run.algorithm.default_loss!r}"
-        yield from _lacks(config, (name, "backend"), setting, (name,), Kind.POLICY, model.backend, "topk_logprobs")
+        yield from _lacks(config, (name, "backend"), setting, (name,), Kind.POLICY, model.backend, Capability.TOPK_LOGPROBS)
 
 
 def _lacks(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rl_core.config.diagnostics import Problem, comma_separated, show
 from rl_core.config.schema import GenerationConfig
 from rl_core.errors import PluginError
+from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config.rules.models import each_engine
 from rl_train.config.rules.rule import CONFIG_FILE, TRAINING, CheckedConfig, Stage, rule
 from rl_train.config.static_attribute import static_attribute
 
-HELD_DIGESTS = "held_weight_digests"
-"""Capability of a generation backend whose weight digests cover the tensors that it computes with."""
 IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
 """Transports that are tried in one process if `refit_transport` is not set, the cheapest first."""
+_BUILT_IN_TRANSPORTS = (*IN_PROCESS_TRANSPORTS, "collective", "disk")
 _GENERATION = ("policy", "generation")
 
 
@@ -33,6 +33,11 @@ def default_transports(num_nodes: int, *, on_gpus: bool | None, is_colocated: bo
     """
     shares_memory = is_colocated if on_gpus else num_nodes == 1 or (on_gpus is None and is_colocated)
     return ("shared_memory", "collective") if shares_memory else ("collective",)
+
+
+def with_transports_of_plugins(names: tuple[str, ...], registry: Registry) -> tuple[str, ...]:
+    """The transports `names`, then the transports of other plugins by name, which are tried after ours."""
+    return (*names, *(name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name not in _BUILT_IN_TRANSPORTS))
 
 
 @rule("algorithm", "policy.generation", applies_to=TRAINING, each=each_engine)
@@ -111,16 +116,16 @@ def synced_weights_are_verified(config: CheckedConfig, generation: GenerationCon
     if generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
         return
     known = generation.backend in config.registry.names(Kind.GENERATION)
-    if known and HELD_DIGESTS not in config.registry.find(Kind.GENERATION, generation.backend).capabilities:
+    if known and Capability.HELD_WEIGHT_DIGESTS not in config.registry.find(Kind.GENERATION, generation.backend).capabilities:
         yield Problem((*_GENERATION, "refit_canary"), without_canary(generation.backend))
 
 
 def without_canary(backend: str) -> str:
-    """The error for a config without the canary, which an engine without `HELD_DIGESTS` requires."""
+    """The error for a config without the canary, which an engine that digests the weights that it received requires."""
     return (
         f"the engine {backend!r} requires the canary: its fingerprint covers the weights that it received, not the tensors "
-        f"that it computes with (it does not have the capability {HELD_DIGESTS!r}). Keep refit_canary: true, and do not "
-        "change logits."
+        f"that it computes with (it does not have the capability {str(Capability.HELD_WEIGHT_DIGESTS)!r}). Keep refit_canary: "
+        "true, and do not change logits."
     )
 
 
@@ -138,9 +143,9 @@ def weight_transport_is_supported(config: CheckedConfig, generation: GenerationC
         yield Problem(at, str(error))
         return
     for kind, backend in ((Kind.POLICY, config.run.policy.backend), (Kind.GENERATION, generation.backend)):
-        supported = _capabilities(config.registry, kind, backend)
-        if supported is not None and transport not in supported:
-            known = comma_separated(name for name in config.registry.names(Kind.WEIGHT_TRANSPORT) if name in supported)
+        capabilities = _capabilities(config.registry, kind, backend)
+        if capabilities is not None and transport not in _transports_with(capabilities, config.registry, [transport]):
+            known = comma_separated(_transports_with(capabilities, config.registry))
             yield Problem(at, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {known or 'none'}.")
 
 
@@ -156,13 +161,14 @@ def backends_have_a_common_transport(config: CheckedConfig, generation: Generati
         own = generation.resources
         nodes = run.cluster.num_nodes if own is None else max(run.cluster.num_nodes, own.num_nodes)
         tried = default_transports(nodes, on_gpus=run.cluster.use_gpus, is_colocated=own is None)
+    tried = with_transports_of_plugins(tried, registry)
     policy = _capabilities(registry, Kind.POLICY, run.policy.backend)
     engine = _capabilities(registry, Kind.GENERATION, generation.backend)
-    if policy is None or engine is None or {*tried} & {*policy} & {*engine}:
+    if policy is None or engine is None:
         return
-    of_policy, of_engine = (
-        [name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name in supported] for supported in (policy, engine)
-    )
+    of_policy, of_engine = (_transports_with(capabilities, registry) for capabilities in (policy, engine))
+    if {*tried} & {*of_policy} & {*of_engine}:
+        return
     shared = [name for name in of_policy if name in of_engine]
     where = "in one process" if run.cluster.backend == "in_process" else f"on {run.cluster.num_nodes} node(s)"
     yield Problem(
@@ -176,6 +182,15 @@ def backends_have_a_common_transport(config: CheckedConfig, generation: Generati
             else "Choose another generation backend or policy backend."
         ),
     )
+
+
+def _transports_with(capabilities: Collection[str], registry: Registry, names: Collection[str] | None = None) -> list[str]:
+    """The transports, of all or of `names`, whose requirements a backend with these capabilities has."""
+    required = {
+        name: static_attribute(registry.find(Kind.WEIGHT_TRANSPORT, name).target, "requires")
+        for name in names or registry.names(Kind.WEIGHT_TRANSPORT)
+    }
+    return [name for name, needed in required.items() if not isinstance(needed, tuple) or {*needed} <= {*capabilities}]
 
 
 def _capabilities(registry: Registry, kind: Kind, backend: str) -> tuple[str, ...] | None:

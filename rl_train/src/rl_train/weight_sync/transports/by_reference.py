@@ -20,6 +20,7 @@ class ByReferenceTransport(WeightTransport):
     """
 
     name: ClassVar[str] = "by_reference"
+    requires: ClassVar[tuple[str, ...]] = ("by_reference",)
     shares_memory: ClassVar[bool] = True
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:

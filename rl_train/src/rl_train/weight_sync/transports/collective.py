@@ -9,13 +9,14 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.weights.collective import abort_rendezvous
-from rl_core.weights.manifest import manifest_to_send, total_bytes
+from rl_core.weights.manifest import manifest_to_send, tensor_bytes
 
 
 class CollectiveTransport(WeightTransport):
     """Policy and generation backend anywhere: broadcasts from the policy's rank 0 to every generation worker."""
 
     name: ClassVar[str] = "collective"
+    requires: ClassVar[tuple[str, ...]] = ("collective",)
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
@@ -34,7 +35,8 @@ class CollectiveTransport(WeightTransport):
         policy.prepare_weights_for_ipc(self.context.buffer_bytes // 2, receiver_dtypes=self.context.receiver_dtypes())
         wait([*policy.broadcast_weights_for_collective(), *generation.update_weights_from_collective()], deadline_s)
         self._joined = group
-        return total_bytes(manifest_to_send(policy.prepare_refit_info() or {}, self.context.receiver_dtypes()))
+        sent = manifest_to_send(policy.prepare_refit_info() or {}, self.context.receiver_dtypes())
+        return sum(tensor_bytes(shape, dtype) for shape, dtype in sent.values())
 
     def _join(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
         ip, port = self._new_meeting_point()

@@ -31,6 +31,7 @@ class DiskTransport(WeightTransport):
     """Policy and generation backend on any nodes with a shared folder (`policy.generation.refit_folder`)."""
 
     name: ClassVar[str] = "disk"
+    requires: ClassVar[tuple[str, ...]] = ("disk",)
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
         with _own_folder(self.context.folder) as folder:

@@ -18,6 +18,7 @@ class SharedMemoryTransport(WeightTransport):
     """
 
     name: ClassVar[str] = "shared_memory"
+    requires: ClassVar[tuple[str, ...]] = ("shared_memory",)
 
     def push(self, policy: ColocatablePolicyInterface, generation: GenerationInterface) -> int:
         sweep()
