@@ -22,7 +22,7 @@ HEAVY_MODULES = ("torch", "ray", "numpy", "transformers", "vllm", "megatron", "j
 
 T = TypeVar("T")
 
-# A plugin that ends the interpreter when it is imported must not end the command without a word.
+# A plugin that ends the interpreter when it is imported must not end the command.
 _WHAT_PLUGINS_RAISE = (Exception, SystemExit)
 
 
