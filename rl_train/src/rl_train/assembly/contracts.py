@@ -21,7 +21,7 @@ from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.value import ValueInterface
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker
 from rl_core.plugins.capabilities import Capability
-from rl_core.plugins.component import Kind
+from rl_core.plugins.component import Component, Kind, capability_problem
 from rl_core.testing.environments.trial import first_argument
 from rl_core.testing.outputs.columns import class_label
 from rl_train.algorithms.kl_penalty import kl_in_reward
@@ -136,6 +136,18 @@ def check_class(component: Any, kind: Kind, arguments: Collection[str] = ()) -> 
     contract = replace(CONTRACTS[kind], arguments=tuple(arguments))
     if (problem := contract.problem(component)) is not None:
         raise ConfigError(problem)
+
+
+def capabilities_of(component: Component) -> tuple[str, ...]:
+    """The registered capabilities of a component, or those declared on its class if it is given by its path.
+
+    Raises:
+        ConfigError: one does not exist.
+    """
+    capabilities = component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
+    if (problem := capability_problem(capabilities)) is not None:
+        raise ConfigError(f"{component.name}: {problem}")
+    return capabilities
 
 
 _BY_HANDLES = (Capability.BY_REFERENCE, Capability.SHARED_MEMORY, Capability.DISK)

@@ -23,10 +23,10 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.capabilities import Capability
-from rl_core.plugins.component import Component, Kind, capability_problem, is_path
+from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.trial import first_argument
-from rl_train.assembly.contracts import check_capabilities, check_class, check_environment_class
+from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class, check_environment_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, transports_between
 from rl_train.config.rules.sampling import (
     IN_PROCESS_TRANSPORTS,
@@ -387,15 +387,3 @@ class Builder:
                 loggers.append(self.registry.find("logger", name).load()(config=section, folder=folder))
                 self.exits.callback(loggers[-1].finish)
         return loggers
-
-
-def capabilities_of(component: Component) -> tuple[str, ...]:
-    """The registered capabilities of a component, or those declared on its class if it is given by its path.
-
-    Raises:
-        ConfigError: one does not exist.
-    """
-    capabilities = component.capabilities or tuple(getattr(component.load(), "capabilities", ()))
-    if (problem := capability_problem(capabilities)) is not None:
-        raise ConfigError(f"{component.name}: {problem}")
-    return capabilities
