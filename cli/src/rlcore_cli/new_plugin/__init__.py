@@ -1,0 +1,1 @@
+"""`rlcore new-plugin`: writes the repository of a plugin from the templates in this package."""

@@ -1,0 +1,123 @@
+"""The files of a new plugin: templates filled with its name."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from rl_core.errors import ConfigError
+from rl_core.plugins.hookspecs import KIND_OF_HOOK
+from rl_core.plugins.manager import discover
+from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS, PluginKind
+
+_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_SUFFIX = ".j2"
+_SHARED = "shared"
+_PREFIX = "rlcore"
+_OWN_PACKAGES = ("cli",)
+"""Names whose package would be one of ours."""
+
+
+def write_plugin(name: str, option: str, parent: Path) -> Path:
+    """Write the repository of a plugin into a new folder.
+
+    Args:
+        name: Name of the component and of the entry point.
+        option: One of `PLUGIN_KINDS`.
+        parent: Where the folder is created.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: The name is invalid or taken, or the folder exists.
+    """
+    files = plugin_files(name, option)
+    folder = parent / _distribution(name)
+    if folder.exists():
+        raise ConfigError(f"{folder} exists: choose another name or folder. Existing files are never changed.")
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return folder
+
+
+def plugin_files(name: str, option: str) -> dict[str, str]:
+    """The text of each file of a plugin, by its path in the repository.
+
+    Raises:
+        ConfigError: The name is invalid or taken.
+    """
+    kind = PLUGIN_KINDS[option]
+    _check_name(name, kind)
+    templates = Environment(
+        loader=PackageLoader("rlcore_cli.new_plugin"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        autoescape=False,
+    )
+    values = _values(name, option, kind)
+    files = {}
+    for source in templates.list_templates():
+        folder, _, path = source.removesuffix(_SUFFIX).partition("/")
+        text = templates.get_template(source).render(values) if folder in (_SHARED, option) else ""
+        if text:
+            # A wheel has no files with a leading dot if a tool leaves them out, so the template has another name.
+            files[path.replace("package", f"src/{values['package']}", 1).replace("github", ".github", 1)] = text
+    return files
+
+
+def _values(name: str, option: str, kind: PluginKind) -> dict[str, Any]:
+    package = f"{_PREFIX}_{name.replace('-', '_')}"
+    cls = "".join(word.capitalize() for word in re.split("[-_]", name))
+    target = kind.target.format(cls=cls)
+    return {
+        "name": name,
+        "option": option,
+        "kind": kind,
+        "cls": cls,
+        "package": package,
+        "distribution": _distribution(name),
+        "hook": next(hook for hook, of in KIND_OF_HOOK.items() if of is kind.kind),
+        "target": target if target.startswith("rl_") else f"{package}.{target}",
+        "kit": kind.kit.partition(":") if kind.kit is not None else None,
+        "requires": [requirement_of(distribution) for distribution in ("rl-core", *kind.requires)],
+        "testing": [requirement_of(distribution) for distribution in _testing(kind)],
+    }
+
+
+def _testing(kind: PluginKind) -> list[str]:
+    return ["pytest", "rl-core[testing]", *(["rl-train"] if (kind.kit or "").startswith("rl_train") else [])]
+
+
+def requirement_of(distribution: str) -> str:
+    """The requirement on one of our distributions in the version that is installed; other names as they are."""
+    if not distribution.startswith("rl-"):
+        return distribution
+    minor = version("rl-core").rpartition(".")[0]
+    return f"{distribution}~={minor}.0"
+
+
+def _distribution(name: str) -> str:
+    return f"{_PREFIX}-{name.replace('_', '-')}"
+
+
+def _check_name(name: str, kind: PluginKind) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a valid plugin name: begin with a lower-case letter, and use lower-case letters and digits, "
+            "with single `-` or `_` between them, such as `acme` or `long-sums`."
+        )
+    if name in _OWN_PACKAGES:
+        raise ConfigError(f"The package of a plugin {name!r} would replace {_PREFIX}_{name}: choose another name.")
+    for registration in discover().registrations:
+        if registration.kind == kind.kind and registration.component.name == name:
+            raise ConfigError(
+                f"{registration.plugin.label} registers a {kind.kind.label} {name!r}, and a config that uses a name twice is "
+                "rejected: choose another name."
+            )
