@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS
+
 
 def new_plugin(
     name: Annotated[
@@ -15,8 +17,7 @@ def new_plugin(
     kind: Annotated[
         str,
         typer.Option(
-            help="environment, session-environment, tool-environment, agent, reward-function, policy, generation, algorithm, "
-            "loss, dataset, logger, weight-transport, command or sandbox.",
+            help=f"One of {', '.join(PLUGIN_KINDS)}.",
             show_default=False,
         ),
     ],
@@ -27,11 +28,10 @@ def new_plugin(
 
     Example:
         rlcore new-plugin long-sums --kind environment
-        rlcore new-plugin acme --kind generation
+        rlcore new-plugin acme --kind loss
     """
     from rl_core.errors import ConfigError
     from rl_core.plugins.component import did_you_mean
-    from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS
     from rlcore_cli.new_plugin.scaffold import write_plugin
 
     if kind not in PLUGIN_KINDS:

@@ -17,7 +17,7 @@ class PluginKind:
         target: "module:Attribute", with `{cls}` for the class prefix. A module of the plugin, unless it begins with "rl_".
         has_config: Whether the component has a config model, `{cls}Config` in the module `config`.
         capabilities: Of the component.
-        kit: "module:Class" of its conformance tests; None if there are none for this kind.
+        kit: "module:Class" of its conformance tests; None if the kind has only those of every plugin.
         requires: Distributions that the plugin needs in addition to rl-core.
         trains: Whether `train.yaml` can use the component.
     """
@@ -78,20 +78,20 @@ PLUGIN_KINDS = {
         kind=Kind.ALGORITHM,
         summary="Trains on the best of N samples of each prompt",
         target="algorithm:train",
-        kit="rl_train.testing:AlgorithmConformance",
+        kit=None,
         requires=("rl-train",),
     ),
     "dataset": PluginKind(
         kind=Kind.DATASET,
         summary="Generated subtraction problems",
         target="dataset:{cls}Dataset",
-        kit="rl_train.testing:DatasetConformance",
+        kit=None,
     ),
     "logger": PluginKind(
         kind=Kind.LOGGER,
         summary="Writes chosen metrics to a CSV file",
         target="logger:{cls}Logger",
-        kit="rl_train.testing:LoggerConformance",
+        kit=None,
         requires=("rl-train",),
     ),
     "command": PluginKind(
@@ -99,7 +99,7 @@ PLUGIN_KINDS = {
         summary="Print the step of a run with the best value of a metric",
         target="command:best",
         has_config=False,
-        kit="rl_core.testing:CommandConformance",
+        kit=None,
         requires=("typer",),
         trains=False,
     ),
@@ -108,7 +108,7 @@ PLUGIN_KINDS = {
         summary="The local sandbox, with a record of every program that it ran",
         target="sandbox:{cls}Sandbox",
         has_config=False,
-        kit="rl_core.testing:SandboxConformance",
+        kit=None,
         requires=("rl-sandbox",),
         trains=False,
     ),

@@ -10,8 +10,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rl_core.errors import ConfigError
+from rl_core.plugins.component import Kind
 from rl_core.plugins.hookspecs import KIND_OF_HOOK
 from rl_core.plugins.manager import discover
+from rlcore_cli.main import COMMANDS
 from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS, PluginKind
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
@@ -115,9 +117,11 @@ def _check_name(name: str, kind: PluginKind) -> None:
         )
     if name in _OWN_PACKAGES:
         raise ConfigError(f"The package of a plugin {name!r} would replace {_PREFIX}_{name}: choose another name.")
+    if kind.kind is Kind.COMMAND and name in COMMANDS:
+        raise ConfigError(f"`rlcore` has a command {name!r}, which a plugin cannot replace: choose another name.")
     for registration in discover().registrations:
         if registration.kind == kind.kind and registration.component.name == name:
             raise ConfigError(
-                f"{registration.plugin.label} registers a {kind.kind.label} {name!r}, and a config that uses a name twice is "
+                f"{registration.plugin.label} registers the {kind.kind.label} {name!r}, and a config that uses a name twice is "
                 "rejected: choose another name."
             )

@@ -1,0 +1,170 @@
+"""`rlcore new-plugin`: generated plugins are formatted, installed and ready; in `test-full` they pass the kit and train."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rl_core.plugins.manager import discover
+from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS
+from rlcore_cli.new_plugin.scaffold import plugin_files
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "examples"
+NAMES = {option: f"acme-{option.replace('-', '_')}" for option in PLUGIN_KINDS}
+TRAINING = [option for option, kind in PLUGIN_KINDS.items() if kind.trains]
+
+
+@pytest.fixture
+def generate(rlcore, tmp_path):
+    """Run the command; returns the folder of the plugin."""
+
+    def run(option, name=None):
+        name = name or NAMES[option]
+        code, output = rlcore("new-plugin", name, "--kind", option, folder=tmp_path)
+        assert code == 0, output
+        return tmp_path / f"rlcore-{name.replace('_', '-')}"
+
+    return run
+
+
+def install(site, folder):
+    """Copy a plugin as pip would install it: its package, and the metadata in its pyproject.toml."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    [package] = (folder / "src").iterdir()
+    shutil.copytree(package, site.folder / package.name)
+    site.write_metadata(
+        project["name"],
+        version=project["version"],
+        entry_points=project["entry-points"]["rl_core.plugins"],
+        requires=project["dependencies"],
+    )
+
+
+def test_every_kind_of_plugin_is_generated_and_ready_and_its_targets_can_be_imported(site, generate, monkeypatch):
+    for option in PLUGIN_KINDS:
+        install(site, generate(option))
+    monkeypatch.syspath_prepend(site.folder)
+    ready = [plugin for plugin in discover().plugins if plugin.name in NAMES.values() and plugin.status == "ready"]
+    assert sorted(plugin.name for plugin in ready) == sorted(NAMES.values())
+    for _, component in (each for plugin in ready for each in plugin.components):
+        assert callable(component.load())
+        assert (component.load_config() is None) == (component.config is None)
+
+
+def test_generated_code_is_formatted_and_has_no_open_tasks(generate, tmp_path):
+    for option, name in NAMES.items():
+        generate(option)
+        for path, text in plugin_files(name, option).items():
+            assert "TODO" not in text, path
+            assert "{{ " not in text, path
+    ruff = [sys.executable, "-m", "ruff"]
+    rules = ["--isolated", "--no-cache", "--line-length", "128"]
+    checked = [*ruff, "check", *rules, "--select", "E,F,I,UP,B,SIM,C4,PT", tmp_path]
+    for command in (checked, [*ruff, "format", *rules, "--check", tmp_path]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["Acme", "9lives", "acme.rl", "acme rl", "acme_", "a--b", "", "../acme", "äcme"])
+def test_an_invalid_name_is_refused(rlcore, tmp_path, name):
+    code, output = rlcore("new-plugin", name, "--kind", "loss", folder=tmp_path)
+    assert code == 2
+    assert "is not a valid plugin name" in output
+    assert "Traceback" not in output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "reason"),
+    [
+        ("grpo", "loss", "registers the loss 'grpo'"),
+        ("math", "session-environment", "registers the environment 'math'"),
+        ("cli", "loss", "would replace rlcore_cli"),
+        ("train", "command", "has a command 'train'"),
+        ("acme", "enviroment", "There is no kind 'enviroment'. Did you mean 'environment'?"),
+    ],
+)
+def test_a_name_that_is_taken_and_an_unknown_kind_are_refused(rlcore, tmp_path, name, option, reason):
+    code, output = rlcore("new-plugin", name, "--kind", option, folder=tmp_path)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert reason in output
+
+
+def test_an_existing_folder_is_refused_and_stays_as_it_is(rlcore, tmp_path):
+    (tmp_path / "rlcore-acme").mkdir()
+    (tmp_path / "rlcore-acme" / "notes.txt").write_text("mine")
+    code, output = rlcore("new-plugin", "acme", "--kind", "loss", folder=tmp_path)
+    assert code == 2
+    assert "rlcore-acme exists" in output
+    assert [path.name for path in (tmp_path / "rlcore-acme").iterdir()] == ["notes.txt"]
+
+
+def test_names_with_several_words_become_packages_and_classes():
+    files = plugin_files("long-sums", "environment")
+    assert "src/rlcore_long_sums/environment.py" in files
+    assert "class LongSumsEnvironment(" in files["src/rlcore_long_sums/environment.py"]
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    assert project["name"] == "rlcore-long-sums"
+    assert project["entry-points"]["rl_core.plugins"] == {"long-sums": "rlcore_long_sums.plugin"}
+
+
+def test_the_command_and_its_templates_have_at_most_1200_lines():
+    source = ROOT / "cli" / "src" / "rlcore_cli" / "new_plugin"
+    assert sum(len(path.read_text().splitlines()) for path in source.rglob("*") if path.suffix in (".py", ".j2")) <= 1200
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """All kinds of plugins, built as wheels and installed outside of the repository: their folders, and how to run there."""
+    folder = tmp_path_factory.mktemp("plugins")
+    for option, name in NAMES.items():
+        for path, text in plugin_files(name, option).items():
+            (folder / option / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / option / path).write_text(text)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
+    command = [*pip, "--no-build-isolation", "--target", folder / "site", *(folder / option for option in NAMES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("RLCORE_")}
+    variables |= {"PYTHONPATH": f"{folder / 'site'}", "OMP_NUM_THREADS": "1", "RLCORE_STRICT_PLUGINS": "1"}
+
+    def run(option, *command):
+        return subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=folder / option,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+
+    return run, folder
+
+
+@pytest.mark.full("a test here imports every component; tests/repo/test_wheels.py installs a plugin from a wheel")
+@pytest.mark.parametrize("option", PLUGIN_KINDS)
+def test_a_generated_plugin_passes_its_own_tests(installed, option):
+    run, _ = installed
+    done = run(option, "pytest", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "promises kept" in done.stdout
+
+
+@pytest.mark.full("variants of the run of a policy, an engine and a transport")
+@pytest.mark.parametrize("option", TRAINING)
+def test_a_generated_plugin_trains_three_steps(installed, option):
+    run, folder = installed
+    # Tools need a model whose chat template shows functions.
+    model = MODELS / ("tools" if option == "tool-environment" else "addition") / "model"
+    done = run(option, "rlcore_cli.main", "train", "train.yaml", f"policy.model_name={model}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = folder / option / "runs" / NAMES[option] / "metrics.jsonl"
+    steps = [row["step"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row or "loss/nll" in row]
+    assert steps == [1, 2, 3]
