@@ -16,7 +16,7 @@ class PluginKind:
         summary: What the generated component does, in one line of at most 120 characters.
         target: "module:Attribute", with `{cls}` for the class prefix. A module of the plugin, unless it begins with "rl_".
         has_config: Whether the component has a config model, `{cls}Config` in the module `config`.
-        capabilities: Of the component.
+        capabilities: Capabilities of the component.
         kit: "module:Class" of its conformance tests; None if the kind has only those of every plugin.
         requires: Distributions that the plugin needs in addition to rl-core.
         trains: Whether `train.yaml` can use the component.

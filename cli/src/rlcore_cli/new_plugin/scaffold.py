@@ -21,7 +21,7 @@ _SUFFIX = ".j2"
 _SHARED = "shared"
 _PREFIX = "rlcore"
 _OWN_PACKAGES = ("cli",)
-"""Names whose package would be one of ours."""
+"""Names for which a package of rlcore exists."""
 
 
 def write_plugin(name: str, option: str, parent: Path) -> Path:
