@@ -62,7 +62,12 @@ class Site:
         plugin = plugin or name.removesuffix("-rl")
         package_folder = self.folder / package
         package_folder.mkdir(exist_ok=True)
-        (package_folder / "__init__.py").write_text("")
+        for module, content in {
+            "__init__": "",
+            "policy": "class Policy: pass\n",
+            "environment": "class Environment: pass\n",
+        }.items():
+            (package_folder / f"{module}.py").write_text(content)
         text = textwrap.dedent(source).replace("{name}", plugin).replace("{package}", package)
         (package_folder / "plugin.py").write_text(text)
         self.write_metadata(

@@ -76,6 +76,7 @@ def test_an_invalid_requirement_in_metadata_fails_only_that_plugin(site):
         ("import acme_kernels", "ModuleNotFoundError: No module named 'acme_kernels'"),
         ("raise RuntimeError('no\\nlicence')", "RuntimeError: no"),
         ("import sys; sys.exit('goodbye')", "SystemExit: goodbye"),
+        ("import os; os._exit(0)", "SystemExit: it calls os._exit(0)"),
         ("def broken(:", "SyntaxError"),
     ],
 )

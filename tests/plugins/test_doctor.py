@@ -31,7 +31,7 @@ def test_the_traceback_begins_in_the_plugin(site):
 
 def test_targets_are_imported_only_when_asked_deep(site):
     package = site.install("acme-rl")
-    (package / "policy.py").write_text("import acme_kernels\n")
+    (package / "policy.py").write_text("import acme_kernels\nclass Policy: pass\n")
     assert site.rlcore("doctor", "acme").returncode == 0
     deep = site.rlcore("doctor", "acme", "--deep")
     assert deep.returncode == 1

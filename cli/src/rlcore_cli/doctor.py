@@ -22,6 +22,7 @@ from rl_core.plugins.record import Plugin, Status
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rlcore_cli.listing import print_table
+from rlcore_cli.plugin_problems import problems_of
 
 _PLUGINS_FOLDER = Path(rl_core.plugins.__file__).parent
 _IMPORTLIB_FOLDER = Path(importlib.__file__).parent
@@ -50,7 +51,7 @@ def doctor(
     else:
         # Not strict, even if the environment asks for it: `doctor` must work when strict mode stops other commands.
         manager = discover(strict=False)
-        statuses = [_examine(plugin, deep=deep) for plugin in _chosen(manager, name)]
+        statuses = [_examine(plugin, manager, deep=deep) for plugin in _chosen(manager, name)]
         healthy = all(statuses)
         for warning in manager.warnings:
             print(f"warning: {warning}")
@@ -81,7 +82,7 @@ def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
     )
 
 
-def _examine(plugin: Plugin, *, deep: bool) -> bool:
+def _examine(plugin: Plugin, manager: PluginManager, *, deep: bool) -> bool:
 
     print(f"{plugin.name}  {plugin.label}  {plugin.status.value}")
     print(f"  path    {plugin.location}")
@@ -101,13 +102,17 @@ def _examine(plugin: Plugin, *, deep: bool) -> bool:
     for hook in plugin.hooks:
         print(f"  hook    {hook}")
     targets_healthy = [_examine_component(r.kind.value, r.component, deep=deep) for r in plugin.registrations]
+    problems = problems_of(plugin, manager)
+    for problem in problems:
+        print(f"  {'ERROR' if problem.is_error else 'NOTE'}   {problem.text}")
     if plugin.reason is not None:
         print(f"  {plugin.status.value.upper()}  {plugin.reason}")
     _print_remedy(plugin)
     if plugin.error is not None:
         _print_traceback(plugin.error)
     print()
-    return plugin.status is Status.READY and not plugin.heavy_modules and all(targets_healthy)
+    has_errors = plugin.heavy_modules or any(problem.is_error for problem in problems)
+    return plugin.status is Status.READY and not has_errors and all(targets_healthy)
 
 
 def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:

@@ -18,6 +18,7 @@ from rl_core.plugins.record import Plugin, Registration
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rlcore_cli.arguments import AsJson
+from rlcore_cli.plugin_problems import problems_of
 
 NOT_INSTALLED = "not installed"
 
@@ -73,7 +74,7 @@ def list_plugins(
     manager = discover()
     plugins = [plugin for plugin in manager.plugins if everything or plugin.distribution != "rl-core"]
     if as_json:
-        print(json.dumps([_of_plugin(plugin) for plugin in plugins], indent=2))
+        print(json.dumps([_of_plugin(plugin, manager) for plugin in plugins], indent=2))
         return
     print_table([[p.name, p.label, p.status.value, p.reason or _contents(p)] for p in plugins])
     if everything:
@@ -82,6 +83,9 @@ def list_plugins(
     if timings:
         _print_timings(plugins)
     _print_troubles(manager)
+    for plugin in plugins:
+        for problem in problems_of(plugin, manager):
+            print(f"{'error' if problem.is_error else 'warning'}: {plugin.name} ({plugin.label}): {problem.text}")
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -152,7 +156,7 @@ def _readable(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "distribution": label, "note": row["reason"] or row["summary"]}
 
 
-def _of_plugin(plugin: Plugin) -> dict[str, Any]:
+def _of_plugin(plugin: Plugin, manager: PluginManager) -> dict[str, Any]:
     return {
         "name": plugin.name,
         "module": plugin.module,
@@ -165,6 +169,7 @@ def _of_plugin(plugin: Plugin) -> dict[str, Any]:
         "components": [{"kind": r.kind.value, "name": r.component.name} for r in plugin.registrations],
         "import_ms": None if plugin.import_ms is None else round(plugin.import_ms, 3),
         "heavy_modules": list(plugin.heavy_modules),
+        "problems": [problem.text for problem in problems_of(plugin, manager)],
     }
 
 

@@ -14,6 +14,7 @@ from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import RLCoreError
+from rl_core.interfaces.private_names import PrivateNames
 
 if TYPE_CHECKING:
     from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
@@ -22,7 +23,7 @@ Conversation = Sequence[Mapping[str, Any]]
 """Messages of `role` and `content`."""
 
 
-class TextGeneration:
+class TextGeneration(PrivateNames):
     """Adds `generate_text` to a class with `generate` and a `config` with `model_name`."""
 
     config: Any

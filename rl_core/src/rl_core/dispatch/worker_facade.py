@@ -11,6 +11,7 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.config.schema import DeadlineConfig, GenerationConfig, PolicyConfig
 from rl_core.errors import ConfigError
+from rl_core.interfaces.private_names import PrivateNames
 
 if TYPE_CHECKING:
     from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 FactsT = TypeVar("FactsT", bound=Mapping[str, Any])
 
 
-class WorkerFacade(Generic[FactsT]):
+class WorkerFacade(PrivateNames, Generic[FactsT]):
     """Common part of all facades over workers: the group, the facts it reports and its shutdown.
 
     Loading starts in the constructor and is awaited at the first use, so that several groups load at the same time.

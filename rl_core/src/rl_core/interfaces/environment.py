@@ -13,6 +13,7 @@ import torch
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message as Message
 from rl_core.interfaces.messages import Observation, ToolSpec
+from rl_core.interfaces.private_names import PrivateNames
 
 if TYPE_CHECKING:
     from rl_core.data.batched_data_dict import BatchedDataDict
@@ -52,7 +53,7 @@ class EnvironmentReturn(NamedTuple):
     attempt, the row is not scored."""
 
 
-class EnvironmentInterface(ABC):
+class EnvironmentInterface(PrivateNames, ABC):
     """Scores completions and plays the other side of a conversation.
 
     An environment runs as a pool of processes that share no state, so what must be remembered about a row belongs in its

@@ -72,12 +72,12 @@ class Registry:
         """The components of this kind that working plugins register, sorted by name."""
         return sorted((r.component for r in self._ready(Kind(kind))), key=lambda component: component.name)
 
-    def collisions(self) -> list[str]:
-        """The components that several plugins register, with the plugins, one sentence each."""
+    def collisions(self) -> list[tuple[Registration, str]]:
+        """The registrations whose kind and name another plugin registers too, each with a sentence that names all of them."""
         same: dict[tuple[Kind, str], list[Registration]] = {}
-        for registration in self.manager.registrations:
-            same.setdefault((registration.kind, registration.component.name), []).append(registration)
-        return [str(_twice(kind, name, matches)) for (kind, name), matches in same.items() if len(matches) > 1]
+        for one in self.manager.registrations:
+            same.setdefault((one.kind, one.component.name), []).append(one)
+        return [(one, str(_twice(*key, matches))) for key, matches in same.items() if len(matches) > 1 for one in matches]
 
     def known(self) -> list[KnownComponent]:
         """The components that `rlcore_known_components` of any plugin names, installed or not."""

@@ -14,6 +14,7 @@ import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
+from rl_core.interfaces.private_names import PrivateNames
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.fingerprint import combine, natural_kind
 from rl_core.weights.handles import open_handles
@@ -28,7 +29,7 @@ NO_VERSION = -1
 """Weight version of an engine before its first refit, and during a refit."""
 
 
-class WeightReceiver(ABC):
+class WeightReceiver(PrivateNames, ABC):
     """Mixin of a generation worker: the refit methods of `GenerationInterface`, for one receiver of weights."""
 
     context: WorkerContext

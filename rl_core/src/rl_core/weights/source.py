@@ -17,6 +17,7 @@ import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
+from rl_core.interfaces.private_names import PrivateNames
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid
 from rl_core.weights.disk import write_tensors
@@ -47,7 +48,7 @@ class OpenRefit:
     buckets: list[list[str]]
 
 
-class WeightSource(ABC):
+class WeightSource(PrivateNames, ABC):
     """Mixin of a policy worker: the refit methods of `ColocatablePolicyInterface`, for one rank."""
 
     context: WorkerContext

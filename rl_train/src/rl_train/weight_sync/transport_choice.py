@@ -32,7 +32,7 @@ def choose_transport(
         if name in (None, transport.name) and transport.name in by_policy and transport.name in by_generation:
             return transport
     supported = (
-        f"Transports: {_listed(transport.name for transport in transports)}. The policy backend supports "
+        f"Registered transports: {_listed(transport.name for transport in transports)}. The policy backend supports "
         f"{_listed(by_policy)}, the generation backend {_listed(by_generation)}."
     )
     if name is not None:
