@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rl_core.plugins.manager import PluginManager
 from rl_core.plugins.record import Plugin, Status
-from rl_core.plugins.registry import Registry
+from rl_core.plugins.registry import name_collision
 from rl_core.plugins.static_lookup import missing_target
 
 SLOW_IMPORT_MS = 200.0
@@ -30,8 +30,11 @@ def problems_of(plugin: Plugin, manager: PluginManager) -> list[PluginProblem]:
     """The problems of one plugin, without those in its `reason`. Reads the sources of its targets and imports nothing."""
     if plugin.status is Status.DISABLED:
         return []
-    errors = [text for registration, text in Registry(manager).collisions() if registration.plugin is plugin]
+    errors = []
     for kind, component in plugin.components:
+        same = [each for each in manager.registrations if (each.kind, each.component.name) == (kind, component.name)]
+        if len(same) > 1:
+            errors.append(str(name_collision(kind, component.name, same)))
         for reference in (component.target, component.config):
             if reference is not None and (problem := missing_target(reference)) is not None:
                 errors.append(f"{kind.label.capitalize()} {component.name!r}: {reference} does not exist: {problem}")

@@ -65,7 +65,6 @@ from rl_core.weights.source import WeightSource as WeightSource
 
 if TYPE_CHECKING:
     from rl_core.training.data_only import DataOnlyBytes as DataOnlyBytes
-    from rl_core.training.data_only import DataOnlyPlanner as DataOnlyPlanner
     from rl_core.training.data_only import DataOnlyReader as DataOnlyReader
     from rl_core.training.data_only import read_metadata as read_metadata
     from rl_core.training.finite import first_non_finite as first_non_finite

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -26,7 +27,7 @@ from rl_backends_hf.training.master_weights import MasterWeights
 from rl_core.backend import (
     DAMAGE_ERRORS,
     TRAINER_FILE,
-    DataOnlyPlanner,
+    DataOnlyBytes,
     DataOnlyReader,
     OptimizerSettings,
     first_non_finite,
@@ -42,6 +43,10 @@ _FORMAT: Final = 2
 
 # A single rank has no process group on purpose; PyTorch warns about it at each save and load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class DataOnlyPlanner(DataOnlyBytes, DefaultLoadPlanner):
+    """Torch's planner, loading byte entries as data."""
 
 
 @dataclass(kw_only=True)

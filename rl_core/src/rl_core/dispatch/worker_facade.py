@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
@@ -54,18 +53,9 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
         self.worker_class = worker_class
         self._name = name
         self._deadlines = deadlines or DeadlineConfig()
-        self._make_group = partial(
-            make_group,
-            worker_class,
-            config=config,
-            num_workers=num_workers,
-            sharding=sharding,
-            name=name,
-            python=config.python,
-            env_vars=env_vars,
-            bundles_per_worker=bundles_per_worker,
-        )
-        self.group: WorkerGroup = self._make_group(cluster=cluster)
+        self._num_workers, self._sharding = num_workers, sharding
+        self._env_vars, self._bundles_per_worker = env_vars, bundles_per_worker
+        self.group: WorkerGroup = self._make_group(cluster)
         self._setup = self.group.submit_all("setup")
         self._facts: list[FactsT] | None = None
         self._closed = False
@@ -78,7 +68,7 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
     def move_to_cluster(self, cluster: RayVirtualCluster) -> None:
         """Move to a cluster; for a facade that was created without one and has only loaded what its config names."""
         self.group.shutdown()
-        self.group = self._make_group(cluster=cluster)
+        self.group = self._make_group(cluster)
         self._setup, self._facts = self.group.submit_all("setup"), None
 
     @property
@@ -109,46 +99,40 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
             self.group.shutdown()
         return True
 
+    def _make_group(self, cluster: RayVirtualCluster | None) -> WorkerGroup:
+        """Start the workers.
 
-def make_group(
-    worker_class: type,
-    *,
-    config: Any,
-    cluster: RayVirtualCluster | None,
-    num_workers: int | None,
-    name: str,
-    sharding: NamedSharding | None = None,
-    python: str | None = None,
-    env_vars: Mapping[str, str] | None = None,
-    bundles_per_worker: int = 1,
-) -> WorkerGroup:
-    """Start workers that take (`context`, `config`).
-
-    Raises:
-        ConfigError: a single process cannot have more than one rank or a separate interpreter.
-    """
-    if cluster is None:
-        if (num_workers or 1) > 1 or python is not None:
-            raise ConfigError(
-                f"The {name} needs {num_workers or 1} workers{' and its own interpreter' if python else ''}, but runs in "
-                "this process. Set `cluster.backend: ray`, or pass `cluster=RayVirtualCluster([...])` in Python."
+        Raises:
+            ConfigError: a single process cannot have more than one rank or a separate interpreter.
+        """
+        python, worker_kwargs = self.config.python, {"config": self.config}
+        if cluster is None:
+            ranks = self._num_workers or 1
+            if ranks > 1 or python is not None:
+                raise ConfigError(
+                    f"The {self._name} needs {ranks} workers{' and its own interpreter' if python else ''}, but runs in this "
+                    "process. Set `cluster.backend: ray`, or pass `cluster=RayVirtualCluster([...])` in Python."
+                )
+            return InProcessWorkerGroup(
+                self.worker_class,
+                worker_kwargs=worker_kwargs,
+                sharding=self._sharding,
+                name=self._name,
+                device=local_device(),
             )
-        return InProcessWorkerGroup(
-            worker_class, worker_kwargs={"config": config}, sharding=sharding, name=name, device=local_device()
-        )
-    from rl_core.cluster.ray_worker_group import RayWorkerGroup
+        from rl_core.cluster.ray_worker_group import RayWorkerGroup
 
-    return RayWorkerGroup(
-        cluster,
-        worker_class,
-        worker_kwargs={"config": config},
-        sharding=sharding,
-        num_workers=num_workers,
-        name=name,
-        python=python,
-        env_vars=env_vars,
-        bundles_per_worker=bundles_per_worker,
-    )
+        return RayWorkerGroup(
+            cluster,
+            self.worker_class,
+            worker_kwargs=worker_kwargs,
+            sharding=self._sharding,
+            num_workers=self._num_workers,
+            name=self._name,
+            python=python,
+            env_vars=self._env_vars,
+            bundles_per_worker=self._bundles_per_worker,
+        )
 
 
 def local_device() -> Literal["cpu", "cuda"]:

@@ -6,7 +6,6 @@ import sys
 
 from rl_core.errors import PluginError
 from rl_core.plugins.manager import discover
-from rl_core.plugins.record import Plugin, Status
 
 
 def main() -> int:
@@ -23,18 +22,12 @@ def main() -> int:
     if not manager.plugins:
         print("No plugins are installed: no distribution has an entry point in the group rl_core.plugins.")
     for plugin in manager.plugins:
-        _print(plugin)
+        print(f"{plugin.name}  {plugin.label}  {plugin.status.value}" + (f"\n  {plugin.reason}" if plugin.reason else ""))
+        for kind, component in plugin.components:
+            print(f"  {kind.label:<18} {component.name:<16} {component.target}")
     for warning in manager.warnings:
         print(f"warning: {warning}")
     return 1 if manager.broken else 0
-
-
-def _print(plugin: Plugin) -> None:
-    print(f"{plugin.name}  {plugin.label}  {plugin.status.value}")
-    if plugin.status is not Status.READY:
-        print(f"  {plugin.reason}")
-    for kind, component in plugin.components:
-        print(f"  {kind.label:<18} {component.name:<16} {component.target}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from packaging.utils import canonicalize_name
 
@@ -55,7 +55,7 @@ class Registry:
         if not matches:
             raise self._not_found(wanted, name, elsewhere=same_name)
         if len(matches) > 1:
-            raise _twice(wanted, name, matches)
+            raise name_collision(wanted, name, matches)
         registration = matches[0]
         if registration.plugin.status is not Status.READY:
             raise _broken(wanted, name, registration.plugin)
@@ -71,13 +71,6 @@ class Registry:
     def all(self, kind: str) -> list[Component]:
         """The components of this kind that working plugins register, sorted by name."""
         return sorted((r.component for r in self._ready(Kind(kind))), key=lambda component: component.name)
-
-    def collisions(self) -> list[tuple[Registration, str]]:
-        """The registrations whose kind and name another plugin registers too, each with a sentence that names all of them."""
-        same: dict[tuple[Kind, str], list[Registration]] = {}
-        for one in self.manager.registrations:
-            same.setdefault((one.kind, one.component.name), []).append(one)
-        return [(one, str(_twice(*key, matches))) for key, matches in same.items() if len(matches) > 1 for one in matches]
 
     def known(self) -> list[KnownComponent]:
         """The components that `rlcore_known_components` of any plugin names, installed or not."""
@@ -171,7 +164,8 @@ def _broken(kind: Kind, name: str, plugin: Plugin) -> BrokenPluginError:
     )
 
 
-def _twice(kind: Kind, name: str, matches: list[Registration]) -> DuplicateComponentError:
+def name_collision(kind: Kind, name: str, matches: Sequence[Registration]) -> DuplicateComponentError:
+    """The error for a component that several plugins register, with the plugins and how to disable one."""
     plugins = [match.plugin for match in matches]
     labels = " and ".join(plugin.label for plugin in plugins)
     choices = " or ".join(f"{DISABLE_VARIABLE}={plugin.name}" for plugin in plugins if plugin.name != name)

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -125,7 +124,3 @@ class DataOnlyBytes:
         torch.save(data, own)
         own.seek(0)
         super().load_bytes(read_item, own)  # type: ignore[misc]
-
-
-class DataOnlyPlanner(DataOnlyBytes, DefaultLoadPlanner):
-    """Torch's planner, loading byte entries as data."""
