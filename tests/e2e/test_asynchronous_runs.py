@@ -1,11 +1,12 @@
-"""Runs with `rollout.max_staleness`: rollouts of several turns, which continue during training, and a killed run."""
+"""Runs with `rollout.max_staleness`: all algorithms, rollouts of several turns, which continue during training, killed runs."""
 
 import json
+import os
 import textwrap
 from collections import Counter
 
 import pytest
-from e2e_runs import checkpoint_of, metrics_of
+from e2e_runs import MODEL, ROOT, checkpoint_of, metrics_of
 
 STEPS = 6
 SLOW = textwrap.dedent(
@@ -103,3 +104,69 @@ def test_rollouts_of_vllm_continue_during_training_within_the_bound(train, confi
     code, output = train({**config, "policy": {**config["policy"], "generation": engine}}).wait()
     assert code == 0, output
     assert_bound_is_held(tmp_path, bound=2)
+
+
+SUMS = {"arithmetic": {"env_cls": None, "num_workers": 1}}
+MODEL_SECTION = {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 40}
+CASES = {
+    "dynamic sampling": {
+        "grpo": {"use_dynamic_sampling": True, "batch_multiplier": 1.5},
+        "data": {"train": {"num_samples": 1000}},
+        "env": SUMS,
+    },
+    "ppo": {
+        "grpo": None,
+        "ppo": {"num_prompts_per_step": 16, "ppo_epochs": 2, "max_num_steps": STEPS, "seed": 3, "critic_warmup_steps": 1},
+        "loss_fn": {"ratio_to": "policy", "use_importance_sampling_correction": True},
+        "env": SUMS,
+        "value": {**MODEL_SECTION, "train_global_batch_size": 8, "optimizer": {"kwargs": {"lr": 1.0e-4}}},
+    },
+    "distillation with answers of the data": {
+        "grpo": None,
+        "distillation": {"num_prompts_per_step": 16, "student_data_fraction": 0.5, "max_num_steps": STEPS, "seed": 3},
+        "loss_fn": {"ratio_to": None, "topk": 4},
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 1000, "with_response": True}},
+        "env": SUMS,
+        "teacher": MODEL_SECTION,
+    },
+    "segments and validation sets": {
+        "grpo": {"max_rollout_turns": 2, "val_period": 2, "val_at_start": True},
+        "rollout": {"history": "template"},
+        "data": {
+            "train": {"num_samples": 1000},
+            "validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"},
+            "validation_sets": {"long": {"dataset_name": "arithmetic", "num_samples": 8, "min_digits": 2}},
+        },
+    },
+    "an agent": {"env": {"arithmetic": None, "sums": {"agent": "examples.agents.adder:add"}}},
+    "two policy ranks": {"cluster": {"workers_per_node": 2, "cpus_per_worker": 1, "use_gpus": False}, "env": SUMS},
+}
+
+
+def overlaid(base, changes):
+    """Changes on changes: None, which removes a key of the tiny config, is kept."""
+    out = dict(base)
+    for key, value in changes.items():
+        out[key] = overlaid(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+FULL = pytest.mark.full("each starts Ray, an engine and other models; dynamic sampling runs in make test")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "dynamic sampling" else FULL) for case in CASES])
+def test_every_algorithm_trains_on_rollouts_of_older_weights_within_the_bound(train, config, tmp_path, case):
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # where the agent is
+    code, output = train(overlaid(config, CASES[case]), environment={"PYTHONPATH": paths}).wait()
+    assert code == 0, output
+    steps, rollouts = metrics_of(tmp_path), rollouts_of(tmp_path)
+    ages = [steps[step].get("staleness/steps_max", 0.0) for step in range(1, STEPS + 1)]
+    assert 0 < max(ages) <= 2
+    indices = [row["index"] for step in range(1, STEPS + 1) for row in rollouts.get(step, ()) if row["sample"] == 0]
+    assert len(indices) >= STEPS
+    assert len(indices) == len(set(indices)), "a prompt was trained twice"
+    if case == "distillation with answers of the data":
+        assert {steps[step]["rollout/sampled"] for step in range(1, STEPS + 1)} == {0.0, 1.0}
+    if case == "dynamic sampling":
+        assert sum(steps[step]["dynamic_sampling/dropped_groups"] for step in range(1, STEPS + 1)) > 0

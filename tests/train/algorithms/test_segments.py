@@ -11,7 +11,7 @@ from rl_backends_hf.config import HFPolicyConfig
 from rl_core.config.schema import DatasetConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms import grpo
-from rl_train.algorithms.dynamic_sampling import draw_rollouts
+from rl_train.algorithms.dynamic_sampling import draw_once, draw_rollouts
 from rl_train.algorithms.estimators import AdvantageEstimator, Advantages, make_estimator
 from rl_train.algorithms.grpo_config import AdvantageConfig, GRPOConfig
 from rl_train.algorithms.kl_penalty import KLInReward
@@ -120,27 +120,25 @@ def test_the_length_penalty_counts_the_tokens_of_all_segments():
     shape = RewardShaping(config, SimpleNamespace(policy=SimpleNamespace(generation=None)))
     found = {}
     for rewritten in (False, True):
-        draw = draw_rollouts(Fixed(rewritten), 1, config=config, shape=shape, is_informative=lambda batch: None)
+        draw = draw_once(Fixed(rewritten), 1, config=config, shape=shape)
         rows = join_segments(draw.batch)
         found[rewritten] = (rows["rewards"].tolist(), rows["reward_parts"], draw.metrics)
     assert found[True] == found[False]
 
 
-def test_dynamic_sampling_drops_and_numbers_whole_rollouts():
-    class Draws(Fixed):
-        def take(self, step, groups):
+def test_dynamic_sampling_judges_a_group_with_all_rows_of_its_rollouts():
+    class Judged(Fixed):
+        def take(self, step, groups, selection):
             draw = super().take(step, groups)
             for row in draw.trajectories[:3]:
                 row.reward_parts, row.reward = {"reward": 1.0}, 1.0
-            return Rollouts(batch=to_batch(draw.trajectories), metrics={}, trajectories=draw.trajectories)
+            self.kept = [selection.keep(draw.trajectories[:3]), selection.keep(draw.trajectories[3:6])]
+            return draw
 
     config = GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=3, use_dynamic_sampling=True)
-    informative = make_estimator(AdvantageConfig()).is_informative
-    draw = draw_rollouts(Draws(True), 1, config=config, shape=lambda batch: {}, is_informative=informative)
-    assert [row.group_id for row in draw.trajectories] == [0, 0, 0, 1, 1, 1]
-    assert draw.batch["rollout_ids"].tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
-    assert draw.batch["group_ids"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [row["content"] for row in draw.trajectories[4].message_log] == ["q", "a", "o", "a"]
+    informative, source = make_estimator(AdvantageConfig()).is_informative, Judged(True)
+    draw_rollouts(source, 1, config=config, shape=lambda batch: {}, is_informative=informative)
+    assert source.kept == [False, True]
 
 
 def test_an_adaptive_kl_penalty_counts_the_kl_of_whole_answers():

@@ -30,6 +30,9 @@ def problems(registry, *overrides, example="grpo_addition"):
 def test_asynchronous_rollouts_are_accepted_with_a_correction_and_separate_processes(registry):
     assert problems(registry, *ASYNC) == []
     assert problems(registry, *ASYNC[:2], "++loss_fn.ratio_to=sampler") == []
+    assert problems(registry, *ASYNC, "++grpo.use_dynamic_sampling=true") == []
+    assert problems(registry, *ASYNC, example="ppo_addition") == []
+    assert problems(registry, *ASYNC[:2], "++distillation.student_data_fraction=0.5", example="distillation_addition") == []
 
 
 @pytest.mark.parametrize(
@@ -37,13 +40,13 @@ def test_asynchronous_rollouts_are_accepted_with_a_correction_and_separate_proce
     [
         ([ASYNC[0], ASYNC[1]], "older samples would bias the gradient"),
         ([*ASYNC, "++cluster.backend=in_process"], "policy and engine compute in one thread"),
-        ([*ASYNC, "++grpo.use_dynamic_sampling=true"], "does not support rollouts that older weights sampled"),
+        ([*ASYNC[:2], "++loss_fn.topk=null", "++loss_fn.divergence=reverse_kl"], "for distillation loss_fn.topk"),
         ([*ASYNC, "++rollout.ahead=2"], "lower ahead or raise max_staleness"),
         ([*ASYNC, "++policy.generation.backend=openai"], "does not have the capability 'refit_in_flight'"),
     ],
 )
 def test_what_cannot_work_with_older_rollouts_is_refused_with_the_reason(registry, overrides, reason):
-    found = problems(registry, *overrides)
+    found = problems(registry, *overrides, example="distillation_addition" if "topk" in str(overrides) else "grpo_addition")
     assert any(reason in problem for problem in found), found
 
 

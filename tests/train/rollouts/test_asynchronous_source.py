@@ -13,6 +13,7 @@ from rl_core.errors import RLCoreError
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.loop import RolloutLoop
 from rl_train.rollouts.staleness import DeliveredVersions
+from rl_train.rollouts.trajectory import to_batch
 
 PROMPTS, GROUP = 2, 2
 
@@ -46,7 +47,8 @@ class Collector:
         while any(row.ordinal in self.held for row in trajectories):
             await asyncio.sleep(0.005)
         for row in trajectories:
-            row.add_answer("a", torch.tensor([1]), torch.tensor([-1.0]), weight_version=version)
+            exact = torch.tensor([-1.0 / (3 + row.ordinal), -1e-7])
+            row.add_answer("a", torch.tensor([1, 2]), exact, weight_version=version, token_versions=torch.full((2,), version))
             if row.ordinal in self.failing:
                 row.scored = False
 
@@ -151,18 +153,73 @@ def test_a_group_with_too_few_scored_rows_is_replaced_while_others_continue(coll
     assert len({*first, *second, *third}) == 3 * PROMPTS
 
 
+def killed_and_resumed(source, collector, k, folder, **options):
+    """The source of a run that is resumed from its last checkpoint."""
+    state = json.loads(json.dumps(source.state_dict()))
+    source.save_files(folder)
+    resumed = source_of(collector, k, **options)
+    resumed.load_state_dict(state)
+    resumed.load_files(folder)
+    return resumed
+
+
 @pytest.mark.parametrize("k", [0, 1, 2])
-def test_every_prompt_is_trained_once_although_the_run_is_killed_after_every_step(collector, k):
+def test_every_prompt_is_trained_once_although_the_run_is_killed_after_every_step(collector, tmp_path, k):
     source, trained = source_of(collector, k), []
     for number in range(1, 7):
         trained += step(source, collector, number)[0]
-        state = json.loads(json.dumps(source.state_dict()))
-        source = source_of(collector, k)
-        source.load_state_dict(state)
+        state = source.state_dict()
+        source = killed_and_resumed(source, collector, k, tmp_path / str(number))
     assert len(set(trained)) == len(trained) == 6 * PROMPTS
     rest = state["again"]
     assert not set(rest) & set(trained)
     assert sorted([*trained, *rest]) == list(range(len(trained) + len(rest)))
+
+
+def wait_until_ended(source):
+    source._collector.loop.wait(lambda: all(future.done() for future in source._playing))
+
+
+def rows_by_ordinal(source):
+    """What will be trained of each group that is alive."""
+    batches = {ordinal: to_batch(rows) for ordinal, rows in source._rows.items()}
+    keys = ("input_ids", "generation_logprobs", "token_versions", "rewards")
+    return {ordinal: [batch[key].tolist() for key in keys] for ordinal, batch in batches.items()}
+
+
+@pytest.mark.parametrize("accepted", [True, False], ids=["counted before", "counted after"])
+def test_finished_groups_are_restored_with_exact_log_probabilities_and_versions(collector, tmp_path, accepted):
+    source, slow = source_of(collector, 2), 3
+    collector.held.add(slow)
+    step(source, collector, 1)
+    collector.held.add(7)  # of those that begin in step 2
+    step(source, collector, 2)
+    source._collector.loop.wait(lambda: sum(not future.done() for future in source._playing) == 2)
+    if accepted:
+        source._await_groups(2, PROMPTS)
+    before = rows_by_ordinal(source)
+    collector.begun.clear()
+    resumed = killed_and_resumed(source, collector, 2, tmp_path)
+    assert rows_by_ordinal(resumed) == {ordinal: rows for ordinal, rows in before.items() if ordinal not in (slow, 7)}
+    collector.held.clear()
+    trained, metrics = step(resumed, collector, 3)
+    assert metrics["staleness/steps_max"] == 2.0, "a restored group keeps its age"
+    assert not set(trained) & set(collector.begun), "restored groups are not sampled again"
+    wait_until_ended(resumed)
+    assert {slow, 7} <= set(collector.begun)
+
+
+def test_finished_groups_are_sampled_again_with_other_settings_or_metadata_that_are_not_json(collector, tmp_path, caplog):
+    source = source_of(collector, 1)
+    step(source, collector, 1)
+    wait_until_ended(source)
+    shorter = killed_and_resumed(source, collector, 1, tmp_path / "a", ahead=0)
+    assert shorter._rows == {}
+    assert shorter.state_dict()["again"] == [2, 3]
+    source._rows[2][0].metadata = {"a": (1, 2)}  # a tuple would come back as a list
+    resumed = killed_and_resumed(source, collector, 1, tmp_path / "b")
+    assert list(resumed._rows) == [3]
+    assert "1 of 2 finished groups are not in the checkpoint" in caplog.text
 
 
 def test_an_error_of_a_rollout_ends_the_run(collector):

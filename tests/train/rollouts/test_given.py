@@ -11,7 +11,7 @@ from rl_envs.arithmetic.dataset import ArithmeticDataset
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.processors import conversation_datum
 from rl_train.rollouts.batches import TrainingBatches
-from rl_train.rollouts.mixed_source import MixedRolloutSource
+from rl_train.rollouts.mixed_source import MixedRolloutSource, SampledSteps
 from rl_train.rollouts.source import Rollouts, RolloutSource
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -23,7 +23,7 @@ class Numbered(RolloutSource):
     def __init__(self):
         self.drawn = 0
 
-    def take(self, step, groups):
+    def take(self, step, groups, selection=None):
         self.drawn += 1
         return Rollouts(batch={"drawn": self.drawn}, metrics={"rollout/rows": 4.0}, trajectories=[])
 
@@ -46,24 +46,24 @@ def source(tokenizer):
         rows = [conversation_datum(sums[i], idx=i, tokenizer=tokenizer) for i in range(len(sums))]
         loader = BatchedDataLoader(rows, batch_size=4, seed=seed, drop_last=True, collate=list)
         given = TrainingBatches(loader, pad_token_id=tokenizer.pad_token_id)
-        return MixedRolloutSource(Numbered(), given, group_size=2, sampled_fraction=fraction, seed=seed)
+        return MixedRolloutSource(Numbered(), given, group_size=2, samples=SampledSteps(seed=seed, fraction=fraction))
 
     return make
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.9, 1.0])
-def test_the_policy_samples_in_the_configured_fraction_of_steps(source, fraction):
-    samples = source(fraction).samples
+def test_the_policy_samples_in_the_configured_fraction_of_steps(fraction):
+    samples = SampledSteps(seed=3, fraction=fraction)
     drawn = [samples(step) for step in range(4000)]
     # Four standard deviations of a draw of 4000; 0 if it is certain.
     assert sum(drawn) / 4000 == pytest.approx(fraction, abs=4 * (fraction * (1 - fraction) / 4000) ** 0.5)
 
 
-def test_the_choice_of_on_policy_steps_depends_only_on_the_seed(source):
-    one, again, other = source(0.5), source(0.5), source(0.5, seed=4)
-    drawn = [one.samples(step) for step in range(50)]
-    assert drawn == [again.samples(step) for step in range(50)]
-    assert drawn != [other.samples(step) for step in range(50)]
+def test_the_choice_of_on_policy_steps_depends_only_on_the_seed():
+    one, again, other = (SampledSteps(seed=seed, fraction=0.5) for seed in (3, 3, 4))
+    drawn = [one(step) for step in range(50)]
+    assert drawn == [again(step) for step in range(50)]
+    assert drawn != [other(step) for step in range(50)]
 
 
 def test_steps_with_dataset_answers_train_on_them_and_have_no_trajectory(source, tokenizer):

@@ -40,6 +40,7 @@ class Play:
             demand=lambda step: 0 if skipped[step] or step > STEPS else size,
         )
         self.drops, self.restarts, self.kills = chance.choice([0.0, 0.3]), chance.choice([0.0, 0.2]), chance.choice([0.0, 0.05])
+        self.plan.oversampling = chance.choice([1.0, 1.0, 1.5, 2.0])
         self.slow_newest, self.short, self.idle_trainer = chance.random() * 0.9, chance.choice([0.0, 0.3]), chance.random()
         self.began, self.sampled_with, self.used, self.staleness = 0, {}, set(), []
 
@@ -47,9 +48,6 @@ class Play:
         """What happened: "ok", "beyond" if a group exceeded the bound, "stall" or "infeasible"."""
         for step in range(1, STEPS + 1):
             self.plan.refit(step, self.plan.demand(step))
-            if self.plan.demand(step) == 0:
-                self.begin()
-                continue
             try:
                 batch = self.batch()
             except RLCoreError:
@@ -99,12 +97,18 @@ class Play:
             self.plan.end(group)
 
     def train(self, step, batch):
-        if self.chance.random() < self.short:
+        if batch and self.chance.random() < self.short:
             batch = self.plan._due() or batch[:1]  # a short batch still contains the groups that must be in it
         assert not self.used.intersection(batch)
         self.staleness += [step - self.sampled_with[group] for group in batch]
         self.used.update(batch)
         self.plan.take(batch)
+        surplus = self.plan.surplus
+        assert not surplus or self.plan.oversampling > 1
+        assert not set(surplus) & set(self.plan.in_progress), "a slow group would be dropped because it is slow"
+        for group in surplus:
+            self.plan.drop(group)
+            self.used.add(group)
         if self.chance.random() < 0.5:
             self.begin()  # during training, before the next refit
 

@@ -37,6 +37,7 @@ class DistillationConfig(RolloutAlgorithmConfig):
                 sampled_fraction=self.student_data_fraction,
                 rewarded=False,
                 accepts_segments=True,
+                accepts_stale=True,
             ),
             max_turns=self.max_rollout_turns,
             companions=("teacher",),

@@ -98,22 +98,22 @@ class GRPOConfig(PolicyGradientConfig):
     """Whether to drop groups whose environment rewards are all equal, and to draw more prompts until the step has P other
     groups."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
-    """Maximum number of draws per step. After them, the step continues with the groups collected so far."""
+    """Maximum number of groups that a step may sample, as a multiple of P x `batch_multiplier`. After them, the step continues
+    with the groups collected so far."""
     batch_multiplier: float = Field(default=1.0, ge=1.0)
-    """Number of prompts in each draw of dynamic sampling, as a multiple of P."""
+    """Number of groups that dynamic sampling begins for each missing one. Above 1, surplus groups are kept for later steps
+    within `rollout.max_staleness`, then dropped."""
 
     @property
     def prompts_per_draw(self) -> int:
-        """Number of prompts per draw."""
+        """Number of prompts whose groups begin together if all groups of a step are missing."""
         return math.ceil(self.num_prompts_per_step * self.batch_multiplier)
 
     @property
     def runtime_needs(self) -> RuntimeNeeds:
         needs = super().runtime_needs
         assert needs.rollouts is not None
-        return replace(
-            needs, rollouts=replace(needs.rollouts, accepts_segments=True, accepts_stale=not self.use_dynamic_sampling)
-        )
+        return replace(needs, rollouts=replace(needs.rollouts, accepts_segments=True))
 
     @model_validator(mode="after")
     def _check_dynamic_sampling(self) -> GRPOConfig:

@@ -76,14 +76,13 @@ class PolicyGradientConfig(RolloutAlgorithmConfig):
     """Whether to skip the scoring pass if a step makes one optimizer step, since the ratio is then always 1."""
 
     @property
-    def prompts_per_draw(self) -> int:
-        """Number of prompts per draw."""
-        return self.num_prompts_per_step
-
-    @property
     def runtime_needs(self) -> RuntimeNeeds:
         return RuntimeNeeds(
-            rollouts=RolloutNeeds(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.num_generations_per_prompt),
+            rollouts=RolloutNeeds(
+                prompts_per_draw=self.num_prompts_per_step,
+                samples_per_prompt=self.num_generations_per_prompt,
+                accepts_stale=True,
+            ),
             max_turns=self.max_rollout_turns,
             val_samples_per_prompt=self.val_num_generations_per_prompt,
         )

@@ -34,7 +34,7 @@ from rl_train.config.slots import COMPANIONS
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
-from rl_train.rollouts.mixed_source import MixedRolloutSource
+from rl_train.rollouts.mixed_source import MixedRolloutSource, SampledSteps
 from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.source import RolloutSource, ScheduledSource
 from rl_train.rollouts.validation_set import ValidationSet
@@ -157,13 +157,14 @@ def _rollout_source(
     if loaders.prompts is None or needs is None:
         return None
     prompts, last = needs.prompts_per_draw, config.algorithm.max_num_steps
+    samples = SampledSteps(seed=config.algorithm.seed, fraction=needs.sampled_fraction)
     sampled = ScheduledSource(
         collector,
         loaders.prompts,
         schedule=Schedule(
             max_staleness=config.rollout.max_staleness,
             ahead=config.rollout.batches_ahead,
-            demand=lambda step: prompts if step <= last else 0,
+            demand=lambda step: prompts if step <= last and samples(step) else 0,
         ),
         weight_version=lambda: weights.synced_version,
         group_size=needs.samples_per_prompt,
@@ -177,8 +178,7 @@ def _rollout_source(
         sampled,
         loaders.answers,
         group_size=needs.samples_per_prompt,
-        sampled_fraction=needs.sampled_fraction,
-        seed=config.algorithm.seed,
+        samples=samples,
     )
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.trainable import TrainableInterface
@@ -24,6 +24,15 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """An object that also has state in files of the checkpoint."""
+
+    def save_files(self, folder: Path) -> None: ...
+
+    def load_files(self, folder: Path) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -129,6 +138,9 @@ class Checkpoints:
             "schedule_lengths": dict(self.schedule_lengths),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        for name, part in self.parts.items():
+            if isinstance(part, HasFiles):
+                part.save_files(folder / name)
 
     def restore(self, checkpoint: Path, *, allow_config_change: bool = False, verify: bool = True) -> int:
         """Restore the run from `checkpoint`.
@@ -150,6 +162,8 @@ class Checkpoints:
             model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
         for name, part in self.parts.items():
             _load_part(part, name, state, checkpoint)
+            if isinstance(part, HasFiles):
+                part.load_files(checkpoint / name)
         self._found = state.get("algorithm", {})
         for name, part in self._algorithm_state.items():
             if name in self._found:

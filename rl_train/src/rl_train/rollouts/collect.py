@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -47,6 +48,7 @@ class Collector:
         loop: the event loop of all rollouts.
         activities: what the rollouts in progress wait for.
         deadline_s: maximum time in seconds in which no rollout continues while a thread waits for them.
+        process: begins the names of sessions, because a resumed run plays rollouts again that a killed one had begun.
     """
 
     generation: GenerationInterface
@@ -65,6 +67,7 @@ class Collector:
     loop: RolloutLoop = field(default_factory=RolloutLoop)
     activities: ActivityLog = field(default_factory=ActivityLog)
     deadline_s: float = 3600.0
+    process: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
 
     def collect(self, trajectories: Sequence[Trajectory], *, stream: SampleStream, greedy: bool = False) -> None:
         """Run `trajectories` to their end, in place.
@@ -145,7 +148,8 @@ class Collector:
         while True:
             session = None
             if queue is not None:
-                session = Session(queue, activity=activity, name=f"{start}-{row.retries}", retries=self.retries)
+                name = f"{self.process}-{start}-{row.retries}"
+                session = Session(queue, activity=activity, name=name, retries=self.retries)
             closing = None
             try:
                 await self._run_in_time(driver.run(row, engine, session))

@@ -33,18 +33,18 @@ class EqualRewardWatch:
         self._equal_steps = list(state["equal_steps"])
 
     def observe(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Check one draw of a step; a step with several draws counts as equal if all of them are.
+        """Check the rollouts of a step, or of one draw; a step with several draws counts as equal if all of them are.
 
         Args:
-            step: the step that draws.
-            trajectories: finished rollouts. Rollouts without any reward are ignored.
+            step: the step.
+            trajectories: finished rollouts, also of groups that were not selected. Rollouts without any reward are ignored.
         """
         trajectories = [row for row in trajectories if row.scored]
         if not any(row.reward_parts for row in trajectories):
             return
         groups: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
         for row in trajectories:
-            groups[row.group_id].append(row.reward_parts)
+            groups[row.ordinal].append(row.reward_parts)
         compared = list(groups.values())
         if all(len(group) == 1 for group in compared):
             compared = [[parts for group in compared for parts in group]]

@@ -9,13 +9,16 @@ A step has a demand: the number of groups that it trains on. Two rules hold the 
 
 Then every group can be trained within the bound whatever the order in which groups end, so none is ever dropped because it is
 too old. The rules count groups that are alive, not totals, so groups that are dropped, short batches and steps without demand
-need no special case.
+need no special case. Only with `oversampling`, more groups may begin than steps can train on; those that no step needs within
+the bound are surplus, whatever their length.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl_core.errors import RLCoreError
 
@@ -30,6 +33,7 @@ class Schedule:
         demand: number of groups of a step.
         next_step: the step of the next batch.
         weights_step: the step whose refit delivered the engine's weights.
+        oversampling: number of groups that begin for each missing one, at least 1, if some of them will be dropped.
     """
 
     max_staleness: int
@@ -37,6 +41,7 @@ class Schedule:
     demand: Callable[[int], int]
     next_step: int = 1
     weights_step: int = 0
+    oversampling: float = 1.0
     _size: int = 0
     """Number of groups of the next batch."""
     _began: dict[int, int] = field(default_factory=dict)
@@ -58,14 +63,29 @@ class Schedule:
     def space(self) -> int:
         """Number of groups that may begin now."""
         limit = sum(self._demand(step) for step in range(self.next_step, self.weights_step + self.ahead + 1))
-        return max(limit - len(self._began), 0)
+        missing = limit - len(self._ended)
+        return max(math.ceil(missing * self.oversampling) - len(self.in_progress), 0)
+
+    @property
+    def surplus(self) -> list[int]:
+        """The groups that the next step would train beyond the bound; only with `oversampling`."""
+        return [group for group, began in self._began.items() if began < self.next_step - self.max_staleness]
 
     def _demand(self, step: int) -> int:
         return self._size if step == self.weights_step else self.demand(step)
 
-    def begin(self, group: int) -> None:
-        """A group begins with the engine's current weights."""
-        self._began[group] = self.weights_step
+    def limits(self) -> dict[str, Any]:
+        """What determines how many groups may be alive before the next step."""
+        demand = [self.demand(self.next_step + later) for later in range(self.max_staleness + 1)]
+        return {"max_staleness": self.max_staleness, "ahead": self.ahead, "demand": demand}
+
+    def begin(self, group: int, *, at: int | None = None) -> None:
+        """A group begins with the engine's current weights, or began with those of step `at`."""
+        self._began[group] = self.weights_step if at is None else at
+
+    def began(self, group: int) -> int:
+        """The step of the weights with which a group began."""
+        return self._began[group]
 
     def end(self, group: int) -> None:
         """A group has ended."""
@@ -84,12 +104,18 @@ class Schedule:
         self.weights_step = self.next_step = step
         self._size = groups
 
-    def batch(self) -> list[int] | None:
-        """The groups of the next step, those that must be in it first; None until enough of them have ended."""
+    def batch(self, *, short: bool = False) -> list[int] | None:
+        """The groups of the next step, those that must be in it first; None until enough of them have ended.
+
+        Args:
+            short: accept fewer groups, but not without those that must be in it.
+        """
         due = self._due()
         if due is None:
             return None
         size = self._size
+        if len(due) > size and self.oversampling > 1:
+            due = sorted(due)[:size]  # not in the order in which they ended, which would prefer short rollouts
         if len(due) > size:
             raise RLCoreError(
                 f"Step {self.next_step} trains on {size} groups, but {len(due)} groups would exceed the staleness bound of "
@@ -97,7 +123,7 @@ class Schedule:
                 "of a step has changed."
             )
         chosen = due + [group for group in self._ended if group not in due][: size - len(due)]
-        return chosen if len(chosen) == size else None
+        return chosen if len(chosen) == size or short else None
 
     def take(self, groups: list[int]) -> None:
         """These groups are the batch of the next step."""
@@ -109,7 +135,8 @@ class Schedule:
         """The groups that later steps have no space for; None while too few of them have ended."""
         chosen: list[int] = []
         later = 0
-        for step in range(self.next_step, self.next_step + self.max_staleness + 1):
+        last = self.next_step + (self.max_staleness if self.oversampling == 1 else 0)  # surplus groups need no space
+        for step in range(self.next_step, last + 1):
             later += self._demand(step) if step > self.next_step else 0
             old = {group for group, began in self._began.items() if began <= step - self.max_staleness}
             needed = len(old) - later - len(old.intersection(chosen))

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -18,6 +19,7 @@ from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.equal_rewards import EqualRewardWatch
 from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
 from rl_train.rollouts.reward_weights import RewardWeightCheck
+from rl_train.rollouts.saved_groups import FinishedGroup, load_groups, save_groups
 from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.staleness import DeliveredVersions
@@ -37,6 +39,20 @@ class Rollouts:
     """The same rollouts as conversations."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which groups a step trains on. Each group is judged once, as a whole, when all of its rows have ended."""
+
+    keep: Callable[[list[Trajectory]], bool]
+    """Whether a finished group may be trained on; otherwise, a group of the next prompt replaces it."""
+    max_groups: int
+    """A step that has judged this many groups continues with those that were kept."""
+    oversampling: float
+    """Number of groups that begin for each missing one; at least 1."""
+    advice: str
+    """Ends the error of a step without any group."""
+
+
 _MAX_REPLACED = 10
 """A step fails once it has replaced this many times its groups."""
 
@@ -45,7 +61,7 @@ class RolloutSource(ABC):
     """Gives an algorithm its next groups of rollouts."""
 
     @abstractmethod
-    def take(self, step: int, groups: int) -> Rollouts:
+    def take(self, step: int, groups: int, selection: Selection | None = None) -> Rollouts:
         """The next complete groups: all G rows of a prompt are included and share a `group_ids` entry.
 
         Every call returns other groups.
@@ -53,7 +69,12 @@ class RolloutSource(ABC):
         Args:
             step: the step that trains on them; the engine has the weights that the step starts with.
             groups: number of groups.
+            selection: which groups to keep; all of them by default. With it, there may be fewer groups.
         """
+
+    def skip(self, step: int) -> None:
+        """A step takes no groups; the engine has the weights that it starts with."""
+        return None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -62,6 +83,14 @@ class RolloutSource(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
+
+    def save_files(self, folder: Path) -> None:
+        """Write what is too large for `state_dict`."""
+        return None
+
+    def load_files(self, folder: Path) -> None:
+        """Continue from `save_files`, after `load_state_dict`. The folder may not exist."""
+        return None
 
     def close(self) -> None:
         """Stop background work; may be called repeatedly."""
@@ -112,27 +141,68 @@ class ScheduledSource(RolloutSource):
         self._again: list[int] = []
         """Ordinals that a resumed run begins again."""
         self._replaced: list[Trajectory] = []
-        """Rows of the groups that were replaced since the last batch."""
+        """Rows of the groups that were replaced since the last batch, because they had too few scored rows."""
+        self._rejected: list[Trajectory] = []
+        """Rows of the groups that the selection did not keep since the last batch."""
+        self._selection: Selection | None = None
 
-    def take(self, step: int, groups: int) -> Rollouts:
+    def take(self, step: int, groups: int, selection: Selection | None = None) -> Rollouts:
         """Complete groups of a step, none of which exceeds the staleness bound.
 
         Raises:
-            RLCoreError: too many rows could not be scored.
+            RLCoreError: too many rows could not be scored, or the selection kept no group.
         """
         started = time.perf_counter()
         self._failures.expect(step, groups * self._group_size)
+        self._selection = selection
+        self._schedule.oversampling = 1.0 if selection is None else selection.oversampling
+        batch = self._batch(step, groups)
+        if not batch:
+            assert selection is not None
+            judged = len(self._rejected) // self._group_size
+            raise RLCoreError(f"Step {step} sampled {judged} groups and could use none of them. {selection.advice}")
+        trajectories = [row for ordinal in sorted(batch) for row in self._rows.pop(ordinal)]
+        surplus = self._drop_surplus()
+        counts = {} if selection is None else self._selection_counts(len(batch), groups, len(surplus) // self._group_size)
+        others, self._rejected = self._rejected + surplus, []
+        self._begin()
+        return self._rollouts(step, trajectories, others, counts | {"rollout/wait_s": time.perf_counter() - started})
+
+    def skip(self, step: int) -> None:
+        self._batch(step, 0)
+        self._drop_surplus()
+        self._begin()
+
+    def _batch(self, step: int, groups: int) -> list[int]:
+        """Begin the step, and wait for the groups of its batch."""
         self._schedule.refit(step, groups)
         self._versions.record(step)
         self._collector.generation.await_weights()
         self._begin()
-        while (batch := self._schedule.batch()) is None:
+        while (batch := self._schedule.batch(short=self._has_judged_enough)) is None:
             self._await_groups(step, groups)
-            self._begin()
-        trajectories = [row for ordinal in sorted(batch) for row in self._rows.pop(ordinal)]
+            if not self._has_judged_enough:
+                self._begin()
         self._schedule.take(batch)
-        self._begin()
-        return self._rollouts(step, trajectories, waited_s=time.perf_counter() - started)
+        return batch
+
+    @property
+    def _has_judged_enough(self) -> bool:
+        judged = len(self._rejected) // self._group_size + len(self._schedule.ended)
+        return self._selection is not None and judged >= self._selection.max_groups
+
+    def _drop_surplus(self) -> list[Trajectory]:
+        surplus = self._schedule.surplus
+        for ordinal in surplus:
+            self._schedule.drop(ordinal)
+        return [row for ordinal in surplus for row in self._rows.pop(ordinal)]
+
+    def _selection_counts(self, taken: int, groups: int, surplus: int) -> dict[str, float]:
+        return {
+            "dynamic_sampling/dropped_groups": float(len(self._rejected) // self._group_size),
+            "dynamic_sampling/surplus_groups": float(surplus),
+            "dynamic_sampling/missing_groups": float(groups - taken),
+        }
 
     def _begin(self) -> None:
         """Begin as many groups as the schedule allows; with staleness 0, all groups of a batch together."""
@@ -157,7 +227,7 @@ class ScheduledSource(RolloutSource):
         """Wait until groups have ended, and sort out those with too few scored rows."""
         loop, generation = self._collector.loop, self._collector.generation
         loop.wait(lambda: any(future.done() for future in self._playing), meanwhile=generation.await_weights)
-        is_first = self._schedule.max_staleness == 0 and not self._replaced and not self._schedule.ended
+        is_first = self._schedule.max_staleness == 0 and not (self._replaced or self._rejected or self._schedule.ended)
         ended = [future for future in self._playing if future.done()]
         ordinals = [ordinal for future in ended for ordinal in self._playing.pop(future)]
         for future in ended:
@@ -167,11 +237,15 @@ class ScheduledSource(RolloutSource):
         if is_first and len(ordinals) > 1:
             refuse_total_failure(rows)
         for ordinal in ordinals:
-            if sum(row.scored for row in self._rows[ordinal]) >= self._min_scored:
+            if sum(row.scored for row in self._rows[ordinal]) < self._min_scored:
+                self._schedule.drop(ordinal)
+                self._replaced += self._rows.pop(ordinal)
+            elif self._selection is None or self._selection.keep(self._rows[ordinal]):
                 self._schedule.end(ordinal)
             else:
                 self._schedule.drop(ordinal)
-                self._replaced += self._rows.pop(ordinal)
+                self._rejected += self._rows.pop(ordinal)
+                self._failures.expect(step, self._group_size)
         if len(self._replaced) > _MAX_REPLACED * groups * self._group_size:
             raise RLCoreError(
                 f"Step {step}: {len(self._replaced)} rollouts were replaced, and too few could be scored for {groups} groups "
@@ -179,29 +253,34 @@ class ScheduledSource(RolloutSource):
                 "reward functions leave unscored."
             )
 
-    def _rollouts(self, step: int, trajectories: list[Trajectory], *, waited_s: float) -> Rollouts:
+    def _rollouts(
+        self, step: int, trajectories: list[Trajectory], others: list[Trajectory], counts: dict[str, float]
+    ) -> Rollouts:
+        """The rollouts of a batch; the statistics also cover the groups that were sampled but not selected (`others`)."""
         for i, row in enumerate(trajectories):
             row.group_id = i // self._group_size
         replaced, self._replaced = self._replaced, []
-        self._weights.check(trajectories)
-        self._watch.observe(step, trajectories)
+        sampled = trajectories + others
+        self._weights.check(sampled)
+        self._watch.observe(step, sampled)
         batch = to_batch(trajectories)
-        metrics = summarize(trajectories) | environment_times(trajectories + replaced)
-        metrics |= environment_metrics(trajectories, self._collector.environments)
-        metrics |= failure_metrics(trajectories + replaced, replaced_groups=len(replaced) // self._group_size)
-        metrics |= self._versions.staleness(batch, step)
+        metrics = summarize(sampled) | environment_times(sampled + replaced)
+        metrics |= environment_metrics(sampled, self._collector.environments)
+        metrics |= failure_metrics(sampled + replaced, replaced_groups=len(replaced) // self._group_size)
+        metrics |= self._versions.staleness(batch, step) | counts
         metrics |= {
             "rollout/in_flight": float(len(self._schedule.in_progress) * self._group_size),
             "rollout/ready": float(len(self._schedule.ended) * self._group_size),
-            "rollout/wait_s": waited_s,
         }
         return Rollouts(batch=batch, metrics=metrics, trajectories=trajectories)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; groups that are in no batch yet are begun again, with the weights of the resumed run."""
+        """The position; groups that are in no batch yet and not in `save_files` begin again, with the resumed run's weights."""
         return {
             "prompts": self._prompts.state_dict(),
             "again": sorted([*self._rows, *self._again]),
+            "next_step": self._schedule.next_step,
+            "versions": self._versions.state_dict(),
             "failures": self._failures.state_dict(),
             "equal_rewards": self._watch.state_dict(),
         }
@@ -209,10 +288,39 @@ class ScheduledSource(RolloutSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._prompts.load_state_dict(state["prompts"])
         self._again = list(state.get("again", state.get("put_back", ())))
+        self._schedule.next_step = state.get("next_step", 1)
+        self._versions.load_state_dict(state.get("versions", ()))
         if "failures" in state:
             self._failures.load_state_dict(state["failures"])
         if "equal_rewards" in state:
             self._watch.load_state_dict(state["equal_rewards"])
+
+    def save_files(self, folder: Path) -> None:
+        """Write the groups that have ended and are in no batch yet."""
+        ended = [future for future in self._playing if future.done() and future.exception() is None]
+        ordinals = [*self._schedule.ended, *(ordinal for future in ended for ordinal in self._playing[future])]
+        accepted = set(self._schedule.ended)
+        groups = [
+            FinishedGroup(ordinal=n, began=self._schedule.began(n), accepted=n in accepted, rows=self._rows[n])
+            for n in ordinals
+        ]
+        save_groups(folder, groups, self._limits)
+
+    def load_files(self, folder: Path) -> None:
+        for group in load_groups(folder, self._limits):
+            self._again.remove(group.ordinal)
+            self._rows[group.ordinal] = group.rows
+            self._schedule.begin(group.ordinal, at=group.began)
+            if group.accepted:
+                self._schedule.end(group.ordinal)
+            else:
+                ended: Future[None] = Future()
+                ended.set_result(None)
+                self._playing[ended] = [group.ordinal]
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {**self._schedule.limits(), "group_size": self._group_size}
 
     def close(self) -> None:
         self._collector.loop.close()

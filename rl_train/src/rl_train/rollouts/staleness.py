@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,14 @@ class DeliveredVersions:
     def __init__(self, max_staleness: int, weight_version: Callable[[], int | None]) -> None:
         self._max_staleness, self._weight_version = max_staleness, weight_version
         self._steps: dict[int | None, int] = {}
+
+    def state_dict(self) -> list[list[int | None]]:
+        """Versions with their steps, as JSON."""
+        return [[version, step] for version, step in self._steps.items()]
+
+    def load_state_dict(self, state: Sequence[tuple[int | None, int]]) -> None:
+        """Continue from `state_dict`."""
+        self._steps = dict(state)
 
     def record(self, step: int) -> None:
         """The engine now has the weights that `step` starts with; forget those that are too old."""

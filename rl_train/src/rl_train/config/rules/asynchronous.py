@@ -20,7 +20,7 @@ _AT = ("rollout", "max_staleness")
 
 @rule("algorithm", "rollout.max_staleness", applies_to=TRAINING)
 def algorithm_accepts_older_rollouts(config: CheckedConfig) -> Iterator[Problem]:
-    """With max_staleness above 0, the algorithm samples in every step and is correct for rollouts of older weights."""
+    """With max_staleness above 0, the algorithm samples and is correct for rollouts of older weights."""
     run = config.run
     if run.rollout.max_staleness == 0:
         return
@@ -34,13 +34,7 @@ def algorithm_accepts_older_rollouts(config: CheckedConfig) -> Iterator[Problem]
         yield Problem(
             _AT,
             f"{run.algorithm_name} does not support rollouts that older weights sampled, with these settings "
-            "(`RolloutNeeds.accepts_stale`). Dynamic sampling does not support them yet. Set max_staleness to 0.",
-        )
-    if needs.sampled_fraction < 1.0:
-        yield Problem(
-            _AT,
-            f"{run.algorithm_name} trains on answers from the data in some steps, which is not supported with rollouts that "
-            "are sampled ahead. Set max_staleness to 0, or sample the rows of every step.",
+            "(`RolloutNeeds.accepts_stale`). Set max_staleness to 0.",
         )
 
 
