@@ -39,10 +39,11 @@ class Collector:
     def __init__(self):
         self.environments, self.generation = {}, Engine()
         self.loop = RolloutLoop(threaded=True)
-        self.held, self.begun, self.failing = set(), [], set()
+        self.held, self.begun, self.failing, self.together = set(), [], set(), []
 
     async def play(self, trajectories, *, stream):
         version = self.generation.version
+        self.together.append(len(trajectories) // GROUP)
         self.begun += [row.ordinal for row in trajectories if row.sample == 0]
         while any(row.ordinal in self.held for row in trajectories):
             await asyncio.sleep(0.005)
@@ -121,6 +122,44 @@ def test_a_slow_group_is_trained_within_the_bound_although_others_end_first(coll
     assert metrics["rollout/wait_s"] > 0.05
 
 
+def test_an_exact_batch_has_the_next_prompts_with_the_weights_of_k_steps_before(collector):
+    source = source_of(collector, 2, exact=True)
+    collector.failing.add(4)  # of batch 3, which is sampled with the first weights
+    for number in range(1, 7):
+        trained, metrics = step(source, collector, number)
+        assert metrics["staleness/steps_mean"] == metrics["staleness/steps_max"] == min(number - 1, 2)
+        source.end_rollouts()  # the synchronizer calls it before the refit
+        if number == 1:
+            assert collector.begun == [0, 1, 2, 3, 4, 5, 6], "the failed group is replaced before the weights change"
+            first = trained
+        elif number == 3:
+            assert trained == [5, 6]
+    assert first == [0, 1]
+    assert trained == [11, 12]
+    assert collector.together[:3] == [2, 2, 2], "the engine samples the batches of a synchronous run"
+
+
+def test_an_exact_batch_with_newer_weights_than_those_with_which_it_began_is_an_error(collector):
+    source = source_of(collector, 1, exact=True)
+    step(source, collector, 1)
+    source.end_rollouts()
+    for row in source._rows[2]:
+        row.message_log[-1]["token_versions"] += 10
+    with pytest.raises(RLCoreError, match="began with weight version 0 have tokens of version 10"):
+        step(source, collector, 2)
+
+
+def test_a_checkpoint_of_an_exact_run_waits_for_rollouts_in_progress(collector, tmp_path):
+    source = source_of(collector, 1, exact=True)
+    collector.held |= {2, 3}
+    step(source, collector, 1)
+    threading.Timer(0.1, collector.held.clear).start()
+    resumed = killed_and_resumed(source, collector, 1, tmp_path, exact=True)
+    assert sorted(resumed._rows) == [2, 3]
+    _, metrics = step(source, collector, 2)
+    assert metrics["rollout/ending_s"] > 0.05
+
+
 def test_a_thread_that_waits_for_rollouts_gives_restarted_replicas_their_weights(collector):
     source = source_of(collector, 1)
     collector.held |= {0, 1, 2, 3}
@@ -196,7 +235,7 @@ def test_finished_groups_are_restored_with_exact_log_probabilities_and_versions(
     step(source, collector, 2)
     source._collector.loop.wait(lambda: sum(not future.done() for future in source._playing) == 2)
     if accepted:
-        source._await_groups(2, PROMPTS)
+        source._await_groups()
     before = rows_by_ordinal(source)
     collector.begun.clear()
     resumed = killed_and_resumed(source, collector, 2, tmp_path)

@@ -113,7 +113,8 @@ class GRPOConfig(PolicyGradientConfig):
     def runtime_needs(self) -> RuntimeNeeds:
         needs = super().runtime_needs
         assert needs.rollouts is not None
-        return replace(needs, rollouts=replace(needs.rollouts, accepts_segments=True))
+        rollouts = replace(needs.rollouts, accepts_segments=True, selects_groups=self.use_dynamic_sampling)
+        return replace(needs, rollouts=rollouts)
 
     @model_validator(mode="after")
     def _check_dynamic_sampling(self) -> GRPOConfig:

@@ -49,7 +49,7 @@ def make_collector(
         retries=config.rollout.retries,
         tool_parsers=prepared.tools.parsers,
         history=config.rollout.history,
-        row_by_row=config.rollout.max_staleness > 0,
+        row_by_row=config.rollout.max_staleness > 0 and config.rollout.order == "ready",
         timeout_s=config.rollout.timeout_s,
         loop=loop,
         deadline_s=_deadline_s(config),

@@ -36,7 +36,8 @@ from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.mixed_source import MixedRolloutSource, SampledSteps
 from rl_train.rollouts.schedule import Schedule
-from rl_train.rollouts.source import RolloutSource, ScheduledSource
+from rl_train.rollouts.scheduled_source import ScheduledSource
+from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import checkpoint_store
@@ -128,6 +129,8 @@ def assemble_run(
         run.rollouts = _rollout_source(config, collector, loaders, run.weights)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)
+            if config.rollout.order == "exact":
+                run.weights.before_refit = run.rollouts.end_rollouts
         evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
     run.initial_metrics = loaders.metrics()
     run.batches = loaders.batches
@@ -165,6 +168,7 @@ def _rollout_source(
             max_staleness=config.rollout.max_staleness,
             ahead=config.rollout.batches_ahead,
             demand=lambda step: prompts if step <= last and samples(step) else 0,
+            exact=config.rollout.order == "exact",
         ),
         weight_version=lambda: weights.synced_version,
         group_size=needs.samples_per_prompt,

@@ -33,6 +33,9 @@ class RolloutNeeds:
     accepts_stale: bool = False
     """Whether rows may be sampled with the weights of earlier steps (`rollout.max_staleness` above 0)."""
 
+    selects_groups: bool = False
+    """Whether it passes a selection to `RolloutSource.take`, so that the prompts of a step depend on their rewards."""
+
     def __post_init__(self) -> None:
         _at_least_one(prompts_per_draw=self.prompts_per_draw, samples_per_prompt=self.samples_per_prompt)
         if not 0.0 <= self.sampled_fraction <= 1.0:

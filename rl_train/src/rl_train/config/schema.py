@@ -116,7 +116,12 @@ class RolloutConfig(Section):
     a step needs them, and training waits. Above 0, rollouts are also sampled during training."""
     ahead: int | None = Field(default=None, ge=0)
     """Number of batches whose rollouts begin before the batch in training is done; at most `max_staleness`. By default 1, or 0
-    without staleness. More keep the engine busier, with older rollouts."""
+    without staleness, or `max_staleness` with `order: exact`. More keep the engine busier, with older rollouts."""
+    order: Literal["ready", "exact"] = "ready"
+    """Which rollouts make up a batch if `max_staleness` is k. `ready`: those that ended first, among them all that could
+    otherwise exceed the bound. `exact`: the next prompts of the data, and batch s is sampled with the weights of step
+    max(1, s - k). Refits and checkpoints then wait for rollouts in progress, so a run can be repeated exactly, but overlaps
+    less."""
     timeout_s: float | None = Field(default=None, gt=0.0)
     """Timeout of a whole rollout in seconds. A rollout that exceeds it starts again, up to `retries` times, and is then
     excluded like one whose environment failed. No timeout by default. It removes slow rollouts, so the remaining ones are
@@ -124,6 +129,13 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _ahead_is_within_the_bound(self) -> RolloutConfig:
+        if self.order == "exact" and self.max_staleness == 0:
+            raise ValueError("order: exact has no effect with max_staleness 0, where every run is exact: remove it")
+        if self.order == "exact" and self.ahead not in (None, self.max_staleness):
+            raise ValueError(
+                f"with order: exact, each batch begins max_staleness ({self.max_staleness}) steps early, but ahead is "
+                f"{self.ahead}: remove ahead"
+            )
         if self.ahead is not None and self.ahead > self.max_staleness:
             raise ValueError(
                 f"ahead is {self.ahead}, but rollouts of a batch that begins {self.ahead} steps early can be {self.ahead} "
@@ -134,7 +146,8 @@ class RolloutConfig(Section):
     @property
     def batches_ahead(self) -> int:
         """`ahead`, or its default."""
-        return min(1, self.max_staleness) if self.ahead is None else self.ahead
+        default = self.max_staleness if self.order == "exact" else min(1, self.max_staleness)
+        return default if self.ahead is None else self.ahead
 
     def min_scored_of(self, group_size: int) -> int:
         """`min_scored`, or its default, for groups of this size."""

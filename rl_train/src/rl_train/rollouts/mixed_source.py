@@ -70,6 +70,9 @@ class MixedRolloutSource(RolloutSource):
         self._sampled.load_state_dict(state["sampled"])
         self._dataset.load_state_dict(state["given"])
 
+    def end_rollouts(self) -> None:
+        self._sampled.end_rollouts()
+
     def save_files(self, folder: Path) -> None:
         self._sampled.save_files(folder)
 

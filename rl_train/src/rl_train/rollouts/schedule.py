@@ -33,12 +33,14 @@ class Schedule:
         demand: number of groups of a step.
         next_step: the step of the next batch.
         weights_step: the step whose refit delivered the engine's weights.
+        exact: whether a batch has the groups that began first, instead of those that ended first.
         oversampling: number of groups that begin for each missing one, at least 1, if some of them will be dropped.
     """
 
     max_staleness: int
     ahead: int
     demand: Callable[[int], int]
+    exact: bool = False
     next_step: int = 1
     weights_step: int = 0
     oversampling: float = 1.0
@@ -110,10 +112,13 @@ class Schedule:
         Args:
             short: accept fewer groups, but not without those that must be in it.
         """
+        size = self._size
+        if self.exact:
+            first = sorted(self._began, key=lambda group: (self._began[group], group))[:size]
+            return first if len(first) == size and self._ended.keys() >= set(first) else None
         due = self._due()
         if due is None:
             return None
-        size = self._size
         if len(due) > size and self.oversampling > 1:
             due = sorted(due)[:size]  # not in the order in which they ended, which would prefer short rollouts
         if len(due) > size:

@@ -11,6 +11,26 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 
 
+def refuse_other_versions(batch: BatchedDataDict[Any], began: Sequence[int]) -> None:
+    """With exact batches, every token of a group has the weights with which the group began.
+
+    Args:
+        batch: rollouts with `token_versions`, `token_mask` and `rollout_ids`.
+        began: weight version of each rollout when it began; -1 if it is unknown.
+
+    Raises:
+        RLCoreError: a token has other weights.
+    """
+    expected = torch.tensor(began)[batch["rollout_ids"]].unsqueeze(-1)
+    others = (batch["token_mask"] > 0) & (batch["token_versions"] != expected) & (expected >= 0)
+    if bool(others.any()):
+        raise RLCoreError(
+            f"rollout.order is exact, but rollouts that began with weight version {int(expected[others.any(-1)][0])} have "
+            f"tokens of version {int(batch['token_versions'][others][0])}: a generation worker was restarted after the policy "
+            "had been trained. Resume the run from its last checkpoint."
+        )
+
+
 class DeliveredVersions:
     """The weight versions with which rows may have been sampled, and the steps whose refits delivered them.
 

@@ -95,6 +95,8 @@ class WeightSynchronizer(WeightOwner):
         self._is_refitting = False
         self.synced_version: int | None = None
         """Weight version of the last verified refit of all replicas."""
+        self.before_refit: Callable[[], None] | None = None
+        """Called before a refit that changes weights, if rollouts in progress must end with those that they began with."""
         self._prove = prove
         self._make_canary, self.has_canary = canary, canary is not None
         self._canary: Canary | None = None
@@ -155,6 +157,8 @@ class WeightSynchronizer(WeightOwner):
             WorkerDiedError: a policy worker died, or a generation worker that may not be restarted.
             DeadlineExceededError: the refit took too long.
         """
+        if self.before_refit is not None and self.synced_version != self._policy.weight_version:
+            self.before_refit()
         with self._turn:
             while True:
                 metrics = self._attempt(self._generation, only_if_stale)

@@ -18,7 +18,7 @@ ENGINE_SHARES_GPUS = (
 _AT = ("rollout", "max_staleness")
 
 
-@rule("algorithm", "rollout.max_staleness", applies_to=TRAINING)
+@rule("algorithm", "rollout.max_staleness", "rollout.order", applies_to=TRAINING)
 def algorithm_accepts_older_rollouts(config: CheckedConfig) -> Iterator[Problem]:
     """With max_staleness above 0, the algorithm samples and is correct for rollouts of older weights."""
     run = config.run
@@ -35,6 +35,12 @@ def algorithm_accepts_older_rollouts(config: CheckedConfig) -> Iterator[Problem]
             _AT,
             f"{run.algorithm_name} does not support rollouts that older weights sampled, with these settings "
             "(`RolloutNeeds.accepts_stale`). Set max_staleness to 0.",
+        )
+    if needs.selects_groups and run.rollout.order == "exact":
+        yield Problem(
+            ("rollout", "order"),
+            "dynamic sampling replaces groups when they end, with the weights of that time, so batches cannot be sampled with "
+            "the weights of one step. Use order: ready, or disable dynamic sampling.",
         )
 
 

@@ -1,0 +1,286 @@
+"""The source of rollouts that samples, also during training: groups begin and make up batches as the schedule allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import RLCoreError
+from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.rollouts.collect import Collector
+from rl_train.rollouts.equal_rewards import EqualRewardWatch
+from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
+from rl_train.rollouts.reward_weights import RewardWeightCheck
+from rl_train.rollouts.saved_groups import FinishedGroup, load_groups, save_groups
+from rl_train.rollouts.schedule import Schedule
+from rl_train.rollouts.seeds import SampleStream
+from rl_train.rollouts.source import Rollouts, RolloutSource, Selection, start_rollouts
+from rl_train.rollouts.staleness import DeliveredVersions, refuse_other_versions
+from rl_train.rollouts.summary import environment_metrics, environment_times, failure_metrics, summarize
+from rl_train.rollouts.trajectory import Trajectory, to_batch
+
+_MAX_REPLACED = 10
+"""A step fails once it has replaced this many times its groups."""
+
+
+class ScheduledSource(RolloutSource):
+    """Samples groups as the schedule allows: with staleness 0 while they are taken, otherwise also during training.
+
+    Only the thread of the step loop begins groups and takes them; the rollouts run in the collector's event loop. A group with
+    too few scored rows is replaced by one of the next prompt.
+
+    Args:
+        collector: plays the rollouts.
+        prompts: the training prompts.
+        schedule: which groups may begin and make up a batch.
+        group_size: G, samples per prompt.
+        weight_version: weight version of the engine, which it has since its last refit.
+        reward_names: rewards that may be missing in the first step, by task, see `EnvironmentConfig.reward_names`.
+        min_scored: number of scored rows that a group needs.
+        max_failed_share: see `rl_train.rollouts.failures.FailureLimit`.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        prompts: BatchedDataLoader,
+        *,
+        schedule: Schedule,
+        group_size: int,
+        weight_version: Callable[[], int | None],
+        reward_names: Mapping[str, Collection[str]] | None = None,
+        min_scored: int = 1,
+        max_failed_share: float = 0.1,
+    ) -> None:
+        self._collector = collector
+        self._prompts = prompts
+        self._schedule = schedule
+        self._group_size, self._min_scored = group_size, min_scored
+        self._failures = FailureLimit(max_failed_share)
+        self._watch = EqualRewardWatch()
+        self._weights = RewardWeightCheck(reward_names or {})
+        self._versions = DeliveredVersions(schedule.max_staleness, weight_version)
+        self._weight_version = weight_version
+        self._rows: dict[int, list[Trajectory]] = {}
+        """By ordinal of the prompt: the rows of each group that is alive."""
+        self._playing: dict[Future[None], list[int]] = {}
+        """The ordinals of the groups that run together."""
+        self._again: list[int] = []
+        """Ordinals that a resumed run begins again."""
+        self._replaced: list[Trajectory] = []
+        """Rows of the groups that were replaced since the last batch, because they had too few scored rows."""
+        self._rejected: list[Trajectory] = []
+        """Rows of the groups that the selection did not keep since the last batch."""
+        self._selection: Selection | None = None
+        self._step, self._groups = 0, 0
+        """The current step, and its number of groups."""
+        self._began_with: dict[int, int] = {}
+        """By ordinal: the engine's weight version when the group began; only with an exact schedule."""
+        self._ending_s = 0.0
+        """Seconds that `end_rollouts` took since the last batch."""
+
+    def take(self, step: int, groups: int, selection: Selection | None = None) -> Rollouts:
+        """Complete groups of a step, none of which exceeds the staleness bound.
+
+        Raises:
+            RLCoreError: too many rows could not be scored, or the selection kept no group.
+        """
+        started = time.perf_counter()
+        self._failures.expect(step, groups * self._group_size)
+        self._selection = selection
+        self._schedule.oversampling = 1.0 if selection is None else selection.oversampling
+        batch = self._batch(step, groups)
+        if not batch:
+            assert selection is not None
+            judged = len(self._rejected) // self._group_size
+            raise RLCoreError(f"Step {step} sampled {judged} groups and could use none of them. {selection.advice}")
+        trajectories = [row for ordinal in sorted(batch) for row in self._rows.pop(ordinal)]
+        surplus = self._drop_surplus()
+        counts = {} if selection is None else self._selection_counts(len(batch), groups, len(surplus) // self._group_size)
+        others, self._rejected = self._rejected + surplus, []
+        self._begin()
+        return self._rollouts(step, trajectories, others, counts | {"rollout/wait_s": time.perf_counter() - started})
+
+    def skip(self, step: int) -> None:
+        self._batch(step, 0)
+        self._drop_surplus()
+        self._begin()
+
+    def _batch(self, step: int, groups: int) -> list[int]:
+        """Begin the step, and wait for the groups of its batch."""
+        self._step, self._groups = step, groups
+        self._schedule.refit(step, groups)
+        self._versions.record(step)
+        self._collector.generation.await_weights()
+        self._begin()
+        while (batch := self._schedule.batch(short=self._has_judged_enough)) is None:
+            self._await_groups()
+            if not self._has_judged_enough:
+                self._begin()
+        self._schedule.take(batch)
+        return batch
+
+    @property
+    def _has_judged_enough(self) -> bool:
+        judged = len(self._rejected) // self._group_size + len(self._schedule.ended)
+        return self._selection is not None and judged >= self._selection.max_groups
+
+    def _drop_surplus(self) -> list[Trajectory]:
+        surplus = self._schedule.surplus
+        for ordinal in surplus:
+            self._schedule.drop(ordinal)
+        return [row for ordinal in surplus for row in self._rows.pop(ordinal)]
+
+    def _selection_counts(self, taken: int, groups: int, surplus: int) -> dict[str, float]:
+        return {
+            "dynamic_sampling/dropped_groups": float(len(self._rejected) // self._group_size),
+            "dynamic_sampling/surplus_groups": float(surplus),
+            "dynamic_sampling/missing_groups": float(groups - taken),
+        }
+
+    def _begin(self) -> None:
+        """Begin as many groups as the schedule allows; with staleness 0, all groups of a batch together."""
+        if self._schedule.max_staleness == 0 and self._playing:
+            return
+        count = self._schedule.space
+        ordinals, self._again = self._again[:count], self._again[count:]
+        ordinals += self._prompts.draw(count - len(ordinals))
+        if not ordinals:
+            return
+        rows = start_rollouts(self._prompts.rows_of(ordinals), self._group_size, ordinals=ordinals)
+        if not self._playing:
+            self._collector.generation.prepare_for_generation()
+        version = self._weight_version() if self._schedule.exact else None
+        for position, ordinal in enumerate(ordinals):
+            self._schedule.begin(ordinal)
+            self._rows[ordinal] = rows[position * self._group_size : (position + 1) * self._group_size]
+            if version is not None:
+                self._began_with[ordinal] = version
+        size = self._played_together(count)
+        for together in [ordinals[start : start + size] for start in range(0, count, size)]:
+            played = [row for ordinal in together for row in self._rows[ordinal]]
+            self._playing[self._collector.loop.start(self._collector.play(played, stream=SampleStream.TRAINING))] = together
+
+    def _played_together(self, count: int) -> int:
+        """Number of groups whose rows are sampled together if the engine samples complete batches."""
+        if self._schedule.exact:
+            return max(1, *self._schedule.limits()["demand"])  # the batches of a synchronous run
+        return count if self._schedule.max_staleness == 0 else 1
+
+    def end_rollouts(self) -> None:
+        started = time.perf_counter()
+        while self._playing:
+            self._await_groups()
+            self._begin()
+        self._ending_s += time.perf_counter() - started
+
+    def _await_groups(self) -> None:
+        """Wait until groups have ended, and sort out those with too few scored rows."""
+        step, groups = self._step, self._groups
+        loop, generation = self._collector.loop, self._collector.generation
+        loop.wait(lambda: any(future.done() for future in self._playing), meanwhile=generation.await_weights)
+        is_first = self._schedule.max_staleness == 0 and not (self._replaced or self._rejected or self._schedule.ended)
+        ended = [future for future in self._playing if future.done()]
+        ordinals = [ordinal for future in ended for ordinal in self._playing.pop(future)]
+        for future in ended:
+            future.result()
+        rows = [row for ordinal in ordinals for row in self._rows[ordinal]]
+        self._failures.count(step, rows)
+        if is_first and len(ordinals) > 1:
+            refuse_total_failure(rows)
+        for ordinal in ordinals:
+            if sum(row.scored for row in self._rows[ordinal]) < self._min_scored:
+                self._schedule.drop(ordinal)
+                self._replaced += self._rows.pop(ordinal)
+            elif self._selection is None or self._selection.keep(self._rows[ordinal]):
+                self._schedule.end(ordinal)
+            else:
+                self._schedule.drop(ordinal)
+                self._rejected += self._rows.pop(ordinal)
+                self._failures.expect(step, self._group_size)
+        if len(self._replaced) > _MAX_REPLACED * max(groups, 1) * self._group_size:
+            raise RLCoreError(
+                f"Step {step}: {len(self._replaced)} rollouts were replaced, and too few could be scored for {groups} groups "
+                f"with at least {self._min_scored} scored rows (rollout.min_scored). Check which rows the environment or the "
+                "reward functions leave unscored."
+            )
+
+    def _rollouts(
+        self, step: int, trajectories: list[Trajectory], others: list[Trajectory], counts: dict[str, float]
+    ) -> Rollouts:
+        """The rollouts of a batch; the statistics also cover the groups that were sampled but not selected (`others`)."""
+        for i, row in enumerate(trajectories):
+            row.group_id = i // self._group_size
+        replaced, self._replaced = self._replaced, []
+        sampled = trajectories + others
+        self._weights.check(sampled)
+        self._watch.observe(step, sampled)
+        batch = to_batch(trajectories)
+        metrics = summarize(sampled) | environment_times(sampled + replaced)
+        metrics |= environment_metrics(sampled, self._collector.environments)
+        metrics |= failure_metrics(sampled + replaced, replaced_groups=len(replaced) // self._group_size)
+        metrics |= self._versions.staleness(batch, step) | counts
+        if self._schedule.exact:
+            refuse_other_versions(batch, [self._began_with.pop(row.ordinal, -1) for row in trajectories])
+            metrics["rollout/ending_s"], self._ending_s = self._ending_s, 0.0
+        metrics |= {
+            "rollout/in_flight": float(len(self._schedule.in_progress) * self._group_size),
+            "rollout/ready": float(len(self._schedule.ended) * self._group_size),
+        }
+        return Rollouts(batch=batch, metrics=metrics, trajectories=trajectories)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; groups that are in no batch yet and not in `save_files` begin again, with the resumed run's weights."""
+        if self._schedule.exact:
+            self.end_rollouts()
+        return {
+            "prompts": self._prompts.state_dict(),
+            "again": sorted([*self._rows, *self._again]),
+            "next_step": self._schedule.next_step,
+            "versions": self._versions.state_dict(),
+            "failures": self._failures.state_dict(),
+            "equal_rewards": self._watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._prompts.load_state_dict(state["prompts"])
+        self._again = list(state.get("again", state.get("put_back", ())))
+        self._schedule.next_step = state.get("next_step", 1)
+        self._versions.load_state_dict(state.get("versions", ()))
+        if "failures" in state:
+            self._failures.load_state_dict(state["failures"])
+        if "equal_rewards" in state:
+            self._watch.load_state_dict(state["equal_rewards"])
+
+    def save_files(self, folder: Path) -> None:
+        """Write the groups that have ended and are in no batch yet."""
+        ended = [future for future in self._playing if future.done() and future.exception() is None]
+        ordinals = [*self._schedule.ended, *(ordinal for future in ended for ordinal in self._playing[future])]
+        accepted = set(self._schedule.ended)
+        groups = [
+            FinishedGroup(ordinal=n, began=self._schedule.began(n), accepted=n in accepted, rows=self._rows[n])
+            for n in ordinals
+        ]
+        save_groups(folder, groups, self._limits)
+
+    def load_files(self, folder: Path) -> None:
+        for group in load_groups(folder, self._limits):
+            self._again.remove(group.ordinal)
+            self._rows[group.ordinal] = group.rows
+            self._schedule.begin(group.ordinal, at=group.began)
+            if group.accepted:
+                self._schedule.end(group.ordinal)
+            else:
+                ended: Future[None] = Future()
+                ended.set_result(None)
+                self._playing[ended] = [group.ordinal]
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {**self._schedule.limits(), "group_size": self._group_size}
+
+    def close(self) -> None:
+        self._collector.loop.close()
