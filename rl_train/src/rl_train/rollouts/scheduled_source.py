@@ -167,7 +167,8 @@ class ScheduledSource(RolloutSource):
     def _played_together(self, count: int) -> int:
         """Number of groups whose rows are sampled together if the engine samples complete batches."""
         if self._schedule.exact:
-            return max(1, *self._schedule.limits()["demand"])  # the batches of a synchronous run
+            demand: list[int] = self._schedule.limits()["demand"]
+            return max(1, *demand)  # the batches of a synchronous run
         return count if self._schedule.max_staleness == 0 else 1
 
     def end_rollouts(self) -> None:
