@@ -28,7 +28,8 @@ from rl_core.cluster.ports import free_port
 from rl_core.errors import WeightSyncError
 from rl_core.weights.collective import WeightCollective, abort_rendezvous
 from rl_core.weights.shared_memory import DIRECTORY
-from rl_train.weight_sync.synchronizer import WeightSynchronizer, free_loopback_port
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transport_choice import free_loopback_port
 from rl_train.weight_sync.transports.collective import CollectiveTransport
 from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 

@@ -27,7 +27,8 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import DeadlineExceededError, MissingCapabilityError, WeightSyncError
 from rl_core.weights.refit_progress import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
-from rl_train.weight_sync.synchronizer import WeightSynchronizer, free_loopback_port
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
+from rl_train.weight_sync.transport_choice import free_loopback_port
 from rl_train.weight_sync.transport_choice import choose_transport
 from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
 from rl_train.weight_sync.transports.collective import CollectiveTransport

@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from rl_core.cluster.ports import free_port
 from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import GenerationInterface, WeightOwner
 from rl_core.interfaces.policy import ColocatablePolicyInterface
@@ -22,7 +21,7 @@ from rl_train.weight_sync.canary import Canary, CanaryCalibration
 from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.fingerprint_kind import kind_of
 from rl_train.weight_sync.sent_weights import SentWeights
-from rl_train.weight_sync.transport_choice import choose_transport
+from rl_train.weight_sync.transport_choice import choose_transport, free_loopback_port
 from rl_train.weight_sync.waiting import wait_for_each
 
 _log = logging.getLogger(__name__)
@@ -379,11 +378,6 @@ class WeightSynchronizer(WeightOwner):
             "refit/weight_version": float(self._policy.weight_version),
             "refit/moved": float(happened),
         }
-
-
-def free_loopback_port() -> tuple[str, int]:
-    """This machine's loopback address and a port that is free now and that this process has not used before."""
-    return "127.0.0.1", free_port("127.0.0.1")
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Chooses the transport that sends weights: one that both backends support."""
+"""Chooses the transport that sends weights: one that both backends support, and where its ends meet on one machine."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from rl_core.cluster.ports import free_port
 from rl_core.errors import MissingCapabilityError
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import capability_problem
@@ -52,3 +53,8 @@ def _supported(transports: Sequence[type[WeightTransport]], capabilities: Collec
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
+
+
+def free_loopback_port() -> tuple[str, int]:
+    """This machine's loopback address and a port that is free now and that this process has not used before."""
+    return "127.0.0.1", free_port("127.0.0.1")
