@@ -28,8 +28,7 @@ from rl_core.errors import DeadlineExceededError, MissingCapabilityError, Weight
 from rl_core.weights.refit_progress import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
-from rl_train.weight_sync.transport_choice import free_loopback_port
-from rl_train.weight_sync.transport_choice import choose_transport
+from rl_train.weight_sync.transport_choice import choose_transport, free_loopback_port
 from rl_train.weight_sync.transports.by_reference import ByReferenceTransport
 from rl_train.weight_sync.transports.collective import CollectiveTransport
 from rl_train.weight_sync.transports.disk import DiskTransport
