@@ -163,3 +163,15 @@ def test_the_reference_is_copied_to_the_gpu_for_each_scoring_and_never_back(gpu,
     assert with_reference["to cpu"] == without["to cpu"]
     assert with_reference["to cuda"] == without["to cuda"] + weights
     assert gpu.pinned - pinned == inputs_pinned
+
+
+def test_the_peak_memory_of_a_phase_is_that_of_the_allocator_and_takes_no_wait(gpu, start, parts):
+    worker, rows = start(), parts.make_rows()
+    worker.take_peak_memory()
+    worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+    peak = gpu.peak
+    with gpu.counting() as waits:
+        assert worker.take_peak_memory() == peak > gpu.allocated
+    assert not waits
+    worker.get_logprobs(rows)
+    assert gpu.allocated < worker.take_peak_memory() < peak, "scoring needs no gradients"

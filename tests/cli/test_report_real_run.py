@@ -59,7 +59,14 @@ def test_every_metric_that_the_core_names_is_in_the_table():
 def test_the_page_of_a_real_run_has_its_curves_and_fits(run):
     page = render(run, ending_of(run), max_mib=1.0)
     assert len(page.encode()) <= 2**20
-    for title in ("Reward", "Validation accuracy", "KL to the reference policy", "Time by phase", "Tokens per second"):
+    for title in (
+        "Reward",
+        "Validation accuracy",
+        "KL to the reference policy",
+        "Time by phase",
+        "Tokens per second",
+        "Peak memory by phase",
+    ):
         assert f'aria-label="{title}"' in page
     assert re.search(r"Finished: 4 of 4 steps\. Started [-\d]+ [:\d]+ UTC, ended [-\d]+ [:\d]+ UTC, took \d+ ", page)
 

@@ -132,7 +132,7 @@ def metrics_of(folder, name="run"):
     steps = {}
     for line in map(json.loads, lines):
         assert line["step"] not in steps, "a step was written twice"
-        steps[line["step"]] = {key: value for key, value in line.items() if not key.endswith("_s")}
+        steps[line["step"]] = {key: value for key, value in line.items() if not key.endswith(("_s", "_gib"))}
     return steps
 
 
@@ -147,6 +147,6 @@ def reproducible_metrics_of(folder, name="run"):
 def without_speed(steps):
     """The metrics of steps without times, refits and speed, which differ between two runs."""
     return [
-        {name: value for name, value in step.items() if not (name.startswith("refit/") or name.endswith("_s"))}
+        {name: value for name, value in step.items() if not (name.startswith("refit/") or name.endswith(("_s", "_gib")))}
         for step in steps
     ]

@@ -83,7 +83,7 @@ def written(folder, config, changes=None):
 def trained(folder, config, **options) -> list[dict]:
     finished = train(written(folder, config), console=False, **options)
     steps = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in step.items() if not k.endswith("_s")} for step in steps]
+    return [{k: v for k, v in step.items() if not k.endswith(("_s", "_gib"))} for step in steps]
 
 
 @pytest.mark.parametrize("name", ["parquet", "mixture", "ranked"])

@@ -223,7 +223,11 @@ def rollouts_of(folder):
     """The records of all steps, without times."""
     paths = sorted((folder / "runs" / "run" / "rollouts").glob("step_*.jsonl"))
     assert len(paths) == 6
-    return [{key: value for key, value in row.items() if not key.endswith("_s")} for path in paths for row in read_jsonl(path)]
+    return [
+        {key: value for key, value in row.items() if not key.endswith(("_s", "_gib"))}
+        for path in paths
+        for row in read_jsonl(path)
+    ]
 
 
 def digests_of_last(folder):

@@ -17,7 +17,7 @@ SECTION = {"max_num_steps": 2, "global_batch_size": 8}
 
 
 def kept(steps: list[dict]) -> list[dict]:
-    return [{name: value for name, value in step.items() if not name.endswith("_s")} for step in steps]
+    return [{name: value for name, value in step.items() if not name.endswith(("_s", "_gib"))} for step in steps]
 
 
 def trained(trainer, data, **given) -> list[dict]:

@@ -118,7 +118,7 @@ class Run:
             self.memory.free_for_model(model)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """Record how long a block takes, as `time/<phase>_s`."""
+        """Record how long a block takes, as `time/<phase>_s`, and its memory, as `memory/<phase>_gib`."""
         return self.metrics.timed(phase)
 
     def steps(self) -> Iterator[int]:
@@ -130,6 +130,8 @@ class Run:
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
             self.step, started = step, time.perf_counter()
+            if self.metrics.memory is not None:
+                self.metrics.memory.start()
             seed_process(self.config.algorithm.seed, step)  # of each step, so that a resumed run draws the same numbers
             with profiled(step, self.config.profiling, self.folder):
                 yield step

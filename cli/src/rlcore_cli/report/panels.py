@@ -105,6 +105,12 @@ PANELS = (
     Panel(title="Learning rate", metrics=("lr",)),
     Panel(title="Tokens per second", metrics=("tokens_per_s",), unit="tokens/s", note="Excluding validation."),
     Panel(
+        title="Peak memory by phase",
+        metrics=("memory/*",),
+        unit="GiB",
+        note="The largest process of models and engine: tensors on its GPU or, without GPUs, its resident memory.",
+    ),
+    Panel(
         title="Environment time",
         metrics=("env/*/wait_s", "env/*/step_s"),
         unit="s per rollout",
@@ -145,6 +151,7 @@ _LOWER = (
     "env/*/wait_s",
     "env/*/step_s",
     "advantage/equal_group_frac",
+    "memory/*",
 )
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+import torch
+
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import WeightSample
@@ -99,7 +101,27 @@ class GenerationFacts(TypedDict):
     """Whether `poll` also returns unfinished rows with `stream_tokens`; false by default."""
 
 
-class PolicyWorker(ABC):
+class MeasuredWorker:
+    """A worker that reports the memory of its process."""
+
+    def take_peak_memory(self) -> int | None:
+        """The most memory in use since the last call, in bytes; None if it is unknown.
+
+        With GPUs, the tensors of this process on its GPU, as counted by torch; otherwise the resident memory of the process.
+        """
+        if torch.cuda.is_available():
+            if peak := torch.cuda.max_memory_allocated():
+                torch.cuda.reset_peak_memory_stats()
+            return peak or None
+        try:
+            status = Path("/proc/self/status").read_text()
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        except OSError:  # not Linux, or a kernel without it
+            return None
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+class PolicyWorker(MeasuredWorker, ABC):
     """One rank of a policy."""
 
     @abstractmethod
@@ -194,7 +216,7 @@ class PolicyWorker(ABC):
         return None
 
 
-class GenerationWorker(ABC):
+class GenerationWorker(MeasuredWorker, ABC):
     """One replica of a generation engine (or rank 0 of a multi-process replica)."""
 
     @abstractmethod

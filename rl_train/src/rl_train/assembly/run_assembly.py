@@ -32,6 +32,7 @@ from rl_train.config.schedule_lengths import schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.metrics.peak_memory import PeakMemory
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.mixed_source import MixedRolloutSource, SampledSteps
@@ -116,6 +117,8 @@ def assemble_run(
         checkpoints=None,
         tokenizer=prepared.tokenizer,
     )
+    measured = (workers.policy, workers.generation, *workers.companions.values())
+    run.metrics.memory = PeakMemory(measured, deadline_s=config.cluster.deadlines.refit_s)
     evaluations: dict[str, Evaluation] = {}
     if workers.generation is not None:
         run.generation = workers.generation

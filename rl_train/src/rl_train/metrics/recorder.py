@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rl_train.metrics.peak_memory import PeakMemory
 from rl_train.metrics.progress import Progress
 
 
@@ -20,6 +21,8 @@ class Recorder:
         """Phase, start and end, in seconds of `time.perf_counter`, of each block of the step that was timed."""
         self.progress = Progress()
         """What the run is doing now."""
+        self.memory: PeakMemory | None = None
+        """Measures the memory of each phase, if it is set."""
 
     def add(self, metrics: Mapping[str, float | int | torch.Tensor], *, prefix: str = "") -> None:
         """Record metrics named `area/quantity`."""
@@ -33,7 +36,10 @@ class Recorder:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Record the duration of the block as `time/<phase>_s`; equal names add up. An error leaves `phase` unchanged."""
+        """Record the duration of the block as `time/<phase>_s`; equal names add up. An error leaves `phase` unchanged.
+
+        The memory of the block is recorded as `memory/<phase>_gib`, which is the largest value for equal names.
+        """
         outer = self.progress.phase
         self.progress.begin(phase)
         started = time.perf_counter()
@@ -42,6 +48,8 @@ class Recorder:
         before = self._values.get(name, [0.0])[0]
         self._values[name] = [before + ended - started]
         self.spans.append((phase, started, ended))
+        if self.memory is not None:
+            self.memory.end(phase)
         self.progress.end(outer)
 
     def peek(self) -> dict[str, float]:
@@ -50,7 +58,7 @@ class Recorder:
 
     def flush(self) -> dict[str, float]:
         """The metrics of the step; the recorder is empty afterwards."""
-        flushed = self.peek()
+        flushed = self.peek() | (self.memory.flush() if self.memory is not None else {})
         self._values.clear()
         self.spans.clear()
         return flushed
