@@ -15,7 +15,8 @@ from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model
-from rl_backends_megatron.model import DTYPES
+from rl_backends_megatron.matrix_sizes import matrix_sizes
+from rl_backends_megatron.model import DTYPES, is_tied
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput, filler_microbatch
 from rl_backends_megatron.offloading import Offloader
 from rl_backends_megatron.optimizer import FrozenModel, TrainableModel
@@ -65,11 +66,13 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         self._model.load_initial_weights(self._trainable.set_weight)
         self._microbatcher = Microbatcher(self.config, self._ranks)
         self._head = self._make_head()
-        sizes = [torch.Size(shape).numel() for shape in self._model.bridge.manifest.values()]
+        shapes, device = self._model.bridge.manifest, self._ranks.device
         return {
-            "num_parameters": sum(sizes),
-            "device": str(self._ranks.device),
+            "num_parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
+            "device": str(device),
             "vocab_size": self._model.vocab_size,
+            "matrix_sizes": matrix_sizes(shapes, self._model.hf, tied=is_tied(self._model.hf, self.config)),
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         }
 
     def _build(self, *, shards_optimizer: bool) -> None:

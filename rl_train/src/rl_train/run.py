@@ -22,6 +22,7 @@ from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.schema import RunConfig
 from rl_train.errors import RunInterrupted, StopReason
 from rl_train.metrics.logger import Logger
+from rl_train.metrics.model_flops import ModelFlops
 from rl_train.metrics.recorder import Recorder
 from rl_train.metrics.timeline import Timeline
 from rl_train.profiling import profiled
@@ -90,6 +91,10 @@ class Run:
     """`checkpointing.max_time`; None without a limit."""
     step: int = field(default=0, init=False)
     """The current step; 0 before the first."""
+    flops: ModelFlops | None = None
+    """FLOPs of the policy's training; None if its workers do not report them."""
+    _training: Mapping[str, Any] = field(default_factory=dict, init=False)
+    """The result of this step's training."""
     _logged_restarts: int = field(default=0, init=False)
 
     @property
@@ -162,10 +167,14 @@ class Run:
             self.stop_reason = StopReason.MAX_TIME
 
     def _throughput(self) -> dict[str, float]:
-        """Tokens per second of the step, including prompts and excluding validation time."""
+        """Tokens per second of the step, including prompts and excluding validation time, and FLOP/s of its training."""
         now = self.metrics.peek()
-        seconds = now["time/step_s"] - now.get("time/validate_s", 0.0)
-        return {"tokens_per_s": now["tokens/all"] / seconds} if "tokens/all" in now else {}
+        if "tokens/all" not in now:
+            return {}
+        speed = {"tokens_per_s": now["tokens/all"] / (now["time/step_s"] - now.get("time/validate_s", 0.0))}
+        if self.flops is not None and "time/train_s" in now:
+            speed |= self.flops.metrics(self._training, now["time/train_s"])
+        return speed
 
     def _timeline(self, started: float, ended: float) -> Timeline | None:
         """The timeline of the step, whose idle fractions become metrics; None without an engine."""
@@ -237,6 +246,7 @@ class Run:
 
     def record_training(self, result: Mapping[str, Any], batch: BatchedDataDict[Any]) -> None:
         """Record the result of `PolicyInterface.train` and the number of tokens."""
+        self._training = result
         self.metrics.add({name: result[name] for name in ("loss", "grad_norm", "lr", "num_optimizer_steps")})
         self.metrics.add(by_weight_version(result["metrics"]))
         self.metrics.add({"tokens/trained": result["global_valid_toks"], "tokens/all": int(batch["input_lengths"].sum())})

@@ -105,6 +105,10 @@ PANELS = (
     Panel(title="Learning rate", metrics=("lr",)),
     Panel(title="Tokens per second", metrics=("tokens_per_s",), unit="tokens/s", note="Excluding validation."),
     Panel(
+        title="Model TFLOP/s in training", metrics=("tflops_per_s",), unit="TFLOP/s", note="Per rank, without recomputation."
+    ),
+    Panel(title="MFU", metrics=("mfu",), unit="fraction", note="Model TFLOP/s in training, relative to the device's peak."),
+    Panel(
         title="Peak memory by phase",
         metrics=("memory/*",),
         unit="GiB",
@@ -134,6 +138,8 @@ _HIGHER = (
     "*argmax_agreement",
     "value/explained_variance",
     "tokens_per_s",
+    "tflops_per_s",
+    "mfu",
 )
 _LOWER = (
     "loss/nll",

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
+from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import (
     DTYPES,
     checkpoint_activations,
@@ -115,6 +116,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             "vocab_size": self._scoring.vocab_size,
             "shared_prefix": unshared is None,
             "shared_prefix_reason": unshared or SUPPORTED,
+            "matrix_sizes": matrix_sizes(model),
+            "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         }
 
     def _load_scoring(self) -> ScoringModel:

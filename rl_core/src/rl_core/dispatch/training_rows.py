@@ -103,6 +103,7 @@ class TrainingRows:
             "num_optimizer_steps": len(steps),
             "global_valid_seqs": sum(count.valid_seqs for count in self.counts),
             "global_valid_toks": sum(count.valid_toks for count in self.counts),
+            "computed_lengths": self.rows["input_lengths"].tolist(),
             "skipped_valid_toks": sum(count.valid_toks for count in self.counts) - sum(self.computed_toks),
             "metrics": self._metrics(steps, loss_fn),
         }

@@ -76,6 +76,10 @@ class PolicyFacts(TypedDict):
     `prompt_id` only if this is true and saves work."""
     shared_prefix_reason: NotRequired[str]
     """Why, or why not."""
+    device_name: NotRequired[str | None]
+    """Name of the GPU, which decides the peak that `mfu` is relative to."""
+    matrix_sizes: NotRequired[Mapping[str, float]]
+    """Numbers of weights that a token is multiplied with, by kind: see `rl_train.metrics.model_flops`."""
 
 
 class GenerationFacts(TypedDict):

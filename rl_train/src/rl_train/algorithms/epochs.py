@@ -61,6 +61,7 @@ def _merge_results(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) 
             name: sum(result[name] for result in results)
             for name in ("num_optimizer_steps", "global_valid_seqs", "global_valid_toks")
         },
+        "computed_lengths": [length for result in results for length in result.get("computed_lengths", ())],
         "skipped_valid_toks": sum(result.get("skipped_valid_toks", 0) for result in results),
         "metrics": metrics,
     }

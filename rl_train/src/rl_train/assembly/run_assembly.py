@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.data.process_seed import seed_process
+from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
@@ -32,6 +33,7 @@ from rl_train.config.schedule_lengths import schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.metrics.model_flops import ModelFlops, peak_tflops
 from rl_train.metrics.peak_memory import PeakMemory
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
@@ -119,6 +121,7 @@ def assemble_run(
     )
     measured = (workers.policy, workers.generation, *workers.companions.values())
     run.metrics.memory = PeakMemory(measured, deadline_s=config.cluster.deadlines.refit_s)
+    run.flops = _model_flops(config, workers.policy)
     evaluations: dict[str, Evaluation] = {}
     if workers.generation is not None:
         run.generation = workers.generation
@@ -187,6 +190,14 @@ def _rollout_source(
         group_size=needs.samples_per_prompt,
         samples=samples,
     )
+
+
+def _model_flops(config: RunConfig, policy: object) -> ModelFlops | None:
+    if not isinstance(policy, WorkerFacade) or "matrix_sizes" not in policy.facts:
+        return None
+    known = peak_tflops(policy.facts.get("device_name"), config.policy.precision)
+    peak = known if config.profiling.peak_tflops is None else config.profiling.peak_tflops
+    return ModelFlops(policy.facts["matrix_sizes"], ranks=policy.group.world_size, peak=peak)
 
 
 def _evaluation(config: RunConfig, collector: Collector, prompts: BatchedDataLoader) -> Evaluation:

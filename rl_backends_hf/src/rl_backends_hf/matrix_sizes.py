@@ -1,0 +1,36 @@
+"""Sizes of the matrices that a model multiplies with, from which a run computes the FLOPs of its training."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_EXPERT_AXES = 3
+"""Number of axes of a weight that stacks the matrices of all experts of a layer."""
+
+
+def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
+    """The fact `matrix_sizes` of `PolicyWorker.setup`.
+
+    Embeddings are read, not multiplied with; norms and biases are left out. Of experts, those chosen for a token count.
+
+    Args:
+        model: on any device, sharded or not, with or without adapters.
+    """
+    config = model.config.get_text_config()
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    sizes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        kind = "trained" if parameter.requires_grad else "frozen"
+        if parameter is head:
+            sizes[f"{kind}_head"] += parameter.numel()
+        elif parameter.ndim > 1 and id(parameter) not in embeddings:
+            experts = parameter.shape[0] if parameter.ndim == _EXPERT_AXES else 1
+            chosen = getattr(config, "num_experts_per_tok", None) or 1
+            sizes[kind] += parameter.numel() * min(chosen, experts) // experts
+    heads = getattr(config, "num_attention_heads", 0)
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return {**sizes, "attention": config.num_hidden_layers * heads * head_width}
