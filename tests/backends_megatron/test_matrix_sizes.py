@@ -1,4 +1,4 @@
-"""The sizes of matrices that the worker reports, against those of the Transformers backend, which torch's count of FLOPs confirms."""
+"""The sizes of matrices that the worker reports are those of the Transformers backend, which torch confirms."""
 
 import megatron_cases as cases
 import pytest
