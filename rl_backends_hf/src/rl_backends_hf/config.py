@@ -26,6 +26,14 @@ class HFPolicyConfig(PolicyConfig):
     hf_cfg: HFConfig = Field(default_factory=HFConfig)
     """Settings specific to this backend."""
 
+    @property
+    def own_sampler(self) -> HFGenerationConfig:
+        """Settings of the policy's own sampler: those of `generation` that every backend has, if it selects another one."""
+        if isinstance(self.generation, HFGenerationConfig) or self.generation is None:
+            return self.generation or HFGenerationConfig()
+        shared = set(GenerationConfig.model_fields) - {"backend"}
+        return HFGenerationConfig(**{key: getattr(self.generation, key) for key in shared})
+
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)

@@ -25,7 +25,7 @@ def matrix_sizes(model: PreTrainedModel) -> dict[str, float]:
     sizes: Counter[str] = Counter()
     for parameter in model.parameters():
         kind = "trained" if parameter.requires_grad else "frozen"
-        if parameter is head:
+        if head is not None and parameter is head:
             sizes[f"{kind}_head"] += parameter.numel()
         elif parameter.ndim > 1 and id(parameter) not in embeddings:
             experts = parameter.shape[0] if parameter.ndim == _EXPERT_AXES else 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import (
@@ -53,7 +53,6 @@ from rl_core.backend import (
     find_tokenizer,
     first_non_finite,
 )
-from rl_core.config.schema import GenerationConfig
 from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
 
@@ -220,8 +219,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             )
         self._move(weights=self._parallel.device)
         if self._sampler is None:
-            configured = self.config.generation
-            section = configured if isinstance(configured, HFGenerationConfig) else _as_hf(configured)
+            section = self.config.own_sampler
             settings = SamplerSettings.from_config(section, max_model_len=self.config.max_total_sequence_length)
             self._sampler = Sampler(
                 self._scoring.model,
@@ -392,10 +390,3 @@ def _warn_of_slow_type(dtype: torch.dtype, device: torch.device) -> None:
             "Set `policy.precision: float32` unless memory is too small for it.",
             torch.backends.cpu.get_cpu_capability(),
         )
-
-
-def _as_hf(section: GenerationConfig | None) -> HFGenerationConfig:
-    """Settings of this policy's own sampler if `policy.generation` selects another backend, or is missing."""
-    shared = set(GenerationConfig.model_fields) - {"backend"}
-    values = {key: getattr(section, key) for key in shared} if section is not None else {}
-    return HFGenerationConfig(**values)

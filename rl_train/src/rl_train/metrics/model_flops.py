@@ -64,7 +64,7 @@ class ModelFlops:
         """
         of = {name: self._sizes.get(name, 0.0) for name in ("trained", "frozen", "trained_head", "frozen_head", "attention")}
         lengths = torch.tensor(result["computed_lengths"], dtype=torch.float64)
-        scored = result["global_valid_toks"] - result["skipped_valid_toks"]
+        scored: float = result["global_valid_toks"] - result["skipped_valid_toks"]
         pairs = float((lengths * (lengths + 1)).sum()) / 2
         matrices = (6 * of["trained"] + 4 * of["frozen"]) * float(lengths.sum())
         head = (6 * of["trained_head"] + 4 * of["frozen_head"]) * scored
