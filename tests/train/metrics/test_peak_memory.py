@@ -19,7 +19,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class MemoryWorker(MeasuredWorker):
-    """Uses as much memory as it is asked to."""
+    """Uses the requested amount of memory."""
 
     def __init__(self, context, config):
         self.rank, self.world_size = context.rank, context.world_size
