@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from acme_transport import AcmeFiles
 from tiny_models import FAMILIES, LENGTH, VOCABULARY, make_model, plain_logprobs, rows, sampled_logprobs, take_step
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,7 @@ from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-SPEAKS = ("shared_memory",)
+SPEAKS = ("shared_memory", "disk")
 REFITS = dict.fromkeys(FAMILIES, 10) | {"qwen3-moe": 6, "mixtral": 6}
 EVERY = "RLCORE_FRESH_ENGINE_AFTER_EVERY_REFIT"
 """With this variable set, a fresh engine is started after every refit: about two minutes a family."""
@@ -44,14 +45,14 @@ def make_engine(path, **cfg):
     )
 
 
-def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024):
+def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024, transport=SharedMemoryTransport):
     def make():
         return make_canary(range(3, VOCABULARY), num_receivers=1, max_length=LENGTH, exact=True)
 
     return WeightSynchronizer(
         policy,
         engine,
-        transports=[SharedMemoryTransport],
+        transports=[transport],
         policy_capabilities=SPEAKS,
         generation_capabilities=SPEAKS,
         # Buckets smaller than a layer: fused tensors arrive in pieces, and their memory is reused in between.
@@ -88,6 +89,10 @@ def test_after_each_refit_the_engine_equals_plain_transformers_and_a_fresh_engin
             after = plain.model.embed_tokens.weight.detach().clone()
             assert before is None or (before - after).abs().max() > 1e-4, "the steps change the weights"
             before = after
+        take_step(policy, refits + 1)
+        found = synchronizer(policy, engine, transport=AcmeFiles).sync()
+        assert found["refit/canary_error"] < 1e-5
+        assert engine.weight_version == policy.weight_version == refits + 1
     finally:
         engine.shutdown()
         policy.shutdown()

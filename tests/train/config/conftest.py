@@ -50,7 +50,12 @@ class Acme:
             Component("strange", target="acme:Policy", config="acme_models:NoSection", summary="Its model is no section"),
             Component("absent", target="acme:Policy", config="acme_models:Nothing", summary="Its model does not exist"),
             Component("raising", target="acme:Policy", config="acme_models:Raising", summary="Its model raises"),
+            Component("filing", target="acme:Policy", summary="Writes its weights to files", capabilities=("disk",)),
         ]
+
+    @hookimpl
+    def rlcore_weight_transports(self) -> list[Component]:
+        return [Component("acme_files", target="acme_models:AcmeFiles", summary="Files of weights")]
 
     @hookimpl
     def rlcore_generations(self) -> list[Component]:
@@ -118,6 +123,9 @@ ACME_MODELS = """
         @property
         def runtime_needs(self):
             return RuntimeNeeds(companions=("value", "teacher"))
+
+    class AcmeFiles:
+        requires = ("disk",)
 
     class Scoring(AlgorithmConfig):
         default_loss: ClassVar[str] = "nll"

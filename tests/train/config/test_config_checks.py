@@ -78,6 +78,30 @@ def test_a_transport_that_one_side_does_not_support_is_refused(files, good):
     ]
 
 
+def test_a_transport_of_a_plugin_works_with_every_pair_of_backends_that_have_what_it_requires(files, good):
+    run = files.load(good, "policy.generation.refit_transport=acme_files").run
+    assert run.policy.generation.refit_transport == "acme_files"
+    plain = good.replace("  backend: hf\n  model", "  backend: plain\n  model")
+    assert files.errors(plain, "policy.generation.refit_transport=acme_files") == [
+        "override #1 `policy.generation.refit_transport=acme_files`: policy.generation.refit_transport: the policy backend "
+        "'plain' does not support 'acme_files'. It supports: collective."
+    ]
+
+
+def test_a_transport_of_a_plugin_is_tried_by_default_after_ours(files, good):
+    filing = good.replace("  backend: hf\n  model", "  backend: filing\n  model")
+    assert files.load(filing).run.policy.backend == "filing"  # none of those that are tried first writes files
+
+
+def test_two_ranks_of_a_policy_that_does_not_declare_support_for_them_are_refused(files, good):
+    plain = good.replace("  backend: hf\n  model", "  backend: plain\n  model") + "cluster: {workers_per_node: 2}\n"
+    assert files.errors(plain) == [
+        "config.yaml:13:10: cluster: a run with 2 ranks is not supported by policy. Policy backend 'plain' (rl-acme 1.0) lacks "
+        "the capability 'multiple_ranks'. Its capabilities: collective. Policy backends with it: ...."
+    ]
+    assert files.load(good + "cluster: {workers_per_node: 2}\n").run.cluster.workers_per_node == 2
+
+
 def test_the_built_in_backend_has_every_capability_a_config_can_require(files, good):
     run = files.load(good, "cluster.backend=in_process", "policy.sequence_packing.enabled=true").run
     assert run.policy.sequence_packing.enabled

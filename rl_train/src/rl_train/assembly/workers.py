@@ -22,7 +22,6 @@ from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
-from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.trial import first_argument
@@ -30,6 +29,7 @@ from rl_train.assembly.contracts import capabilities_of, check_capabilities, che
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, transports_between
 from rl_train.config.rules.sampling import (
     IN_PROCESS_TRANSPORTS,
+    digests_are_held,
     with_transports_of_plugins,
     without_canary,
 )
@@ -288,23 +288,24 @@ class Builder:
                 f"`policy.generation.backend: {section.backend}`: this engine has its own weights, so it cannot receive the "
                 "policy's. Choose another generation backend, or evaluate the engine with `rlcore eval`."
             )
+        transports = self._transports(section.refit_transport)
         engine_capabilities = capabilities_of(self.registry.find("generation", section.backend))
         calibration = CanaryCalibration()
-        digests_are_held = Capability.HELD_WEIGHT_DIGESTS in engine_capabilities
-        uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=digests_are_held)
+        is_held = digests_are_held(engine_capabilities)
+        uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=is_held)
         synchronizer = WeightSynchronizer(
             policy,
             generation,
-            transports=self._transports(section.refit_transport),
+            transports=transports,
             policy_capabilities=capabilities_of(self.registry.find("policy", self.run.policy.backend)),
             generation_capabilities=engine_capabilities,
-            transport=section.refit_transport,
+            transport=transports[0].name if section.refit_transport is not None else None,
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
             folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
             canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if uses_canary else None,
             calibration=calibration,
-            digests_are_held=digests_are_held,
+            digests_are_held=is_held,
             num_receivers=generation.num_workers,
             wait=wait_together,
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,

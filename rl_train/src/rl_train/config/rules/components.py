@@ -67,7 +67,7 @@ def policy_backend_has_the_capabilities(config: CheckedConfig, name: str, model:
     if config.run.cluster.backend == "in_process":
         required.append((("cluster", "backend"), "in_process", Capability.IN_PROCESS))
     elif (ranks := config.run.cluster.num_nodes * config.run.cluster.workers_per_node) > 1:
-        required.append((("cluster",), f"{ranks} ranks", Capability.MULTIPLE_RANKS))
+        required.append((("cluster",), f"a run with {ranks} ranks", Capability.MULTIPLE_RANKS))
     for key, setting, capability in required:
         yield from _lacks(config, key, setting, (name,), Kind.POLICY, model.backend, capability)
 

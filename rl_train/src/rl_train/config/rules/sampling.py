@@ -35,6 +35,11 @@ def default_transports(num_nodes: int, *, on_gpus: bool | None, is_colocated: bo
     return ("shared_memory", "collective") if shares_memory else ("collective",)
 
 
+def digests_are_held(capabilities: Collection[str]) -> bool:
+    """Whether the fingerprint of an engine with these capabilities covers the tensors that it computes with."""
+    return Capability.HELD_WEIGHT_DIGESTS in capabilities
+
+
 def with_transports_of_plugins(names: tuple[str, ...], registry: Registry) -> tuple[str, ...]:
     """The transports `names`, then the transports of other plugins by name, which are tried after ours."""
     return (*names, *(name for name in registry.names(Kind.WEIGHT_TRANSPORT) if name not in _BUILT_IN_TRANSPORTS))
@@ -116,7 +121,7 @@ def synced_weights_are_verified(config: CheckedConfig, generation: GenerationCon
     if generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
         return
     known = generation.backend in config.registry.names(Kind.GENERATION)
-    if known and Capability.HELD_WEIGHT_DIGESTS not in config.registry.find(Kind.GENERATION, generation.backend).capabilities:
+    if known and not digests_are_held(config.registry.find(Kind.GENERATION, generation.backend).capabilities):
         yield Problem((*_GENERATION, "refit_canary"), without_canary(generation.backend))
 
 
