@@ -57,6 +57,30 @@ def test_every_kind_of_plugin_is_generated_and_ready_and_its_targets_can_be_impo
         assert (component.load_config() is None) == (component.config is None)
 
 
+def test_a_generated_policy_engine_and_transport_train_three_steps_together(site, generate, monkeypatch, rlcore):
+    folder = generate("policy")
+    for option in ("policy", "generation", "weight-transport"):
+        install(site, folder if option == "policy" else generate(option))
+    monkeypatch.syspath_prepend(site.folder)
+    changes = [
+        f"policy.model_name={MODELS / 'addition' / 'model'}",
+        f"policy.generation.backend={NAMES['generation']}",
+        f"++policy.generation.refit_transport={NAMES['weight-transport']}",
+    ]
+    code, output = rlcore("train", "train.yaml", *changes, folder=folder)
+    assert code == 0, output
+    rows = steps_of(folder / "runs" / NAMES["policy"])
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["refit/bytes"] > 4e6 for row in rows)  # the transport moved the weights, about 1.2 million float32 numbers
+    assert max(row["agreement/mean"] for row in rows) < 1e-5
+
+
+def steps_of(run_folder):
+    """The metrics of the steps that trained."""
+    rows = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "grad_norm" in row]
+
+
 def test_generated_code_is_formatted_and_has_no_open_tasks(generate, tmp_path):
     for option, name in NAMES.items():
         generate(option)
@@ -165,6 +189,25 @@ def test_a_generated_plugin_trains_three_steps(installed, option):
     model = MODELS / ("tools" if option == "tool-environment" else "addition") / "model"
     done = run(option, "rlcore_cli.main", "train", "train.yaml", f"policy.model_name={model}")
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = folder / option / "runs" / NAMES[option] / "metrics.jsonl"
-    steps = [row["step"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row or "loss/nll" in row]
-    assert steps == [1, 2, 3]
+    assert [row["step"] for row in steps_of(folder / option / "runs" / NAMES[option])] == [1, 2, 3]
+
+
+@pytest.mark.full("variant of the runs in one process")
+@pytest.mark.ray
+def test_a_generated_policy_and_engine_train_on_two_ranks_and_resume(installed):
+    run, folder = installed
+    changes = [
+        f"policy.model_name={MODELS / 'addition' / 'model'}",
+        f"policy.generation.backend={NAMES['generation']}",
+        "cluster.backend=ray",
+        "++cluster.workers_per_node=2",
+        "checkpointing.enabled=true",
+        "logger.run_name=two_ranks",
+    ]
+    done = run("policy", "rlcore_cli.main", "train", "train.yaml", *changes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("policy", "rlcore_cli.main", "train", "train.yaml", *changes, "grpo.max_num_steps=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = steps_of(folder / "policy" / "runs" / "two_ranks")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["agreement/mean"] for row in rows) < 1e-5

@@ -39,7 +39,4 @@ def new_plugin(
             f"There is no kind {kind!r}.{did_you_mean(kind, PLUGIN_KINDS)} Choose one of {', '.join(PLUGIN_KINDS)}."
         )
     folder = write_plugin(name, kind, Path())
-    print(f"Wrote {folder}. Next:")
-    print(f"  cd {folder}")
-    print("  pip install -e '.[test]'")
-    print("  pytest")
+    print(f"Wrote {folder}. Next:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest")

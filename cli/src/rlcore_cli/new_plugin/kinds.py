@@ -7,110 +7,88 @@ from dataclasses import dataclass
 from rl_core.plugins.component import Kind
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PluginKind:
-    """A kind of plugin. Templates of the kind are in the folder with its name.
+    """A kind of plugin. The folder of templates with its name has the modules that only this kind has.
 
     Attributes:
         kind: Kind of the registered component.
+        target: "module:Attribute", with `{cls}` for the class prefix: in the plugin, or in a package of rlcore (`rl_...`).
         summary: What the generated component does, in one line of at most 120 characters.
-        target: "module:Attribute", with `{cls}` for the class prefix. A module of the plugin, unless it begins with "rl_".
-        has_config: Whether the component has a config model, `{cls}Config` in the module `config`.
-        capabilities: Capabilities of the component.
-        kit: "module:Class" of its conformance tests; None if the kind has only those of every plugin.
+        kit: Class of its conformance tests; None if the kind has only those of every plugin.
         requires: Distributions that the plugin needs in addition to rl-core.
-        trains: Whether `train.yaml` can use the component.
+        capabilities: Capabilities of the component.
     """
 
     kind: Kind
-    summary: str
     target: str
-    has_config: bool = True
-    capabilities: tuple[str, ...] = ()
-    kit: str | None
+    summary: str
+    kit: str | None = None
     requires: tuple[str, ...] = ()
-    trains: bool = True
+    capabilities: tuple[str, ...] = ()
+
+    @property
+    def has_config(self) -> bool:
+        """Whether the component has a config model, `{cls}Config` in the module `config`."""
+        return self.kind not in (Kind.WEIGHT_TRANSPORT, Kind.COMMAND, Kind.SANDBOX)
+
+    @property
+    def trains(self) -> bool:
+        """Whether `train.yaml` can use the component."""
+        return self.kind not in (Kind.COMMAND, Kind.SANDBOX)
+
+    @property
+    def kit_package(self) -> str:
+        """The package of the conformance tests."""
+        return "rl_train" if self.kind in (Kind.ALGORITHM, Kind.DATASET, Kind.LOGGER) else "rl_core"
 
 
-_ENVIRONMENT_KIT = "rl_core.testing:EnvironmentConformance"
+_KIT = "EnvironmentConformance"
+_MODEL = ("torch", "transformers")
+_REFIT = ("by_reference", "shared_memory", "disk", "collective")
+_POLICY, _ENGINE = ("in_process", "multiple_ranks", *_REFIT), ("in_process", "held_weight_digests", *_REFIT)
+_ENVIRONMENT = "environment:{cls}Environment"
+_REWARDS = "rl_train.rewards.environment:FunctionEnvironment"
+_AGENT = "An agent that lets the model check its own answer, and a score of the checked answer"
 
 PLUGIN_KINDS = {
     "environment": PluginKind(
-        kind=Kind.ENVIRONMENT,
-        summary="Scores whole numbers, with part of the reward for each correct digit",
-        target="environment:{cls}Environment",
-        kit=_ENVIRONMENT_KIT,
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Scores whole numbers, with part of the reward for each correct digit", _KIT
     ),
     "session-environment": PluginKind(
-        kind=Kind.ENVIRONMENT,
-        summary="Lets the model correct a wrong answer, for a smaller reward",
-        target="environment:{cls}Environment",
-        kit=_ENVIRONMENT_KIT,
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model correct a wrong answer, for a smaller reward", _KIT
     ),
     "tool-environment": PluginKind(
-        kind=Kind.ENVIRONMENT,
-        summary="Lets the model call a function that adds numbers before it answers",
-        target="environment:{cls}Environment",
-        kit=_ENVIRONMENT_KIT,
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model call a function that adds numbers before it answers", _KIT
     ),
-    "agent": PluginKind(
-        kind=Kind.ENVIRONMENT,
-        summary="An agent that lets the model check its own answer, and a score of the checked answer",
-        target="environment:{cls}Environment",
-        kit=_ENVIRONMENT_KIT,
-        requires=("rl-serve", "openai"),
+    "agent": PluginKind(Kind.ENVIRONMENT, _ENVIRONMENT, _AGENT, _KIT, ("rl-serve", "openai")),
+    "reward-function": PluginKind(Kind.ENVIRONMENT, _REWARDS, "Rewards correct answers, and short ones", _KIT, ("rl-train",)),
+    "policy": PluginKind(
+        Kind.POLICY, "policy:{cls}Policy", "Trains a Transformers model that each rank has as a whole", None, _MODEL, _POLICY
     ),
-    "reward-function": PluginKind(
-        kind=Kind.ENVIRONMENT,
-        summary="Rewards correct answers, and the digits of a wrong one",
-        target="rl_train.rewards.environment:FunctionEnvironment",
-        kit=_ENVIRONMENT_KIT,
-        requires=("rl-train",),
+    "generation": PluginKind(
+        Kind.GENERATION, "engine:{cls}Generation", "Samples from a Transformers model without a cache", None, _MODEL, _ENGINE
+    ),
+    "weight-transport": PluginKind(
+        Kind.WEIGHT_TRANSPORT, "transport:{cls}Transport", "Sends weights through files, one at a time"
     ),
     "loss": PluginKind(
-        kind=Kind.LOSS,
-        summary="Likelihood with adjustable length normalization",
-        target="loss:{cls}Loss",
-        kit="rl_core.testing:LossConformance",
-        requires=("rl-train",),
+        Kind.LOSS, "loss:{cls}Loss", "Likelihood with adjustable length normalization", "LossConformance", ("rl-train",)
     ),
     "algorithm": PluginKind(
-        kind=Kind.ALGORITHM,
-        summary="Trains on the best of N samples of each prompt",
-        target="algorithm:train",
-        kit=None,
-        requires=("rl-train",),
+        Kind.ALGORITHM, "algorithm:train", "Trains on the best of N samples of each prompt", None, ("rl-train",)
     ),
-    "dataset": PluginKind(
-        kind=Kind.DATASET,
-        summary="Generated subtraction problems",
-        target="dataset:{cls}Dataset",
-        kit=None,
-    ),
-    "logger": PluginKind(
-        kind=Kind.LOGGER,
-        summary="Writes chosen metrics to a CSV file",
-        target="logger:{cls}Logger",
-        kit=None,
-        requires=("rl-train",),
-    ),
+    "dataset": PluginKind(Kind.DATASET, "dataset:{cls}Dataset", "Generated subtraction problems"),
+    "logger": PluginKind(Kind.LOGGER, "logger:{cls}Logger", "Writes chosen metrics to a CSV file", None, ("rl-train",)),
     "command": PluginKind(
-        kind=Kind.COMMAND,
-        summary="Print the step of a run with the best value of a metric",
-        target="command:best",
-        has_config=False,
-        kit=None,
-        requires=("typer",),
-        trains=False,
+        Kind.COMMAND, "command:best", "Print the step of a run with the best value of a metric", None, ("typer",)
     ),
     "sandbox": PluginKind(
-        kind=Kind.SANDBOX,
-        summary="The local sandbox, with a record of every program that it ran",
-        target="sandbox:{cls}Sandbox",
-        has_config=False,
-        kit=None,
-        requires=("rl-sandbox",),
-        trains=False,
+        Kind.SANDBOX,
+        "sandbox:{cls}Sandbox",
+        "The local sandbox, with a record of every program that it ran",
+        None,
+        ("rl-sandbox",),
     ),
 }
 """By the value of `--kind`."""

@@ -17,23 +17,11 @@ from rlcore_cli.main import COMMANDS
 from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS, PluginKind
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-_SUFFIX = ".j2"
-_SHARED = "shared"
 _PREFIX = "rlcore"
-_OWN_PACKAGES = ("cli",)
-"""Names for which a package of rlcore exists."""
 
 
 def write_plugin(name: str, option: str, parent: Path) -> Path:
-    """Write the repository of a plugin into a new folder.
-
-    Args:
-        name: Name of the component and of the entry point.
-        option: One of `PLUGIN_KINDS`.
-        parent: Where the folder is created.
-
-    Returns:
-        The folder.
+    """Write the repository of a plugin, of a kind in `PLUGIN_KINDS`, into a new folder, and return the folder.
 
     Raises:
         ConfigError: The name is invalid or taken, or the folder exists.
@@ -66,8 +54,8 @@ def plugin_files(name: str, option: str) -> dict[str, str]:
     values = _values(name, option, kind)
     files = {}
     for source in templates.list_templates():
-        folder, _, path = source.removesuffix(_SUFFIX).partition("/")
-        text = templates.get_template(source).render(values) if folder in (_SHARED, option) else ""
+        folder, _, path = source.removesuffix(".j2").partition("/")
+        text = templates.get_template(source).render(values) if folder in ("shared", option) else ""
         if text:
             # A wheel has no files with a leading dot if a tool leaves them out, so the template has another name.
             files[path.replace("package", f"src/{values['package']}", 1).replace("github", ".github", 1)] = text
@@ -87,17 +75,11 @@ def _values(name: str, option: str, kind: PluginKind) -> dict[str, Any]:
         "distribution": _distribution(name),
         "hook": next(hook for hook, of in KIND_OF_HOOK.items() if of is kind.kind),
         "target": target if target.startswith("rl_") else f"{package}.{target}",
-        "kit": kind.kit.partition(":") if kind.kit is not None else None,
-        "requires": [requirement_of(distribution) for distribution in ("rl-core", *kind.requires)],
-        "testing": [requirement_of(distribution) for distribution in _testing(kind)],
+        "requires": [_requirement_of(distribution) for distribution in ("rl-core", *kind.requires)],
     }
 
 
-def _testing(kind: PluginKind) -> list[str]:
-    return ["pytest", "rl-core[testing]", *(["rl-train"] if (kind.kit or "").startswith("rl_train") else [])]
-
-
-def requirement_of(distribution: str) -> str:
+def _requirement_of(distribution: str) -> str:
     """The requirement on one of our distributions in the version that is installed; other names as they are."""
     if not distribution.startswith("rl-"):
         return distribution
@@ -115,7 +97,7 @@ def _check_name(name: str, kind: PluginKind) -> None:
             f"{name!r} is not a valid plugin name: begin with a lower-case letter, and use lower-case letters and digits, "
             "with single `-` or `_` between them, such as `acme` or `long-sums`."
         )
-    if name in _OWN_PACKAGES:
+    if name == "cli":
         raise ConfigError(f"The package of a plugin {name!r} would replace {_PREFIX}_{name}: choose another name.")
     if kind.kind is Kind.COMMAND and name in COMMANDS:
         raise ConfigError(f"`rlcore` has a command {name!r}, which a plugin cannot replace: choose another name.")
