@@ -24,6 +24,7 @@ from rl_train.errors import RunInterrupted, StopReason
 from rl_train.metrics.logger import Logger
 from rl_train.metrics.model_flops import ModelFlops
 from rl_train.metrics.recorder import Recorder
+from rl_train.metrics.run_warnings import RunWarnings
 from rl_train.metrics.timeline import Timeline
 from rl_train.profiling import profiled
 from rl_train.rollouts.activity import ENGINE, ActivityLog
@@ -81,6 +82,8 @@ class Run:
     """Metrics of the whole run, such as those of its data; logged with its first step, and not after a resume."""
     metrics: Recorder = field(default_factory=Recorder)
     """The metrics of the current step."""
+    warnings: RunWarnings = field(default_factory=RunWarnings)
+    """Warns once about each sign that the run will not get better."""
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
     """Called with the metrics of each step after they are logged."""
     on_rollouts: Callable[[Sequence[Mapping[str, Any]], int], None] | None = None
@@ -223,6 +226,7 @@ class Run:
     def _report(self, numbers: Mapping[str, float], step: int) -> None:
         for logger in self.loggers:
             logger.log_metrics(numbers, step)
+        self.warnings.observe(step, numbers)
         if self.on_step is not None:
             self.on_step(step, numbers)
 

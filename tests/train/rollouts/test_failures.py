@@ -341,7 +341,7 @@ def test_the_failures_of_the_last_steps_are_counted_after_a_resume():
         resumed.count(21, failed(1, "b"))
 
 
-def test_a_source_keeps_its_failures_and_equal_rewards_in_its_state():
+def test_a_source_keeps_its_failures_in_its_state():
     def source():
         return scheduled_source(None, LoaderState(), group_size=GROUP)
 

@@ -231,6 +231,8 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
     """Report the start and each step of the run to status.json and to the plugins."""
     if run.time_limit is not None:
         run.time_limit.started = since
+    if run.first_step:
+        run.warnings.replay(row for row in iter_jsonl(run.folder / METRICS) if row["step"] <= run.first_step)
     components = {"policy": run.policy, "value": run.value, "teacher": run.teacher, "generation": run.generation}
     status.set_workers(components, phase=lambda: run.metrics.phase, steps=run.config.algorithm.max_num_steps)
 

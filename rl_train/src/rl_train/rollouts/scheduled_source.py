@@ -11,7 +11,6 @@ from typing import Any
 from rl_core.errors import RLCoreError
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
-from rl_train.rollouts.equal_rewards import EqualRewardWatch
 from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
 from rl_train.rollouts.reward_weights import RewardWeightCheck
 from rl_train.rollouts.saved_groups import FinishedGroup, load_groups, save_groups
@@ -60,7 +59,6 @@ class ScheduledSource(RolloutSource):
         self._schedule = schedule
         self._group_size, self._min_scored = group_size, min_scored
         self._failures = FailureLimit(max_failed_share)
-        self._watch = EqualRewardWatch()
         self._weights = RewardWeightCheck(reward_names or {})
         self._versions = DeliveredVersions(schedule.max_staleness, weight_version)
         self._weight_version = weight_version
@@ -218,7 +216,6 @@ class ScheduledSource(RolloutSource):
         replaced, self._replaced = self._replaced, []
         sampled = trajectories + others
         self._weights.check(sampled)
-        self._watch.observe(step, sampled)
         batch = to_batch(trajectories)
         metrics = summarize(sampled) | environment_times(sampled + replaced)
         metrics |= environment_metrics(sampled, self._collector.environments)
@@ -243,7 +240,6 @@ class ScheduledSource(RolloutSource):
             "next_step": self._schedule.next_step,
             "versions": self._versions.state_dict(),
             "failures": self._failures.state_dict(),
-            "equal_rewards": self._watch.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -253,8 +249,6 @@ class ScheduledSource(RolloutSource):
         self._versions.load_state_dict(state.get("versions", ()))
         if "failures" in state:
             self._failures.load_state_dict(state["failures"])
-        if "equal_rewards" in state:
-            self._watch.load_state_dict(state["equal_rewards"])
 
     def save_files(self, folder: Path) -> None:
         """Write the groups that have ended and are in no batch yet."""

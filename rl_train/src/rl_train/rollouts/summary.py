@@ -10,6 +10,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.testing.outputs.environment import metrics_checked
+from rl_train.rollouts.equal_rewards import equal_groups_frac
 from rl_train.rollouts.trajectory import Trajectory
 
 
@@ -33,6 +34,8 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if names:
         rewards = torch.tensor([row.reward for row in scored], dtype=torch.float64)
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
+    if (equal := equal_groups_frac(trajectories)) is not None:
+        metrics["reward/equal_groups_frac"] = equal
     if names != ["reward"]:
         metrics |= {f"reward/{name}": _mean([row.reward_parts.get(name, 0.0) for row in scored]) for name in names}
     return metrics
