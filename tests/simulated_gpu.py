@@ -318,7 +318,7 @@ def _cuda_functions(gpu: SimulatedGpu) -> dict[str, Any]:
     return {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
-        "is_bf16_supported": lambda *_: True,
+        "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda _: None,

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -7,12 +8,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from huggingface_hub import HfApi
+from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFModelConfig
 from rl_backends_hf.model import checkpoint_activations, load_model
+from rl_backends_hf.parallel import make_parallel
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NotSupportedError, UserError
 
@@ -188,6 +192,40 @@ def test_device_map_and_several_ranks_exclude_each_other(parts, model_folder):
     config = parts.make_config(model_folder("llama"), hf={"device_map": "auto"})
     with pytest.raises(UserError, match="spreads one model over devices"):
         HFPolicyWorker(parts.make_context(0, 2), config).setup()
+
+
+@pytest.mark.parametrize(
+    "device_map", ["auto", "balanced", {"model.layers.0": 0, "model.layers.1": "cuda:1", "lm_head": "cpu"}]
+)
+def test_a_device_map_over_several_gpus_is_refused_with_what_to_use_instead(monkeypatch, device_map):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=r"over 2 GPUs.*`data_parallel: fsdp2`.*tensor_parallel_size"):
+        load("/no/such/folder", device_map=device_map)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="over 2 GPUs" if isinstance(device_map, dict) else "model_name"):
+        load("/no/such/folder", device_map=device_map)
+
+
+def test_ranks_wait_for_each_other_no_longer_than_the_configured_timeout(parts, model_folder):
+    config = parts.make_config(model_folder("llama"), hf={"distributed_timeout_s": 1.0})
+    with pytest.raises(dist.DistError, match=r"(?i)timed out|timeout"):
+        HFPolicyWorker(parts.make_context(0, 2), config).setup()
+    assert not dist.is_initialized()
+
+
+def test_a_worker_on_a_gpu_computes_float32_without_tf32(parts):
+    with SimulatedGpu().active():
+        before = torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision("high")
+            context = dataclasses.replace(parts.make_context(), device="cuda", run_in_process=False)
+            make_parallel(context, "replicate", dtype=torch.float32, timeout_s=1.0)
+            assert torch.get_float32_matmul_precision() == "highest"
+            torch.set_float32_matmul_precision("high")
+            make_parallel(dataclasses.replace(context, run_in_process=True), "replicate", dtype=torch.float32, timeout_s=1.0)
+            assert torch.get_float32_matmul_precision() == "high"
+        finally:
+            torch.set_float32_matmul_precision(before)
 
 
 def test_a_class_without_activation_checkpointing_says_so(model_folder):

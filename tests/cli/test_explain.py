@@ -149,3 +149,24 @@ def test_the_schema_is_written_to_a_file(tmp_path):
 def test_the_schema_of_an_unknown_plugin_is_refused():
     result = rlcore("schema", "--plugins", "hff")
     assert (result.returncode, "Did you mean 'hf'?" in result.stderr) == (2, True)
+
+
+def test_a_null_key_shows_what_a_run_uses_instead_on_each_kind_of_device(tmp_path):
+    lines = explain("policy.precision", "--config", GRPO).stdout.splitlines()
+    assert lines[0] == "policy.precision = null"
+    assert lines[2] == '  resolved  "float32" on CPUs, "bfloat16" on GPUs'
+    engine = ("++policy.generation.backend=vllm", "++policy.generation.vllm_cfg.max_model_len=null", "--config", GRPO)
+    rows = dict(line.split(maxsplit=1) for line in explain("policy.generation.vllm_cfg", *engine).stdout.splitlines()[1:])
+    assert rows["sleep_level"].startswith("null (0 on CPUs, 2 on GPUs)")
+    assert rows["max_num_seqs"].startswith("null (256 on CPUs, null on GPUs)")
+    assert rows["enforce_eager"].startswith("null (true on CPUs, false on GPUs)")
+    assert rows["max_model_len"].startswith("null (16) ")
+    on_cpus = explain("policy.generation.vllm_cfg.sleep_level", "++cluster.use_gpus=false", *engine).stdout.splitlines()
+    assert on_cpus[2] == "  resolved  0"
+
+
+@pytest.mark.megatron
+def test_a_resolved_default_of_megatron():
+    megatron = ("policy.backend=megatron", "--config", GRPO)
+    lines = explain("policy.megatron_cfg.use_distributed_optimizer", *megatron).stdout.splitlines()
+    assert lines[2] == "  resolved  false on CPUs, true on GPUs"

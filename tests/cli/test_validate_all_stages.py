@@ -56,7 +56,7 @@ logger: {{num_rollouts_logged: -1}}
 """
 STATIC = {
     (5, "grpo.val_period"): "enables validation, but there is no validation data",
-    (9, "policy.precision"): "must be 'float32' or 'bfloat16'; found 'bf16'",
+    (9, "policy.precision"): "must be 'float32' or 'bfloat16' or null; found 'bf16'",
     (11, "policy.scheduler.kwargs.num_training_steps"): "the schedule ends after 3 optimizer steps, but the run makes 5",
     (14, "policy.generation.max_new_tokens"): "16 leaves no tokens for a prompt",
     (15, "loss_fn.token_level_loss"): "rollout.history: template can divide a rollout into several segments",

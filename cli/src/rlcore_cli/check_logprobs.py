@@ -61,7 +61,7 @@ def check_logprobs(
 def _backends(pair: PolicyAndEngine, precision: str) -> dict[str, str]:
     policy, engine = pair.config.policy, pair.config.policy.generation
     assert engine is not None
-    return {"policy": f"{policy.backend} {policy.precision}", "engine": f"{engine.backend} {precision}", "refit": pair.refit}
+    return {"policy": f"{policy.backend} {policy.dtype_name}", "engine": f"{engine.backend} {precision}", "refit": pair.refit}
 
 
 def _print_head(agreement: LogProbabilityAgreement, backends: dict[str, str], pair: PolicyAndEngine) -> None:

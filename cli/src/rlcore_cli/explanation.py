@@ -7,6 +7,7 @@ from statistics import mode
 
 from rl_core.config.diagnostics import nearest
 from rl_core.config.introspection import NO_DEFAULT, Field, all_fields
+from rl_core.config.section import Devices
 from rl_core.config.source_tree import dotted
 from rl_core.errors import ConfigError
 from rl_core.plugins.component import did_you_mean
@@ -14,6 +15,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import MEANINGS
 from rl_train.config.config_layout import SectionSchema
+from rl_train.config.device_defaults import effective_values
 from rl_train.config.dotted_keys import leaves
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.optimizers import allowed_argument
@@ -42,6 +44,8 @@ def explain_in(loaded: LoadedConfig, key: str) -> None:
         return
     print(f"{key} = {_yaml(value)}")
     print(f"  {'from':<9} {loaded.source[key]}")
+    if value is None and (resolved := _resolved_nulls(loaded).get(key)):
+        print(f"  {'resolved':<9} {resolved}")
     section = loaded.layout.enclosing_section(path)
     field = None if section is None else section.find(path)
     if field is not None and section is not None:
@@ -49,8 +53,31 @@ def explain_in(loaded: LoadedConfig, key: str) -> None:
 
 
 def _print_leaves(loaded: LoadedConfig, section: object, key: str) -> None:
-    rows = ((name.removeprefix(f"{key}."), _yaml(value), str(loaded.source[name])) for name, value in leaves(section, key))
-    print_table([(f"  {name}", text, origin) for name, text, origin in rows])
+    nulls = _resolved_nulls(loaded)
+    rows = ((name, _yaml(value), str(loaded.source[name])) for name, value in leaves(section, key))
+    print_table(
+        [
+            (f"  {name.removeprefix(f'{key}.')}", text if name not in nulls else f"{text} ({nulls[name]})", origin)
+            for name, text, origin in rows
+        ]
+    )
+
+
+def _resolved_nulls(loaded: LoadedConfig) -> dict[str, str]:
+    """What a run uses for keys that are null: one value, or one for CPUs and one for GPUs if the config allows both."""
+    run = loaded.run
+    kinds = {"CPUs": Devices(use_gpus=False)}
+    kinds["GPUs"] = Devices(use_gpus=True, trains=not run.engine_has_own_resources, have_bfloat16=True)
+    given = run.cluster.use_gpus
+    chosen = [name for name, devices in kinds.items() if given is None or devices.use_gpus is given]
+    values = {name: effective_values(run, kinds[name]) for name in chosen}
+    texts: dict[str, str] = {}
+    for path in dict.fromkeys(path for found in values.values() for path in found):
+        by_kind = {name: _yaml(found.get(path)) for name, found in values.items()}
+        several = len(set(by_kind.values())) > 1
+        text = ", ".join(f"{value} on {name}" for name, value in by_kind.items()) if several else next(iter(by_kind.values()))
+        texts[dotted(path)] = loaded.secrets.redact(text)
+    return texts
 
 
 def explain_anywhere(key: str, component: str | None) -> None:

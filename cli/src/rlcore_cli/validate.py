@@ -108,7 +108,7 @@ def _summary(loaded: LoadedConfig) -> list[str]:
     sampler = "none" if generation is None else f"{generation.backend}, up to {generation.max_new_tokens} new tokens"
     rows = {
         "algorithm": f"{run.algorithm_name}, {run.algorithm.max_num_steps} steps, loss {run.loss_fn.name}",
-        "policy": f"{policy.backend}, {policy.model_name}, {policy.precision}",
+        "policy": f"{policy.backend}, {policy.model_name}, {policy.precision or 'precision by device'}",
         "generation": sampler,
         "data": ", ".join(
             [

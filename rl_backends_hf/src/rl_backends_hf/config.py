@@ -114,7 +114,7 @@ class HFGenerationConfig(GenerationConfig):
         bounds = [policy.max_total_sequence_length, own.max_model_len or policy.max_total_sequence_length]
         filled: dict[str, Any] = {
             "max_model_len": min(bounds),
-            "precision": own.precision or policy.precision,
+            "precision": own.precision or policy.dtype_name,
             "tokenizer": own.tokenizer or policy.tokenizer,
         }
         loaded_as = getattr(policy, "hf_cfg", None)

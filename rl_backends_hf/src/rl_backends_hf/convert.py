@@ -33,11 +33,11 @@ def to_folder(conversion: Conversion) -> None:
     lora = policy.hf_cfg.lora
     if lora is None:
         raise CheckpointError(f"{source} contains an adapter, but the config saved with it has no `policy.hf_cfg.lora`.")
-    model = load_model(policy.model_name, options=policy.hf_cfg, dtype=DTYPES[policy.precision], head=policy.head)
+    model = load_model(policy.model_name, options=policy.hf_cfg, dtype=DTYPES[policy.dtype_name], head=policy.head)
     adapters = LoraAdapters(model, lora, base=policy.model_name, head=policy.head)
     adapters.load(source)
     adapters.merge_and_unload()
-    save_weights(model, output, dtype=DTYPES[policy.precision], rank=0)
+    save_weights(model, output, dtype=DTYPES[policy.dtype_name], rank=0)
     _copy(source, output, [name for name in model_files(source) if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +19,9 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
+from rl_backends_hf.loading_checks import check_not_offloaded, check_options
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_missing_head, prepare_head
-from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
 from rl_core.backend import Head
 from rl_core.data.hub import require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
@@ -158,7 +157,7 @@ def _load_as_stored(
     loader: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """The model as Transformers loads it (with the class `loader`); `save_pretrained` still fails for one read from GGUF."""
-    _check_options(options, name)
+    check_options(options, name)
     where = _locate(name)
     config = _load_config(name, where, options)
     prepare_head(config, head, name=name)
@@ -191,7 +190,7 @@ def _load_as_stored(
         )
     if "device_map" not in arguments:
         model.to(device)
-    _check_not_offloaded(model, name)
+    check_not_offloaded(model, name)
     return model.eval()
 
 
@@ -206,7 +205,7 @@ def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "to
     Raises:
         UserError: as `load_model`, except for errors in the weights.
     """
-    _check_options(options, name)
+    check_options(options, name)
     config = _load_config(name, _locate(name), options)
     prepare_head(config, head, name=name)
     with torch.device("meta"):
@@ -252,29 +251,6 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             key="policy.activation_checkpointing",
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _check_options(options: HFModelConfig, name: str) -> None:
-    for key in ("load_in_8bit", "load_in_4bit"):
-        if not getattr(options, key):
-            continue
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError(NEEDS_BITSANDBYTES.format(key=key), key=key)
-        if not torch.cuda.is_available():
-            raise UserError(
-                f"`{key}` needs a CUDA GPU, but torch {torch.__version__} finds none. Load {name} without `{key}`; "
-                "`precision: bfloat16` needs half the memory of float32 on any device.",
-                key=key,
-            )
-    wants_gpu = isinstance(options.device_map, str) and options.device_map.startswith("cuda")
-    if wants_gpu and not torch.cuda.is_available():
-        raise UserError(
-            f"`device_map: {options.device_map}` needs a CUDA GPU, but torch {torch.__version__} finds none. "
-            "Leave device_map out to use the rank's device.",
-            key="device_map",
-        )
-    if options.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(NEEDS_FLASH_ATTN, key="attn_implementation")
 
 
 def _locate(name: str) -> dict[str, Any]:
@@ -385,14 +361,3 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, device: str | torch.device
         plain.generation_config = model.generation_config
     plain.to(device)
     return plain.eval()
-
-
-def _check_not_offloaded(model: PreTrainedModel, name: str) -> None:
-    offloaded = [key for key, parameter in model.named_parameters() if parameter.device.type == "meta"]
-    if offloaded:
-        raise UserError(
-            f"`device_map` offloaded {len(offloaded)} tensors of {name} (the first: {offloaded[0]}) to disk or CPU memory "
-            "because the GPU is too small. Such a model can be neither trained nor exported. Use more GPUs with "
-            "`data_parallel: fsdp2`, a smaller model, or no device_map.",
-            key="device_map",
-        )

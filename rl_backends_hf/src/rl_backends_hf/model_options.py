@@ -23,7 +23,8 @@ class HFModelConfig(Section):
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
     """Attention kernel; `sdpa` by default."""
     device_map: str | dict[str, Any] | None = None
-    """`auto`, `cpu`, `cuda` or a device map of Transformers; defaults to the device of the rank."""
+    """`auto`, `cpu`, `cuda` or a device map of Transformers; defaults to the device of the rank. A map over several GPUs is
+    refused."""
     load_in_8bit: bool = False
     """Whether to quantize frozen weights to 8 bits (bitsandbytes, GPU)."""
     load_in_4bit: bool = False
@@ -91,6 +92,8 @@ class HFConfig(HFModelConfig):
     data_parallel: Literal["replicate", "fsdp2"] = "replicate"
     """How ranks share the work: `replicate` keeps a whole copy of the model on each rank and sums gradients; `fsdp2` shards
     weights, gradients and optimizer state."""
+    distributed_timeout_s: float = Field(default=1800.0, gt=0.0)
+    """Timeout of collective operations between ranks, and of joining their process group, in seconds."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Number of positions for which the float32 logits of the LM head are in memory at one time."""
     reference: bool = True

@@ -10,6 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -156,13 +157,25 @@ class FullyShard(Parallel):
         reshard(scoring)
 
 
-def make_parallel(context: WorkerContext, mode: Literal["replicate", "fsdp2"], *, dtype: torch.dtype) -> Parallel:
-    """The configured strategy, with its process group joined. A single rank needs neither sharding nor a group."""
+def make_parallel(
+    context: WorkerContext, mode: Literal["replicate", "fsdp2"], *, dtype: torch.dtype, timeout_s: float
+) -> Parallel:
+    """The configured strategy, with its process group joined. A single rank needs neither sharding nor a group.
+
+    Args:
+        context: rank, rendezvous address and device.
+        mode: how ranks share the work.
+        dtype: data type of activations.
+        timeout_s: timeout of joining and of each collective, in seconds.
+    """
     if context.device == "cuda":
         torch.cuda.set_device(0)
+        if not context.run_in_process:  # otherwise, it is a setting of the user's process
+            torch.set_float32_matmul_precision("highest")  # no TF32
     if context.world_size == 1:
         return Replicate(context)
-    join_process_group(context, "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo"
+    join_process_group(context, backend, timeout=timedelta(seconds=timeout_s))
     return FullyShard(context, compute_dtype=dtype) if mode == "fsdp2" else Replicate(context)
 
 

@@ -14,6 +14,7 @@ from rl_backends_megatron.checks import find_incompatibilities
 from rl_backends_megatron.megatron_section import MegatronConfig as MegatronConfig
 from rl_core.config.model_paths import model_path_problem
 from rl_core.config.schema import PolicyConfig
+from rl_core.config.section import Devices
 from rl_core.config.source_tree import KeyPath
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ class MegatronPolicyConfig(PolicyConfig):
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Number of copies of the model in the cluster."""
         return max(1, super().data_ranks(cluster) // self.megatron_cfg.ranks_per_replica)
+
+    def for_devices(self, devices: Devices) -> Self:
+        """This section with `precision` and `use_distributed_optimizer`."""
+        shards = self.shards_optimizer(on_gpu=devices.use_gpus)
+        megatron = self.megatron_cfg.model_copy(update={"use_distributed_optimizer": shards})
+        return super().for_devices(devices).model_copy(update={"megatron_cfg": megatron})
 
     def shards_optimizer(self, *, on_gpu: bool) -> bool:
         """`megatron_cfg.use_distributed_optimizer`, or its default."""

@@ -123,7 +123,7 @@ def build_chunks(hf: Any, family: Family, config: MegatronPolicyConfig, *, devic
 def _transformer_config(
     hf: Any, family: Family, config: MegatronPolicyConfig, *, on_gpu: bool, engine: bool
 ) -> TransformerConfig:
-    dtype = DTYPES[config.precision]
+    dtype = DTYPES[config.dtype_name]
     fields: dict[str, Any] = {
         **_shape(hf),
         **_parallelism(config, on_gpu=on_gpu),

@@ -251,7 +251,7 @@ def _settings(config: MegatronPolicyConfig) -> MegatronOptimizerConfig:
             "adam_eps": given["eps"],
             "decoupled_weight_decay": config.optimizer.name.endswith("AdamW"),
         }
-    dtype = DTYPES[config.precision]
+    dtype = DTYPES[config.dtype_name]
     return MegatronOptimizerConfig(
         **fields,
         bf16=dtype == torch.bfloat16,

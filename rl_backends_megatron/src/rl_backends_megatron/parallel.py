@@ -91,6 +91,8 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
         )
     if on_gpu:
         torch.cuda.set_device(0)
+        if not context.run_in_process:  # otherwise, it is a setting of the user's process
+            torch.set_float32_matmul_precision("highest")  # no TF32
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     join_process_group(context, backend, timeout=timedelta(seconds=config.distributed_timeout_s))
     with cpu_shim():

@@ -220,7 +220,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         self._weights.restore()
         self._masters.restore()
         weights = (named for module in self._model.chunks.modules for named in module.named_parameters())
-        in_weights = first_non_finite(weights, published=DTYPES[self.config.precision])
+        in_weights = first_non_finite(weights, published=DTYPES[self.config.dtype_name])
         return in_weights or first_non_finite(self._trainable.named_state())
 
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -246,7 +246,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         return self._trainable.weight_version
 
     def weight_manifest(self) -> RefitManifest:
-        dtype = dtype_name(DTYPES[self.config.precision])
+        dtype = dtype_name(DTYPES[self.config.dtype_name])
         return {name: (tuple(shape), dtype) for name, shape in self._model.bridge.manifest.items()}
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -308,7 +308,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
 
     def _config_to_save(self) -> Any:
         config = copy.deepcopy(self._model.hf)
-        config.dtype = DTYPES[self.config.precision]
+        config.dtype = DTYPES[self.config.dtype_name]
         if self.config.head == "scalar":
             describe_classifier(config)
         return config
@@ -316,7 +316,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
     def _fixed_settings(self) -> dict[str, Any]:
         """Settings that determine the format of the optimizer state, so they cannot change when a run is resumed."""
         return {
-            "policy.precision": self.config.precision,
+            "policy.precision": self.config.dtype_name,
             "policy.optimizer.name": self.config.optimizer.name,
             # Checkpoints from before there was a choice of heads do not have this key.
             **({"policy.head": "scalar"} if self.config.head == "scalar" else {}),

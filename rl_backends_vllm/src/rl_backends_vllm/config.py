@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _MIN_TEMPERATURE = 0.01
 
+CPU_ROWS = 256
+"""Default of `max_num_seqs` on a CPU."""
+
 
 class VllmEngineConfig(Section):
     """`policy.generation.vllm_cfg`."""
@@ -115,11 +118,15 @@ class VllmConfig(GenerationConfig):
             yield ("model_name",), problem
 
     def for_devices(self, devices: Devices) -> Self:
-        """This section with `sleep_level`."""
-        if self.vllm_cfg.sleep_level is not None:
-            return self
-        level = 2 if devices.use_gpus and devices.trains else 0
-        return self.model_copy(update={"vllm_cfg": self.vllm_cfg.model_copy(update={"sleep_level": level})})
+        """This section with `sleep_level`, `enforce_eager` and, on CPUs, `max_num_seqs`."""
+        own, on_cpu = self.vllm_cfg, not devices.use_gpus
+        defaults = {
+            "sleep_level": 2 if devices.use_gpus and devices.trains else 0,
+            "enforce_eager": on_cpu,
+            "max_num_seqs": CPU_ROWS if on_cpu else None,
+        }
+        unset = {key: value for key, value in defaults.items() if getattr(own, key) is None}
+        return self.model_copy(update={"vllm_cfg": own.model_copy(update=unset)})
 
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values from the policy (model, data type, tokenizer, length). Weights are not loaded."""
@@ -127,7 +134,7 @@ class VllmConfig(GenerationConfig):
         loaded_as = getattr(policy, f"{policy.backend}_cfg", None)
         filled: dict[str, Any] = {
             "max_model_len": min(own.max_model_len or policy.max_total_sequence_length, policy.max_total_sequence_length),
-            "precision": own.precision or policy.precision,
+            "precision": own.precision or policy.dtype_name,
             "tokenizer": own.tokenizer or policy.tokenizer,
             "load_format": own.load_format or "dummy",
             "trust_remote_code": own.trust_remote_code or bool(getattr(loaded_as, "trust_remote_code", False)),

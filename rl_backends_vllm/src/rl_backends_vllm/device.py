@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from rl_backends_vllm.config import VllmEngineConfig
+from rl_backends_vllm.config import CPU_ROWS, VllmEngineConfig
 from rl_core.errors import ConfigError
 
 _MAX_CPU_KV_BYTES = 2**30
@@ -168,7 +168,7 @@ def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
 
 
 def _cpu_rows(config: VllmEngineConfig) -> int:
-    return config.max_num_seqs or 256
+    return config.max_num_seqs or CPU_ROWS
 
 
 _CPU_BLOCK = 128

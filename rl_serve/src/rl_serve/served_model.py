@@ -126,8 +126,7 @@ def _of_model(
 def _of_run(
     path: Path, registry: Registry, overrides: Sequence[str], label: str, exits: ExitStack, *, best: bool
 ) -> ServedModel:
-    from rl_train.assembly.placement import make_cluster  # imports Ray, which a model does not need
-    from rl_train.assembly.workers import Builder
+    from rl_train.assembly.workers import Builder  # imports Ray, which a model does not need
 
     given = find_weights(path, best=best)
     folder = given.run_folder if given.run_folder is not None else path
@@ -141,13 +140,7 @@ def _of_run(
     assert section is not None  # a rule for configs that are served
     tokenizer = load_policy_tokenizer(run.policy)
     policy_section = run.policy.model_copy(update={"generation": _without_limit(section)})
-    builder = Builder(
-        run=run.model_copy(update={"policy": policy_section}),
-        registry=registry,
-        exits=exits,
-        cluster=make_cluster(run.cluster, exits),
-        scoring_temperature=section.temperature,
-    )
+    builder = Builder.without_training(run.model_copy(update={"policy": policy_section}), registry, exits)
     policy, generation = builder.policy_and_engine()
     policy.load_checkpoint(given.weights)
     # The policy stays alive: an engine that replaces a dead worker needs its weights again.

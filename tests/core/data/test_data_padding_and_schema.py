@@ -1,4 +1,4 @@
-"""Right padding, attention masks, the table of batch keys and the page generated from it."""
+"""Right padding, attention masks and the table of batch keys."""
 
 import pytest
 import torch

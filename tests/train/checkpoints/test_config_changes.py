@@ -1,6 +1,8 @@
 """Config changes that a resume allows, and those that make it a different run."""
 
-from rl_train.checkpoints.config_changes import config_changes
+import pytest
+
+from rl_train.checkpoints.config_changes import Defaults, config_changes
 
 OLD = {
     "grpo": {"max_num_steps": 10, "seed": 1},
@@ -34,3 +36,46 @@ def test_another_model_or_seed_is_another_run():
 
 def test_a_new_key_counts_as_a_config_change():
     assert changed("grpo", "num_prompts_per_step", 4) == {"grpo.num_prompts_per_step": (None, 4)}
+
+
+NEW_KEYS = {
+    ("policy", "shared_prefix"): "auto",
+    ("policy", "hf_cfg", "cache", "size"): 4,
+    ("policy", "scheduler", "name"): "linear",
+    ("env", "math", "num_workers"): 1,
+    ("policy", "model_name"): "b",
+    ("policy", "generation", "sleep_level"): None,
+}
+"""Keys of the current config with their defaults."""
+
+
+def nested(path, value):
+    return {path[0]: nested(path[1:], value)} if path else value
+
+
+@pytest.mark.parametrize(
+    ("before", "path", "is_change"),
+    [
+        ({"policy": {}}, ("policy", "shared_prefix"), False),
+        ({"policy": {"hf_cfg": {}}}, ("policy", "hf_cfg", "cache", "size"), False),
+        ({"policy": {"scheduler": None}}, ("policy", "scheduler", "name"), True),  # it was off
+        ({"env": {"code": {"num_workers": 1}}}, ("env", "math", "num_workers"), True),  # a new environment
+        ({"policy": {"model_name": "a"}}, ("policy", "model_name"), True),
+    ],
+    ids=str,
+)
+def test_a_key_that_the_checkpoint_does_not_have_counts_as_its_default(before, path, is_change):
+    given = nested(path, NEW_KEYS[path])
+    after = {**before, path[0]: {**before[path[0]], **given[path[0]]}}
+    changes = config_changes(before, after, "grpo", defaults=Defaults(of=NEW_KEYS.get))
+    assert (".".join(path) in changes) == is_change
+    other = {**before, path[0]: {**before[path[0]], **nested(path, "other")[path[0]]}}
+    assert ".".join(path) in config_changes(before, other, "grpo", defaults=Defaults(of=NEW_KEYS.get))
+
+
+def test_null_in_place_of_a_fixed_default_is_not_a_change_if_the_devices_decide():
+    path = ("policy", "generation", "sleep_level")
+    old, new = nested(path, 0), nested(path, None)
+    assert config_changes(old, new, "grpo") == {"policy.generation.sleep_level": (0, None)}
+    assert config_changes(old, new, "grpo", defaults=Defaults(by_device={path})) == {}
+    assert config_changes(old, nested(path, 1), "grpo", defaults=Defaults(by_device={path}))

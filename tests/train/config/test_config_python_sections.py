@@ -20,7 +20,7 @@ def test_misspelled_backend_arguments_get_a_suggestion():
             model_name="some/model",
         )
     assert str(caught.value).splitlines() == [
-        "HuggingFacePolicy: precision: must be 'float32' or 'bfloat16'; found 'bf16'. Did you mean 'bfloat16'?",
+        "HuggingFacePolicy: precision: must be 'float32' or 'bfloat16' or null; found 'bf16'. Did you mean 'bfloat16'?",
         "HuggingFacePolicy: hf_cfg.lora.rnk: hf_cfg.lora has no key 'rnk'. Did you mean 'rank'?",
     ]
 

@@ -132,7 +132,7 @@ WRONG_IN_GOOD = {
         "does not read 'no' as text: quote it if text is meant."
     ],
     ("model_name:", "precision: bf16\n  model_name:"): [
-        "config.yaml:5:14: policy.precision: must be 'float32' or 'bfloat16'; found 'bf16'. Did you mean 'bfloat16'?"
+        "config.yaml:5:14: policy.precision: must be 'float32' or 'bfloat16' or null; found 'bf16'. Did you mean 'bfloat16'?"
     ],
     ("model_name:", "max_grad_norm: .nan\n  model_name:"): [
         "config.yaml:5:18: policy.max_grad_norm: must be a number, more than 0.0, or null; found .nan."

@@ -62,7 +62,7 @@ class ReferencePolicy:
         def make_scoring(model: PreTrainedModel) -> ScoringModel:
             return TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=temperature)
 
-        source: dict[str, Any] = {"options": config.hf_cfg, "dtype": DTYPES[config.precision]}
+        source: dict[str, Any] = {"options": config.hf_cfg, "dtype": DTYPES[config.dtype_name]}
         if parallel.shards:
             self._scoring = load_sharded(config.model_name, make_scoring, parallel=parallel, trainable=False, **source)
         else:

@@ -70,7 +70,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
 
     def __init__(self, context: WorkerContext, config: HFPolicyConfig) -> None:
         super().__init__(context, config)
-        self._dtype = DTYPES[config.precision]
+        self._dtype = DTYPES[config.dtype_name]
         self._reference: Reference | None = None
         self._adapters: LoraAdapters | None = None
         self._state: TrainingState | None = None
@@ -81,7 +81,9 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def load(self) -> PolicyFacts:
         self._check_config()
         hf, head = self.config.hf_cfg, self.config.head
-        self._parallel: Parallel = make_parallel(self.context, hf.data_parallel, dtype=self._dtype)
+        self._parallel: Parallel = make_parallel(
+            self.context, hf.data_parallel, dtype=self._dtype, timeout_s=hf.distributed_timeout_s
+        )
         self._scoring = self._load_scoring()
         model = self._scoring.model
         use_cpu_sdpa(model)

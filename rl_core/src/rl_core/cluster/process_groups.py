@@ -12,12 +12,11 @@ from rl_core.rendezvous.loopback import interface_variables
 from rl_core.rendezvous.stores import open_store
 
 
-def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta | None = None) -> None:
+def join_process_group(context: WorkerContext, backend: str, *, timeout: timedelta) -> None:
     """Create the default process group of this worker and its peers; returns once all have joined.
 
     `backend` is as in `torch.distributed`, such as `cpu:gloo,cuda:nccl`; `timeout` is that of a collective, and of joining.
     """
-    timeout = timeout or dist.default_pg_timeout
     for variable, value in interface_variables(context.master_address).items():
         os.environ.setdefault(variable, value)
     store = open_store(context.master_address, context.master_port, is_master=context.rank == 0, timeout=timeout)

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rl_core.config.cluster_section import ClusterConfig, ResourcesConfig
 from rl_core.config.paths import NAME_OR_PATH
-from rl_core.config.section import ComponentSection, Section
+from rl_core.config.section import ComponentSection, Devices, Section
 from rl_core.config.source_tree import KeyPath
 from rl_core.config.template_kwargs import check_template_kwargs
 from rl_core.plugins.component import is_path
@@ -222,8 +222,10 @@ class PolicyConfig(ComponentSection):
     """Whether the model is never trained, such as a teacher. A frozen model needs no memory for an optimizer and gradients."""
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """Tokenizer; defaults to the one of the model."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Data type of weights and activations. Optimizer state and log-probabilities are always float32."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Data type of weights and activations. Optimizer state and log-probabilities are always float32. By default, bfloat16 on
+    GPUs that all support it, otherwise float32; a resumed run keeps the type of its checkpoint. The policy computes float32
+    without TF32."""
     max_total_sequence_length: int = Field(default=1024, ge=2)
     """Maximum number of tokens in a row: prompt and completion."""
     train_global_batch_size: int | None = Field(default=None, ge=1)
@@ -256,6 +258,16 @@ class PolicyConfig(ComponentSection):
     def scoring_temperature(self) -> float:
         """Temperature that the workers of this section divide logits by when they score tokens: that of `generation`."""
         return self.generation.temperature if self.generation is not None else 1.0
+
+    @property
+    def dtype_name(self) -> Literal["float32", "bfloat16"]:
+        """`precision`. It is set for workers; without devices, such as in a conversion of files, it is float32."""
+        return self.precision or "float32"
+
+    def for_devices(self, devices: Devices) -> Self:
+        """This section with `precision`."""
+        default = "bfloat16" if devices.have_bfloat16 else "float32"
+        return self.model_copy(update={"precision": self.precision or default})
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Number of ranks that a batch is split over; lower for a backend that shards a model copy over several ranks."""

@@ -40,10 +40,12 @@ class Devices:
     Attributes:
         use_gpus: whether it runs on GPUs.
         trains: whether a run trains on them, so that policy and engine share them.
+        have_bfloat16: whether they are GPUs that all compute in bfloat16.
     """
 
     use_gpus: bool
     trains: bool = False
+    have_bfloat16: bool = False
 
 
 class ComponentSection(Section):

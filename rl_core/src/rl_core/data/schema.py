@@ -1,6 +1,6 @@
 """Table of all batch keys: shape, dtype, unit, padding and writer. It does not depend on an algorithm or a backend.
 
-`python -m rl_core.data.schema` prints the table as Markdown, which is `docs/batch_keys.md`.
+`docs/batch_keys.md` is generated from it.
 """
 
 from __future__ import annotations

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
+import torch
+
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.config.schema import ClusterConfig
-from rl_core.dispatch.worker_facade import local_device
+from rl_core.config.schema import ClusterConfig, PolicyConfig
+from rl_core.config.section import Devices
+from rl_core.dispatch.worker_facade import local_device, make_group
 from rl_core.errors import ConfigError, with_key
+from rl_train.config.rules.models import models_of
 from rl_train.config.rules.sampling import default_transports
 from rl_train.config.schema import RunConfig
+
+_log = logging.getLogger("rlcore")
 
 
 def make_cluster(config: ClusterConfig, exits: ExitStack, *, groups: int = 2, seed: int = 0) -> RayVirtualCluster | None:
@@ -37,6 +44,37 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, groups: int = 2, se
     )
     exits.callback(cluster.shutdown)
     return cluster
+
+
+class _Gpu:
+    """A worker that reports what its GPU supports."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        pass
+
+    def has_bfloat16(self) -> bool:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def resolve_precision(run: RunConfig, cluster: RayVirtualCluster | None) -> RunConfig:
+    """The run with the `precision` of the models that do not set it, which depends on the devices."""
+    unset = {name: model for name, model in models_of(run).items() if model.precision is None}
+    if not unset:
+        return run
+    use_gpus = local_device() == "cuda" if cluster is None else cluster.use_gpus
+    has_bfloat16 = use_gpus and _all_have_bfloat16(run, cluster)
+    # A backend's own keys are resolved by its workers, because a checkpoint may have their values.
+    precision = next(iter(unset.values())).for_devices(Devices(use_gpus=use_gpus, have_bfloat16=has_bfloat16)).precision
+    _log.info("precision of %s: %s, chosen for the devices", ", ".join(unset), precision)
+    return run.model_copy(update={name: model.model_copy(update={"precision": precision}) for name, model in unset.items()})
+
+
+def _all_have_bfloat16(run: RunConfig, cluster: RayVirtualCluster | None) -> bool:
+    group = make_group(_Gpu, config=run.policy, cluster=cluster, num_workers=None, name="GPUs", python=run.policy.python)
+    try:
+        return all(group.run_all("has_bfloat16", deadline_s=run.cluster.deadlines.start_s))
+    finally:
+        group.shutdown()
 
 
 def make_engine_cluster(run: RunConfig, cluster: RayVirtualCluster, exits: ExitStack) -> RayVirtualCluster:

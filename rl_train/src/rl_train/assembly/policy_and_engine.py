@@ -92,7 +92,7 @@ class PolicyAndEnginePlan:
             # No tokenizer, so that there is no canary: a disagreement should be measured here, not raised.
             weights = builder.weights(policy, generation)
             weights.sync()
-            yield PolicyAndEngine(config=self.config, policy=policy, generation=generation, refit=weights.transport_name)
+            yield PolicyAndEngine(config=builder.run, policy=policy, generation=generation, refit=weights.transport_name)
 
 
 def plan_policy_and_engine(config_path: ConfigFiles, overrides: Sequence[str] = (), *, num_prompts: int) -> PolicyAndEnginePlan:

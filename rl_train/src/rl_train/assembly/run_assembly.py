@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
+from rl_core.config.section import Devices
 from rl_core.data.process_seed import seed_process
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError, with_key
@@ -17,14 +18,16 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
 from rl_train.assembly.model_checks import warn_about_engine_limit
-from rl_train.assembly.placement import make_cluster
+from rl_train.assembly.placement import make_cluster, resolve_precision
 from rl_train.assembly.preparation import DataLoaders, Preparation
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.training_checks import watch_training
 from rl_train.assembly.workers import Builder, Workers
+from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
+from rl_train.config.device_defaults import device_values, precisions_of, with_precisions
 from rl_train.config.durations import parse_duration
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.asynchronous import ENGINE_SHARES_GPUS
@@ -79,13 +82,22 @@ def build_run(
     before_models(config)
     with with_key("cluster"):
         cluster = _cluster(config, exits)
+    defaults = defaults_of(loaded)
+    config = resolve_precision(config, cluster)
+    loaded = with_precisions(loaded, precisions_of(config))
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster, trains=True)
     if config.rollout.max_staleness > 0 and builder.shares_gpus:  # without `cluster.use_gpus`, only the started cluster knows
         raise ConfigError(ENGINE_SHARES_GPUS, key="rollout.max_staleness")
     workers = builder.start(samples=config.algorithm.runtime_needs.samples)
     workers.wait_ready()
     warn_about_engine_limit(config, workers.generation)
-    return assemble_run(builder, workers, prepared, loss_fn=loss_fn, resolved=loaded.redacted, folder=folder)
+    return assemble_run(builder, workers, prepared, loss_fn=loss_fn, resolved=loaded.redacted, folder=folder, defaults=defaults)
+
+
+def defaults_of(loaded: LoadedConfig) -> Defaults:
+    """Defaults of the keys of a config, for a comparison with the config of a checkpoint."""
+    by_device = device_values(loaded.run, Devices(use_gpus=False)).keys()
+    return Defaults(of=loaded.layout.default, by_device=by_device)
 
 
 def assemble_run(
@@ -96,6 +108,7 @@ def assemble_run(
     loss_fn: LossFunction,
     resolved: Mapping[str, Any],
     folder: Path,
+    defaults: Defaults = UNKNOWN_DEFAULTS,
 ) -> Run:
     """A Run from existing workers and data.
 
@@ -106,6 +119,7 @@ def assemble_run(
         loss_fn: the loss.
         resolved: the config as plain values, for checkpoints.
         folder: the run folder.
+        defaults: of the keys of `resolved`.
     """
     config, loaders = builder.run, prepared.loaders
     run = Run(
@@ -151,7 +165,7 @@ def assemble_run(
     ]
     if config.checkpointing.max_time is not None:
         run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
-    run.checkpoints = _checkpoints(config, resolved, folder, run)
+    run.checkpoints = _checkpoints(run, resolved, folder=folder, defaults=defaults)
     if run.weights is not None:
         run.keep("canary", run.weights.calibration)
     watch_training(run, builder)
@@ -221,8 +235,8 @@ def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
     return make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
 
 
-def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, run: Run) -> Checkpoints | None:
-    section = config.checkpointing
+def _checkpoints(run: Run, resolved: Mapping[str, Any], *, folder: Path, defaults: Defaults) -> Checkpoints | None:
+    config, section = run.config, run.config.checkpointing
     if not section.enabled:
         return None
     stateful: dict[str, Stateful] = {}
@@ -238,6 +252,7 @@ def _checkpoints(config: RunConfig, resolved: Mapping[str, Any], folder: Path, r
         algorithm=config.algorithm_name,
         save_optimizer=section.save_optimizer,
         tokenizer=run.tokenizer,
+        defaults=defaults,
         schedule_lengths=schedule_lengths(config),
         free_memory_for=run.free_memory_for,
     )

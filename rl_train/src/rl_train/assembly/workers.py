@@ -26,7 +26,7 @@ from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.trial import first_argument
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class, check_environment_class
-from rl_train.assembly.placement import make_cluster, make_engine_cluster, transports_between
+from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision, transports_between
 from rl_train.config.rules.sampling import (
     IN_PROCESS_TRANSPORTS,
     digests_are_held,
@@ -94,11 +94,12 @@ class Builder:
     def without_training(cls, run: RunConfig, registry: Registry, exits: ExitStack) -> Builder:
         """A builder with its own cluster, whose models score tokens at the temperature at which the engine samples them."""
         assert run.policy.generation is not None
+        cluster = make_cluster(run.cluster, exits)
         return cls(
-            run=run,
+            run=resolve_precision(run, cluster),
             registry=registry,
             exits=exits,
-            cluster=make_cluster(run.cluster, exits),
+            cluster=cluster,
             scoring_temperature=run.policy.generation.temperature,
         )
 
@@ -360,12 +361,12 @@ class Builder:
         """The arithmetic of policy and engine in words, and whether both compute in float32."""
         model, section, facts = self.run.policy, self.run.policy.generation, getattr(generation, "facts", {})
         assert section is not None
-        engine_precision = facts.get("precision", model.precision)
+        engine_precision = facts.get("precision", model.dtype_name)
         sides = (
-            f"policy {model.backend} {model.precision}, engine {section.backend} {engine_precision} on "
+            f"policy {model.backend} {model.dtype_name}, engine {section.backend} {engine_precision} on "
             f"{facts.get('device', 'an unknown device')}, temperature {section.temperature:g}"
         )
-        return sides, {model.precision, engine_precision} == {"float32"}
+        return sides, {model.dtype_name, engine_precision} == {"float32"}
 
     def _transports(self, configured: str | None) -> list[type[WeightTransport]]:
         """Transports to try, the cheapest first."""

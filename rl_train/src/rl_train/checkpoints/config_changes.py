@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.config.introspection import NO_DEFAULT
+from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import CheckpointError
-from rl_train.config.dotted_keys import leaves
+from rl_train.config.dotted_keys import leaves_by_path
+from rl_train.config.slots import is_named_by_user
 
 FREE_TO_CHANGE = (
     "logger.",
@@ -39,19 +43,75 @@ FIXED = {
 """Keys that no resume can change, and why."""
 
 
-def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str) -> dict[str, tuple[Any, Any]]:
-    """Changed keys that need confirmation, with their old and new values; None for a missing key."""
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Defaults of the keys of a config.
+
+    Attributes:
+        of: the default of a key; `NO_DEFAULT` if it has none.
+        by_device: keys that were null and stand for a value that depends on the devices.
+    """
+
+    of: Callable[[KeyPath], Any] = lambda _: NO_DEFAULT
+    by_device: Collection[KeyPath] = ()
+
+
+UNKNOWN_DEFAULTS = Defaults()
+"""Of a config whose sections are not known."""
+
+
+def config_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    algorithm: str,
+    *,
+    defaults: Defaults = UNKNOWN_DEFAULTS,
+) -> dict[str, tuple[Any, Any]]:
+    """Changed keys that need confirmation, with their old and new values; None for a missing key.
+
+    A key that was added to a section since the checkpoint was written is not a change if it has its default, because the run of
+    the checkpoint behaved like that. Nor is a null in place of a value that was a fixed default and now depends on the devices.
+
+    Args:
+        old: the config of the checkpoint.
+        new: the current config.
+        algorithm: the section of the current algorithm.
+        defaults: those of the current config.
+    """
     free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
-    before, after = ({key: value for key, value in leaves(config) if value != {}} for config in (old, new))
+    before, after = ({path: value for path, value in leaves_by_path(config) if path and value != {}} for config in (old, new))
+    same = {path for path in after.keys() - before.keys() if after[path] == defaults.of(path) and _is_new_key(path, old)}
+    same |= {path for path in defaults.by_device if path not in before or after.get(path) is None}
     return {
-        key: (before.get(key), after.get(key))
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(free)
+        dotted(path): (before.get(path), after.get(path))
+        for path in sorted(before.keys() | after.keys(), key=dotted)
+        if path not in same and before.get(path) != after.get(path) and not dotted(path).startswith(free)
     }
 
 
+def _is_new_key(path: KeyPath, old: Mapping[str, Any]) -> bool:
+    """Whether the section of a key existed in an old config, without this key or a section that contains it.
+
+    An entry that the user named, such as an environment, is not a new key, and a section that was null is a change.
+    """
+    section: Any = old
+    for length, key in enumerate(path):
+        if not isinstance(section, Mapping):
+            return False
+        if key not in section:
+            return not any(is_named_by_user(path[:count]) for count in range(length + 1, len(path)))
+        section = section[key]
+    return False
+
+
 def refuse_changes(
-    checkpoint: Path, old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str, *, allow: bool
+    checkpoint: Path,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    algorithm: str,
+    *,
+    allow: bool,
+    defaults: Defaults = UNKNOWN_DEFAULTS,
 ) -> dict[str, tuple[Any, Any]]:
     """The changes of a resume, if they are allowed.
 
@@ -61,6 +121,7 @@ def refuse_changes(
         new: the current config.
         algorithm: the section of the current algorithm.
         allow: whether the user allowed changes.
+        defaults: those of the current config.
 
     Raises:
         CheckpointError: there are changes that are not allowed, or that a resume cannot make.
@@ -70,7 +131,7 @@ def refuse_changes(
             f"{checkpoint} was written by an algorithm other than {algorithm}, so it cannot be resumed. "
             f"Start a new run from its weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
-    changes = config_changes(old, new, algorithm)
+    changes = config_changes(old, new, algorithm, defaults=defaults)
     if fixed := [key for key in changes if key in FIXED]:
         raise CheckpointError(
             f"{checkpoint} was written with another config:\n{describe({key: changes[key] for key in fixed})}\n"

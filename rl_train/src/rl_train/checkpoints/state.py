@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.trainable import TrainableInterface
-from rl_train.checkpoints.config_changes import refuse_changes
+from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults, refuse_changes
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.damage import read_state as read_state
 from rl_train.checkpoints.disk_space import check_disk_space
@@ -45,6 +45,7 @@ class Checkpoints:
         parts: other objects with state, by name.
         config: the resolved config, saved with the weights.
         algorithm: the section of the algorithm.
+        defaults: of the keys of the config.
         save_optimizer: whether checkpoints can be resumed.
         tokenizer: saved with the weights, so that the folder is a complete model.
         schedule_lengths: optimizer steps of the learning-rate schedules that follow the length of the run, by model.
@@ -58,6 +59,7 @@ class Checkpoints:
     algorithm: str
     save_optimizer: bool
     tokenizer: Any
+    defaults: Defaults = UNKNOWN_DEFAULTS
     schedule_lengths: Mapping[str, int] = field(default_factory=dict)
     free_memory_for: Callable[[object], None] = lambda _: None
     _algorithm_state: dict[str, Stateful] = field(default_factory=dict, init=False)
@@ -156,7 +158,14 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged, only has weights, or belongs to another config.
         """
-        state = resumable_state(checkpoint, self.config, self.algorithm, allow_config_change=allow_config_change, verify=verify)
+        state = resumable_state(
+            checkpoint,
+            self.config,
+            self.algorithm,
+            defaults=self.defaults,
+            allow_config_change=allow_config_change,
+            verify=verify,
+        )
         for name, model in self.models.items():
             self.free_memory_for(model)
             model.load_checkpoint(checkpoint / name / "weights", checkpoint / name / "optimizer")
@@ -176,6 +185,7 @@ def resumable_state(
     config: Mapping[str, Any],
     algorithm: str,
     *,
+    defaults: Defaults = UNKNOWN_DEFAULTS,
     allow_config_change: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -185,6 +195,7 @@ def resumable_state(
         checkpoint: the step folder.
         config: the resolved config.
         algorithm: the section of the algorithm.
+        defaults: of the keys of the config.
         allow_config_change: accept a checkpoint that was written with another config.
         verify: compare all of its files with their digests.
 
@@ -197,7 +208,7 @@ def resumable_state(
             f"{checkpoint} only has weights (checkpointing.save_optimizer was false), so it cannot be resumed. "
             f"Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
-    refuse_changes(checkpoint, state["config"], config, algorithm, allow=allow_config_change)
+    refuse_changes(checkpoint, state["config"], config, algorithm, allow=allow_config_change, defaults=defaults)
     if verify:
         verify_checkpoint(checkpoint)
     return state

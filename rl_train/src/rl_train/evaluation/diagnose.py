@@ -25,7 +25,7 @@ def measure_agreement(pair: PolicyAndEngine, plan: PolicyAndEnginePlan) -> LogPr
 
 def usual_error(pair: PolicyAndEngine) -> float:
     """Largest usual exp(mean |d|) for the dtypes of policy and engine."""
-    types = {pair.config.policy.precision, *pair.engine_precision().split(", ")}
+    types = {pair.config.policy.dtype_name, *pair.engine_precision().split(", ")}
     return max(USUAL_ERROR.get(name, USUAL_ERROR["bfloat16"]) for name in types)
 
 

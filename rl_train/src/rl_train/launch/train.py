@@ -17,10 +17,11 @@ from rl_core.errors import ConfigError, NotSupportedError, RayDiedError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.error_locations import with_location
-from rl_train.assembly.run_assembly import build_run
+from rl_train.assembly.run_assembly import build_run, defaults_of
 from rl_train.checkpoints.config_changes import config_changes, describe
 from rl_train.checkpoints.disk_space import explain_disk_errors
 from rl_train.checkpoints.state import read_state, resumable_state
+from rl_train.config.device_defaults import precisions_of, saved_precisions, with_precisions
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.rules.rule import Stage
 from rl_train.config.schedule_lengths import schedule_changes
@@ -35,7 +36,7 @@ from rl_train.metrics.progress import Progress, ProgressPrinter
 from rl_train.metrics.samples import SamplePrinter
 from rl_train.run import Run
 from rl_train.run_folders.provenance import write_origins
-from rl_train.run_folders.run_folder import choose_start, lock_again_if_deleted, lock_run_folder
+from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_again_if_deleted, lock_run_folder
 from rl_train.run_folders.status import Status
 
 _log = logging.getLogger("rlcore")
@@ -99,13 +100,16 @@ def train(
         status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)
         stop = StopSignals(config.checkpointing.stop_grace_s)
         exits.enter_context(_supervision(status, stop, loaded, start.folder))
-        if start.checkpoint is None:
-            write_origins(start.folder, loaded, manager)
+        loaded = _begin(start, loaded, manager)
 
         def before_models(_: RunConfig) -> None:
             if start.checkpoint is not None:
                 resumable_state(
-                    start.checkpoint, loaded.redacted, config.algorithm_name, allow_config_change=allow_config_change
+                    start.checkpoint,
+                    loaded.redacted,
+                    config.algorithm_name,
+                    defaults=defaults_of(loaded),
+                    allow_config_change=allow_config_change,
                 )
                 status.building()
             _print_if(console, f"starting {_worker_names(config)}")
@@ -122,9 +126,9 @@ def train(
             lock_again_if_deleted(run.checkpoints.store, start, exits)
             if start.checkpoint is not None:
                 _restore(run, start.checkpoint, allow_config_change=allow_config_change, console=console)
-                # Only now: a rejected config must not replace that of the run.
-                write_origins(run.folder, loaded, manager)
                 _move_later_checkpoints(run, console)
+        # With the choices made for the devices. Only now: a rejected config must not replace that of the run.
+        write_origins(run.folder, with_precisions(loaded, precisions_of(run.config)), manager)
         _print_if(console, f"ready after {time.perf_counter() - started:.0f} s")
         _attach_loggers(run, loaded, console, exits, show_samples=show_samples)
         _report_start(run, manager, status, since=started)
@@ -160,6 +164,14 @@ def _trained_seconds(folder: Path, *, up_to: int) -> float:
     return sum(row.get("time/step_s") or 0.0 for row in iter_jsonl(folder / METRICS) if row["step"] <= up_to) if up_to else 0.0
 
 
+def _begin(start: ResumePoint, loaded: LoadedConfig, manager: PluginManager) -> LoadedConfig:
+    """Record the config of a new run; the config of a resumed run, with the checkpoint's `precision` if it sets none."""
+    if start.checkpoint is not None:
+        return with_precisions(loaded, saved_precisions(read_state(start.checkpoint)["config"]))
+    write_origins(start.folder, loaded, manager)
+    return loaded
+
+
 def _check_show_samples(every: int | None, config: RunConfig) -> None:
     if every is not None and config.algorithm.runtime_needs.rollouts is None:
         raise ConfigError(f"--show-samples has no effect: {config.algorithm_name} does not sample. Remove it.")
@@ -172,7 +184,8 @@ def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: 
     run.first_step = run.checkpoints.restore(checkpoint, allow_config_change=allow_config_change, verify=False)
     _print_if(console, f"resumed from {checkpoint}: {run.first_step} steps done")
     state = read_state(checkpoint)
-    if changes := config_changes(state["config"], run.checkpoints.config, run.config.algorithm_name):
+    now, defaults = run.checkpoints.config, run.checkpoints.defaults
+    if changes := config_changes(state["config"], now, run.config.algorithm_name, defaults=defaults):
         _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, describe(changes))
     trained_steps = {}
     for name, model in run.checkpoints.models.items():
