@@ -59,12 +59,12 @@ class Model:
 
 
 @cache
-def model_of(folder: Path) -> Model:
-    """The sizes of a model folder; no weight is read."""
+def model_of(folder: Path, *, gguf_file: str | None = None) -> Model:
+    """The sizes of a model folder, or of a GGUF file in a folder; no weight is read."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, **({} if gguf_file is None else {"gguf_file": gguf_file}))
     with init_empty_weights(include_buffers=True):
         model = AutoModelForCausalLM.from_config(config)
     manifest = {name: (tuple(each.shape), "bfloat16") for name, each in model.named_parameters()}

@@ -78,6 +78,20 @@ def test_sampling_waits_once_per_token_and_gives_the_tokens_of_a_cpu(gpu, model_
     assert waits.total() <= len(draws), waits
 
 
+def test_top_p_over_a_large_vocabulary_does_not_wait_for_how_many_tokens_it_keeps(gpu):
+    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(5))
+    logits[:4] *= 8  # few tokens reach top_p in the first rows, and more than 1024 are needed in the others
+    rows = {"seeds": torch.arange(8), "positions": torch.full((8,), 4)}
+    parameters = SamplingParameters(top_p=0.9, top_k=2500)
+    expected = next_tokens(logits.clone(), parameters=parameters, greedy=False, **rows)
+    on_gpu = {name: tensor.to("cuda") for name, tensor in {**rows, "logits": logits}.items()}
+    with gpu.counting() as waits:
+        tokens, logprobs = next_tokens(on_gpu.pop("logits"), parameters=parameters, greedy=False, **on_gpu)
+    assert waits.total() == 0, waits
+    assert torch.equal(tokens.cpu(), expected[0])
+    torch.testing.assert_close(logprobs.cpu(), expected[1], rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_scoring_and_training_wait_once_per_microbatch(gpu, start, parts, packing):
     budget = {"enabled": packing, "train_mb_tokens": 64, "logprob_mb_tokens": 64}

@@ -27,12 +27,12 @@ CHECKS = ("rl_train/config/rules/", "_checks.py", "cli/")
 BY_EACH = {
     ("rl_backends_hf", "rl_backends_megatron"): {
         "activation_checkpointing",
+        "dtype_name",
         "frozen",
         "head",
         "logprob_batch_size",
         "max_grad_norm",
         "model_name",
-        "precision",
         "train_micro_batch_size",
     },
     ("rl_backends_hf", "rl_backends_vllm", "rl_backends_openai"): {
@@ -44,7 +44,7 @@ BY_EACH = {
         "top_p",
     },
 }
-"""Keys of the base sections that each backend must apply itself."""
+"""Keys of the base sections that each backend must apply itself; `dtype_name` is the value of `precision`."""
 
 EXEMPT = {
     "AlgorithmPathConfig.train": "`choose_algorithm` reads it before the section is validated",

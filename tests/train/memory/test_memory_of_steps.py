@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from unittest import mock
 
@@ -138,27 +139,31 @@ class Sites:
             return record(*arguments, **options)
 
 
-RUNS = {
-    "grpo": {},
-    "ppo": {"ppo": {"ppo_epochs": 2}},
-    "distillation": {
-        "loss_fn": {"topk": None, "divergence": "reverse_kl"},
-        "policy": {"generation": {"val_temperature": 1.0}},
-    },
-}
+RUNS = (
+    ("grpo", {}, {}),
+    ("ppo", {"ppo": {"ppo_epochs": 2}}, {}),
+    (
+        "distillation",
+        {"loss_fn": {"topk": None, "divergence": "reverse_kl"}, "policy": {"generation": {"val_temperature": 1.0}}},
+        {},
+    ),
+    ("grpo", {"policy": {"generation": {"max_restarts": 1}}}, {"generate": 2}),
+)
+"""Algorithm, changes of the config, and deaths of the engine, which is awake when it has been restarted."""
 
 
 @pytest.mark.full("each call is left out once; test_each_model_has_the_gpu_alone_while_it_is_used has the same checks")
 def test_leaving_out_any_call_that_frees_memory_is_a_violation(tmp_path):
     every, missed = Sites(), set()
-    for algorithm, changes in RUNS.items():
-        every.record(HF, algorithm, tmp_path, changes)
-    for number, site in enumerate(sorted(every.found)):
-        for algorithm, changes in RUNS.items():
-            folder = tmp_path / f"{number}-{algorithm}"
-            folder.mkdir()
+    folders = (tmp_path / str(number) for number in count())
+    for algorithm, changes, deaths in RUNS:
+        (folder := next(folders)).mkdir()
+        assert every.record(HF, algorithm, folder, changes, deaths).violations == []
+    for site in sorted(every.found):
+        for algorithm, changes, deaths in RUNS:
+            (folder := next(folders)).mkdir()
             try:
-                violations = Sites(left_out=site).record(HF, algorithm, folder, changes).violations
+                violations = Sites(left_out=site).record(HF, algorithm, folder, changes, deaths).violations
             except (RLCoreError, MemoryError):
                 break
             if violations:

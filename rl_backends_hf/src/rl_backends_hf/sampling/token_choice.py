@@ -125,7 +125,8 @@ def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> to
     if parameters.top_p >= 1.0:
         return floor
     totals = scores.logsumexp(dim=-1, keepdim=True)
-    count = min(_NUCLEUS_CANDIDATES, vocabulary)
+    # On a GPU, the host would wait to learn whether the candidates suffice.
+    count = vocabulary if scores.device.type == "cuda" else min(_NUCLEUS_CANDIDATES, vocabulary)
     nucleus, reached = _nucleus_threshold(scores.topk(count, dim=-1).values, totals, parameters.top_p)
     if count < vocabulary and not bool(reached.all()):
         wide = (~reached).nonzero().squeeze(1)
