@@ -79,6 +79,10 @@ class HFSamplerConfig(HFModelConfig):
     that train on samples reject other values, since the policy scores tokens without the penalty."""
     max_batch_rows: int = Field(default=256, ge=1)
     """Maximum number of rows decoded together."""
+    kv_cache_gib: float | None = Field(default=None, gt=0.0)
+    """Memory limit, in GiB per replica, of the keys and values of the rows that are decoded together. Each row counts at its
+    maximum length; further rows wait. By default, 80 % of the memory that is free on the GPU when sampling begins. There is no
+    limit on a CPU."""
     session_cache_mb: int = Field(default=1024, ge=0)
     """Memory limit, in MiB per replica, of the keys and values that are kept for conversations between their turns, so that a
     turn computes only its new tokens. The least recently used conversations are discarded first; 0 keeps none."""

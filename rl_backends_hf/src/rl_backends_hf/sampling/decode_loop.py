@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_hf.sampling.cache_budget import CacheBudget
 from rl_backends_hf.sampling.decode_attention import AttentionLayout
 from rl_backends_hf.sampling.kv_cache import SlotCache
 from rl_backends_hf.sampling.prefill import PrefillPlan, prefill
@@ -33,7 +34,7 @@ class DecodeLoop:
         model: a causal LM in eval mode.
         layout: its attention.
         end_ids: tokens that end a row.
-        capacity: maximum number of rows decoded together.
+        budget: limits of the rows decoded together.
         prefill_tokens: maximum number of padded tokens of one prefill.
         sharing: whether rows share their prompt; updated if the model does not allow it. They do not by default.
         sessions: keys and values of earlier turns; none by default.
@@ -48,14 +49,14 @@ class DecodeLoop:
         layout: AttentionLayout,
         end_ids: frozenset[int],
         *,
-        capacity: int,
+        budget: CacheBudget,
         prefill_tokens: int,
         sharing: PromptSharing | None = None,
         sessions: SessionCache | None = None,
     ) -> None:
         self.weight_version = -1
         self._model, self._layout, self._end_ids = model, layout, end_ids
-        self._capacity, self._prefill_tokens = capacity, prefill_tokens
+        self._budget, self._prefill_tokens = budget, prefill_tokens
         self._sharing = PromptSharing(is_supported=False) if sharing is None else sharing
         self._sessions = SessionCache(0) if sessions is None else sessions
         self._device = model.get_input_embeddings().weight.device
@@ -108,14 +109,24 @@ class DecodeLoop:
         """Whether enough slots are free for a prefill."""
         if not self._waiting or not self._active:
             return bool(self._waiting)
-        free = self._capacity - len(self._active)
-        if free < self._capacity // _REFILL_SHARE and free < sum(len(group.rows) for group in self._waiting):
+        capacity = self._capacity()
+        free = capacity - len(self._active)
+        if free < capacity // _REFILL_SHARE and free < sum(len(group.rows) for group in self._waiting):
             return False
         return len(self._waiting[0].rows) <= free
 
+    def _capacity(self) -> int:
+        """Number of rows that may be decoded together; active rows may be more than that once longer ones wait."""
+        if not self._budget.is_limited:
+            return self._budget.max_rows
+        if self._cache is None:
+            self._budget.measure()
+        waiting = (row for group in self._waiting for row in group.rows)
+        return self._budget.rows(longest=max(row.longest for row in (*self._active, *waiting)))
+
     def _next_groups(self) -> list[PromptGroup]:
         """Waiting groups that fit into the free slots and one prefill; a group larger than all slots is split."""
-        free, taken = self._capacity - len(self._active), list[PromptGroup]()
+        free, taken = self._capacity() - len(self._active), list[PromptGroup]()
         width = 0
         while self._waiting:
             group = self._waiting[0]
@@ -173,20 +184,22 @@ class DecodeLoop:
     def _slots_for(self, groups: Sequence[PromptGroup]) -> SlotCache:
         """The cache, with free slots for the rows of `groups`."""
         rows = [row for group in groups for row in group.rows]
-        known = [*self._active, *rows, *(row for group in self._waiting for row in group.rows)]
-        max_columns = max(row.longest for row in known)
+        begun = [*self._active, *rows]
+        known = [*begun, *(row for group in self._waiting for row in group.rows)]
+        max_columns = max(row.longest for row in (begun if self._budget.is_limited else known))
+        capacity = self._budget.rows(longest=max_columns)
         if self._cache is None:
             first_columns = _FIRST_NEW_COLUMNS + max(
                 len(group.prompt) - self._shared_tokens(group) for group in [*groups, *self._waiting]
             )
             self._cache = SlotCache(
                 num_layers=self._layout.num_layers,
-                capacity=min(self._capacity, len(known)),
+                capacity=min(capacity, len(known)),
                 first_columns=min(first_columns, max_columns),
                 device=self._device,
             )
-        self._cache.ensure_slots(len(self._active) + len(rows), most=self._capacity)
         self._cache.max_columns = max_columns
+        self._cache.ensure_slots(len(self._active) + len(rows), most=capacity)
         return self._cache
 
     def _advance(self) -> list[Row]:

@@ -173,7 +173,7 @@ class SlotCache(Cache):
 
     def __init__(self, *, num_layers: int, capacity: int, first_columns: int, device: torch.device) -> None:
         self.slots = SlotTable(capacity=capacity, columns=first_columns, device=device)
-        self.max_columns = first_columns
+        self.max_columns, self._most = first_columns, capacity
         super().__init__(layers=[SlotLayer(self.slots) for _ in range(num_layers)])
 
     @property
@@ -277,14 +277,20 @@ class SlotCache(Cache):
         return attendable if window is None else attendable & (columns > positions - window)
 
     def ensure_slots(self, count: int, *, most: int) -> None:
-        """Allocate slots for `count` rows in total; at least twice as many as before, but at most `most`."""
+        """Allocate slots for `count` rows in total; at least twice as many as before, but at most `most`.
+
+        If there are more than `most`, which happens if longer rows arrive, the rest is freed when rows need more columns.
+        """
+        self._most = most
         if count > self.slots.capacity:
-            self._grow(capacity=min(max(2 * self.slots.capacity, count), most), columns=self.slots.columns)
+            # Columns that only rows needed which have ended are freed.
+            columns = min(self.slots.columns, self.max_columns)
+            self._grow(capacity=min(max(2 * self.slots.capacity, count), most), columns=columns)
 
     def _ensure_columns(self, width: int) -> None:
         if width > self.slots.columns:
             columns = max(min(2 * self.slots.columns, self.max_columns), width)
-            self._grow(capacity=self.slots.capacity, columns=columns)
+            self._grow(capacity=min(self.slots.capacity, self._most), columns=columns)
 
     def _grow(self, *, capacity: int, columns: int) -> None:
         for layer in self.layers:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.cache_budget import CacheBudget
 from rl_backends_hf.sampling.decode_attention import AttentionLayout, decoding_attention
 from rl_backends_hf.sampling.decode_loop import DecodeLoop
 from rl_backends_hf.sampling.packed_linears import packed_linears
@@ -37,6 +38,7 @@ class SamplerSettings:
         stop_token_ids: tokens that end one, in addition to the end-of-sequence tokens of model and tokenizer.
         eos_token_id: must be one of the latter, if it is not None.
         max_batch_rows: maximum number of rows decoded together.
+        cache_bytes: memory limit of keys and values; see `CacheBudget`.
         prefill_tokens: maximum number of padded tokens of one prefill.
     """
 
@@ -47,6 +49,7 @@ class SamplerSettings:
     stop_token_ids: tuple[int, ...] = ()
     eos_token_id: int | None = None
     max_batch_rows: int = 256
+    cache_bytes: int | None = None
     prefill_tokens: int = 8192
 
     @classmethod
@@ -71,6 +74,7 @@ class SamplerSettings:
             stop_token_ids=tuple(config.stop_token_ids or ()),
             eos_token_id=config.eos_token_id,
             max_batch_rows=config.hf_cfg.max_batch_rows,
+            cache_bytes=None if config.hf_cfg.kv_cache_gib is None else int(config.hf_cfg.kv_cache_gib * 2**30),
         )
 
 
@@ -162,7 +166,7 @@ class Sampler:
             self.model,
             self._layout,
             self._end_ids,
-            capacity=capacity,
+            budget=CacheBudget(self.model, max_rows=capacity, max_bytes=self.settings.cache_bytes),
             prefill_tokens=self.settings.prefill_tokens,
             sharing=self._sharing,
             sessions=sessions,
