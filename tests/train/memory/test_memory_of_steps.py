@@ -147,7 +147,7 @@ RUNS = (
         {"loss_fn": {"topk": None, "divergence": "reverse_kl"}, "policy": {"generation": {"val_temperature": 1.0}}},
         {},
     ),
-    ("grpo", {"policy": {"generation": {"max_restarts": 1}}}, {"generate": 2}),
+    ("grpo", {"policy": {"generation": {"max_restarts": 1}}}, {"update_weights": 2}),
 )
 """Algorithm, changes of the config, and deaths of the engine, which is awake when it has been restarted."""
 
