@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.data.schema import SCHEMA
-
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
     "rl_core/src/rl_core/interfaces",
@@ -230,9 +228,3 @@ def test_a_curve_is_drawn_from_the_numbers_of_a_run(tmp_path):
     assert ">one</text>" in drawing
     with pytest.raises(SystemExit, match="has no 'gone'"):
         script("make_curves").curve("gone", {"one": tmp_path / "one"})
-
-
-def test_the_page_of_batch_keys_is_what_the_table_prints():
-    page = script("make_batch_keys").as_markdown()
-    assert (ROOT / "docs" / "batch_keys.md").read_text() == page, "run python docs/make_batch_keys.py"
-    assert all(f"`{key}`" in page for key in SCHEMA)

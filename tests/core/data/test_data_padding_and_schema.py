@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_core.data.attention_mask import lengths_from_attention_mask, with_input_lengths
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.schema import PAD_VALUES, SCHEMA, pad_value
+from rl_core.data.schema import SCHEMA, pad_value
 from rl_core.errors import DataError
 from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
 from rl_train.data.messages import DatumSpec
@@ -43,11 +43,11 @@ def test_lengths_that_contradict_a_mask_and_batches_with_neither_are_refused():
 
 
 def test_padding_is_zero_but_for_token_ids_of_a_model():
-    assert set(PAD_VALUES.values()) == {0}
+    assert {pad_value(key) for key in SCHEMA} == {0}
     assert pad_value("input_ids", pad_token_id=7) == 7
     assert pad_value("logprobs", pad_token_id=7) == 0.0
     assert pad_value("a key of a plugin") == 0
-    assert {key for key in PAD_VALUES if pad_value(key, pad_token_id=7) == 7} == {"input_ids", "output_ids", "token_ids"}
+    assert {key for key in SCHEMA if pad_value(key, pad_token_id=7) == 7} == {"input_ids", "output_ids", "token_ids"}
 
 
 def test_every_column_of_prompts_and_of_engines_is_in_the_table():

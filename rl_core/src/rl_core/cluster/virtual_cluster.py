@@ -94,10 +94,6 @@ class RayVirtualCluster:
         """Number of bundles, and thus the maximum number of ranks of a group."""
         return len(self._bundles)
 
-    def node_count(self) -> int:
-        """Number of different nodes of the bundles."""
-        return len({bundle.node.node_id for bundle in self._bundles})
-
     @property
     def bundles(self) -> list[Bundle]:
         """The bundles in rank order."""

@@ -266,8 +266,7 @@ class PolicyConfig(ComponentSection):
 
     def for_devices(self, devices: Devices) -> Self:
         """This section with `precision`."""
-        default = "bfloat16" if devices.have_bfloat16 else "float32"
-        return self.model_copy(update={"precision": self.precision or default})
+        return self.model_copy(update={"precision": self.precision or ("bfloat16" if devices.have_bfloat16 else "float32")})
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Number of ranks that a batch is split over; lower for a backend that shards a model copy over several ranks."""

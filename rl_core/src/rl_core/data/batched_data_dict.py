@@ -63,7 +63,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Args:
             batches: Batches (or plain dicts) with the same keys.
-            pad_value_dict: Padding value by key; defaults to `schema.PAD_VALUES`, else 0.
+            pad_value_dict: Padding value by key; defaults to `schema.pad_value`.
 
         Raises:
             ColumnsDifferError: Their keys differ (a KeyError).

@@ -147,9 +147,6 @@ _TABLE = (
 )
 
 SCHEMA: Mapping[str, KeySpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
-PAD_VALUES: Mapping[str, int | float | bool] = MappingProxyType(
-    {spec.name: spec.padding for spec in _TABLE if spec.padding is not None}
-)
 
 
 def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
@@ -157,4 +154,4 @@ def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
     spec = SCHEMA.get(key)
     if spec is not None and spec.holds_tokens:
         return pad_token_id
-    return PAD_VALUES.get(key, 0)
+    return 0 if spec is None or spec.padding is None else spec.padding
