@@ -7,10 +7,11 @@ from contextlib import ExitStack
 
 import torch
 
+from rl_core.cluster.ray_worker_group import RayWorkerGroup
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.config.schema import ClusterConfig, PolicyConfig
+from rl_core.config.schema import ClusterConfig
 from rl_core.config.section import Devices
-from rl_core.dispatch.worker_facade import local_device, make_group
+from rl_core.dispatch.worker_facade import local_device
 from rl_core.errors import ConfigError, with_key
 from rl_train.config.rules.models import models_of
 from rl_train.config.rules.sampling import default_transports
@@ -49,9 +50,6 @@ def make_cluster(config: ClusterConfig, exits: ExitStack, *, groups: int = 2, se
 class _Gpu:
     """A worker that reports what its GPU supports."""
 
-    def __init__(self, config: PolicyConfig) -> None:
-        pass
-
     def has_bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
@@ -70,7 +68,9 @@ def resolve_precision(run: RunConfig, cluster: RayVirtualCluster | None) -> RunC
 
 
 def _all_have_bfloat16(run: RunConfig, cluster: RayVirtualCluster | None) -> bool:
-    group = make_group(_Gpu, config=run.policy, cluster=cluster, num_workers=None, name="GPUs", python=run.policy.python)
+    if cluster is None:
+        return _Gpu().has_bfloat16()
+    group = RayWorkerGroup(cluster, _Gpu, name="GPUs", python=run.policy.python)
     try:
         return all(group.run_all("has_bfloat16", deadline_s=run.cluster.deadlines.start_s))
     finally:
