@@ -209,7 +209,7 @@ def _rollout_source(
 def _model_flops(config: RunConfig, policy: object) -> ModelFlops | None:
     if not isinstance(policy, WorkerFacade) or "matrix_sizes" not in policy.facts:
         return None
-    known = peak_tflops(policy.facts.get("device_name"), config.policy.precision)
+    known = peak_tflops(policy.facts.get("device_name"), config.policy.dtype_name)
     peak = known if config.profiling.peak_tflops is None else config.profiling.peak_tflops
     return ModelFlops(policy.facts["matrix_sizes"], ranks=policy.group.world_size, peak=peak)
 
