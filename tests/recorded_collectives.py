@@ -97,6 +97,15 @@ def with_two_swapped(calls: Sequence[Call]) -> list[Call] | None:
     return None
 
 
+def in_another_order(worker: Any) -> list[str]:
+    """The names of a worker's weights, of which the first two matrices of different shapes are swapped."""
+    shapes = {name: tuple(shape) for name, (shape, _) in worker.prepare_refit_info().items()}
+    first = next(name for name, shape in shapes.items() if len(shape) == 2)
+    other = next(name for name, shape in shapes.items() if len(shape) == 2 and shape != shapes[first])
+    swapped = {first: other, other: first}
+    return [swapped.get(name, name) for name in shapes]
+
+
 def assert_lockstep(ranks: Sequence[Sequence[Call]]) -> None:
     """All ranks of a group start the same collectives in one order, and each rank receives what the others send.
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from recorded_collectives import RecordedCollectives, assert_lockstep, calls_of, with_two_swapped
+from recorded_collectives import RecordedCollectives, assert_lockstep, calls_of, in_another_order, with_two_swapped
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_backends_hf import parallel
@@ -37,11 +37,20 @@ def recorded(parts, model_folder):
                     "get_logprobs": calls_of(worker.get_logprobs, shard),
                     "train": calls_of(worker.train, shard, parts.NLL(), counts=parts.counts_of(rows)),
                     "iter_weights": calls_of(lambda worker=worker: list(worker.iter_weights())),
+                    "iter_weights in another order": calls_of(
+                        lambda worker=worker: list(worker.iter_weights(in_another_order(worker)))
+                    ),
                     "weight_fingerprint": calls_of(worker.weight_fingerprint),
                 }
             )
             dist.destroy_process_group()
     return ranks
+
+
+def test_one_rank_that_gathers_two_weights_in_the_other_order_is_found(recorded):
+    calls = [rank["iter_weights"] for rank in recorded]
+    with pytest.raises(AssertionError):
+        assert_lockstep([*calls[:5], recorded[5]["iter_weights in another order"], *calls[6:]])
 
 
 @pytest.mark.parametrize("method", ["get_logprobs", "train", "iter_weights", "weight_fingerprint"])
