@@ -45,7 +45,7 @@ def prompts():
 
 
 def bytes_of(model, tokens):
-    """Keys and values of so many tokens, from the model's own cache."""
+    """Bytes of the keys and values of `tokens` tokens, from the cache of the model itself."""
     cache = model(torch.zeros(1, 4, dtype=torch.int64), use_cache=True).past_key_values
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) * tokens // 4
 

@@ -73,7 +73,7 @@ def test_a_key_that_the_checkpoint_does_not_have_counts_as_its_default(before, p
     assert ".".join(path) in config_changes(before, other, "grpo", defaults=Defaults(of=NEW_KEYS.get))
 
 
-def test_null_in_place_of_a_fixed_default_is_not_a_change_if_the_devices_decide():
+def test_null_instead_of_a_fixed_default_is_not_a_change_if_the_devices_decide():
     path = ("policy", "generation", "sleep_level")
     old, new = nested(path, 0), nested(path, None)
     assert config_changes(old, new, "grpo") == {"policy.generation.sleep_level": (0, None)}

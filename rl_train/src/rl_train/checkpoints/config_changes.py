@@ -57,7 +57,7 @@ class Defaults:
 
 
 UNKNOWN_DEFAULTS = Defaults()
-"""Of a config whose sections are not known."""
+"""Defaults for a config whose sections are not known."""
 
 
 def config_changes(
@@ -70,7 +70,7 @@ def config_changes(
     """Changed keys that need confirmation, with their old and new values; None for a missing key.
 
     A key that was added to a section since the checkpoint was written is not a change if it has its default, because the run of
-    the checkpoint behaved like that. Nor is a null in place of a value that was a fixed default and now depends on the devices.
+    the checkpoint behaved like that. Nor is a null that replaces a fixed default because the value now depends on the devices.
 
     Args:
         old: the config of the checkpoint.
