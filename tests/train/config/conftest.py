@@ -50,7 +50,7 @@ class Acme:
             Component("strange", target="acme:Policy", config="acme_models:NoSection", summary="Its model is no section"),
             Component("absent", target="acme:Policy", config="acme_models:Nothing", summary="Its model does not exist"),
             Component("raising", target="acme:Policy", config="acme_models:Raising", summary="Its model raises"),
-            Component("filing", target="acme:Policy", summary="Writes its weights to files", capabilities=("disk",)),
+            Component("filing", target="acme:Policy", summary="Writes files", capabilities=("disk", "acme:gradients")),
         ]
 
     @hookimpl
@@ -74,6 +74,7 @@ class Acme:
             Component("critical", target="acme:train", config="acme_models:Critical", summary="Has a critic and a teacher"),
             Component("scoring", target="acme:train", config="acme_models:Scoring", summary="Trains a scalar head"),
             Component("untrained", target="acme:train", config="acme_models:Untrained", summary="Needs no data"),
+            Component("demanding", target="acme:train", config="acme_models:Demanding", summary="Requires its own policy"),
         ]
 
 
@@ -123,6 +124,9 @@ ACME_MODELS = """
         @property
         def runtime_needs(self):
             return RuntimeNeeds(companions=("value", "teacher"))
+
+    class Demanding(Filtered):
+        requires = ("acme:gradients",)
 
     class AcmeFiles:
         requires = ("disk",)

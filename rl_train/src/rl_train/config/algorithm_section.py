@@ -39,6 +39,8 @@ class AlgorithmConfig(Section):
     allows_filtered_sampling: ClassVar[bool] = False
     """Whether the algorithm may train on samples drawn with top-p or top-k, with log-probabilities of the filtered
     distribution."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Capabilities that the policy or the engine must have, such as those of the algorithm's own plugin (`acme:name`)."""
     records_key: ClassVar[str | None] = None
     """Key of the number of records per step, which a Python trainer lowers to the size of the dataset unless it is set."""
 

@@ -96,6 +96,24 @@ def policy_backend_has_the_logprobs_of_the_loss(config: CheckedConfig, name: str
         yield from _lacks(config, (name, "backend"), setting, (name,), Kind.POLICY, model.backend, Capability.TOPK_LOGPROBS)
 
 
+@rule("algorithm", "policy.backend", "policy.generation.backend", applies_to=TRAINING)
+def backends_have_what_the_algorithm_requires(config: CheckedConfig) -> Iterator[Problem]:
+    """The policy or the engine has each capability that the section of the algorithm requires."""
+    run, generation = config.run, config.run.policy.generation
+    backends = [(Kind.POLICY, run.policy.backend), *([(Kind.GENERATION, generation.backend)] if generation else [])]
+    if not run.algorithm.requires or any(backend not in config.registry.names(kind) for kind, backend in backends):
+        return
+    declared = {each for kind, backend in backends for each in config.registry.find(kind, backend).capabilities}
+    missing = [repr(name) for name in run.algorithm.requires if name not in declared]
+    if missing:
+        having = " and ".join(f"the {kind.label} {backend!r}" for kind, backend in backends)
+        yield Problem(
+            ("policy", "backend"),
+            f"{run.algorithm_name} requires the capability {' and '.join(missing)}, but {having} do not have it. "
+            "Choose backends that declare it, or another algorithm.",
+        )
+
+
 def _lacks(
     config: CheckedConfig, key: KeyPath, setting: str, section: KeyPath, kind: Kind, backend: str, capability: str
 ) -> Iterator[Problem]:
