@@ -96,12 +96,11 @@ def test_a_transport_of_a_plugin_is_tried_by_default_after_ours(files, good):
 def test_an_algorithm_of_a_plugin_may_require_a_capability_of_its_own(files, good):
     demanding = good.replace("grpo:\n  num_prompts_per_step: 8", "demanding:")
     assert files.errors(demanding) == [
-        "config.yaml:3:12: policy.backend: demanding requires the capability 'acme:gradients', but the policy backend 'hf' and the "
-        "generation backend 'hf' do not have it. Choose backends that declare it, or another algorithm."
+        "config.yaml:3:12: policy.backend: demanding requires the capability 'acme:gradients', but the policy backend 'hf' and "
+        "the generation backend 'hf' do not have it. Choose backends that declare it, or another algorithm."
     ]
-    assert (
-        files.load(demanding.replace("  backend: hf\n  model", "  backend: filing\n  model")).run.algorithm_name == "demanding"
-    )
+    filing = demanding.replace("  backend: hf\n  model", "  backend: filing\n  model")
+    assert files.load(filing).run.algorithm_name == "demanding"
 
 
 def test_two_ranks_of_a_policy_that_does_not_declare_support_for_them_are_refused(files, good):
