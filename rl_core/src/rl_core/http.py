@@ -61,18 +61,6 @@ class RequestLimits:
     """Maximum size of a response; the connection of a larger one is closed."""
 
 
-@dataclass(kw_only=True)
-class RequestCounts:
-    """What a client has done so far."""
-
-    requests: int = 0
-    """Requests that ended."""
-    retries: int = 0
-    """Attempts after the first."""
-    failures: int = 0
-    """Requests that ended with an error."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class JsonResponse:
     """A successful response."""
@@ -81,8 +69,6 @@ class JsonResponse:
     body: Any
     """The decoded JSON."""
     attempts: int
-    seconds: float
-    """Time from the first attempt to the response."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +89,6 @@ class HttpClient:
         api_key: sent as a bearer token; removed from every message.
         headers: further headers, whose values are removed from messages too.
         limits: concurrency, timeouts and retries.
-        counts: what the client has done.
         sleep: the pause between attempts.
 
     Raises:
@@ -115,7 +100,6 @@ class HttpClient:
     api_key: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     limits: RequestLimits = field(default_factory=RequestLimits)
-    counts: RequestCounts = field(default_factory=RequestCounts)
     sleep: Callable[[float], Any] = field(default=asyncio.sleep, repr=False)
     _client: Any = field(init=False, repr=False)
     _turn: asyncio.Semaphore = field(init=False, repr=False)
@@ -170,16 +154,12 @@ class HttpClient:
                 outcome = await self._attempt(method, path, body, timeout_s=min(left, self.limits.timeout_s))
                 seconds = time.monotonic() - started
                 if isinstance(outcome, tuple):
-                    self.counts.requests += 1
-                    return JsonResponse(status=outcome[0], body=outcome[1], attempts=attempt, seconds=seconds)
+                    return JsonResponse(status=outcome[0], body=outcome[1], attempts=attempt)
                 failure, pause = outcome, self._pause(outcome, attempt)
                 if not failure.is_temporary or attempt > self.limits.max_retries or seconds + pause >= self.limits.deadline_s:
                     break
-                self.counts.retries += 1
                 _log.info("%s: attempt %d failed (%s); next attempt in %.1f s", self.base_url, attempt, failure.reason, pause)
                 await self.sleep(pause)
-        self.counts.requests += 1
-        self.counts.failures += 1
         tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
         raise HttpError(
             f"{method} {self.base_url.rstrip('/')}/{path} failed after {tries} in {seconds:.1f} s: {failure.reason}",
