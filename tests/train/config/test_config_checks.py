@@ -93,7 +93,7 @@ def test_a_transport_of_a_plugin_is_tried_by_default_after_ours(files, good):
     assert files.load(filing).run.policy.backend == "filing"  # none of those that are tried first writes files
 
 
-def test_an_algorithm_of_a_plugin_may_require_a_capability_of_its_own(files, good):
+def test_an_algorithm_of_a_plugin_may_require_its_own_capability(files, good):
     demanding = good.replace("grpo:\n  num_prompts_per_step: 8", "demanding:")
     assert files.errors(demanding) == [
         "config.yaml:3:12: policy.backend: demanding requires the capability 'acme:gradients', but the policy backend 'hf' and "
