@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,6 +35,10 @@ def train(
         int | None,
         typer.Option(min=1, help="Every N steps, print a prompt with its best and its worst sample and their rewards."),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Train on the recorded rollouts of this run folder instead of sampling."),
+    ] = None,
 ) -> None:
     """Train with a config, resuming from its last checkpoint if there is one.
 
@@ -48,11 +53,14 @@ def train(
         rlcore train config.yaml --show-samples 10
         rlcore train --config grpo.yaml config.yaml
         rlcore train config.yaml --resume runs/config/checkpoints/step_000010
+        rlcore train config.yaml --replay runs/config
     """
     files, changes = config_files(config, bases, overrides)
     from rl_train.launch.train import train as launch
 
-    finished = launch(files, changes, resume=resume, allow_config_change=allow_config_change, show_samples=show_samples)
+    finished = launch(
+        files, changes, resume=resume, allow_config_change=allow_config_change, show_samples=show_samples, replay=replay
+    )
     _print_results(finished)
 
 

@@ -32,6 +32,7 @@ from rl_train.config.durations import parse_duration
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.asynchronous import ENGINE_SHARES_GPUS
 from rl_train.config.rules.rule import CheckedConfig
+from rl_train.config.runtime_needs import RolloutNeeds
 from rl_train.config.schedule_lengths import schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
@@ -41,6 +42,7 @@ from rl_train.metrics.peak_memory import PeakMemory
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.evaluate import Evaluation
 from rl_train.rollouts.mixed_source import MixedRolloutSource, SampledSteps
+from rl_train.rollouts.replay import ReplaySource
 from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.scheduled_source import ScheduledSource
 from rl_train.rollouts.source import RolloutSource
@@ -60,6 +62,7 @@ def build_run(
     registry: Registry,
     exits: ExitStack,
     before_models: Callable[[RunConfig], None] = lambda _: None,
+    replay: Path | None = None,
 ) -> Run:
     """Build the run of a config; data and tokenizer are loaded first, because their errors show within seconds.
 
@@ -70,6 +73,7 @@ def build_run(
         exits: closes all components in reverse order.
         before_models: called with the final config (epochs converted to steps) before models are loaded, so that a run that
             cannot be resumed fails within seconds.
+        replay: folder of a run whose recorded rollouts are trained on; None samples them.
 
     Raises:
         InvalidConfigError: lists all problems with the classes, models and data of the config.
@@ -91,7 +95,16 @@ def build_run(
     workers = builder.start(samples=config.algorithm.runtime_needs.samples)
     workers.wait_ready()
     warn_about_engine_limit(config, workers.generation)
-    return assemble_run(builder, workers, prepared, loss_fn=loss_fn, resolved=loaded.redacted, folder=folder, defaults=defaults)
+    return assemble_run(
+        builder,
+        workers,
+        prepared,
+        loss_fn=loss_fn,
+        resolved=loaded.redacted,
+        folder=folder,
+        defaults=defaults,
+        replay=replay,
+    )
 
 
 def defaults_of(loaded: LoadedConfig) -> Defaults:
@@ -109,6 +122,7 @@ def assemble_run(
     resolved: Mapping[str, Any],
     folder: Path,
     defaults: Defaults = UNKNOWN_DEFAULTS,
+    replay: Path | None = None,
 ) -> Run:
     """A Run from existing workers and data.
 
@@ -120,6 +134,7 @@ def assemble_run(
         resolved: the config as plain values, for checkpoints.
         folder: the run folder.
         defaults: of the keys of `resolved`.
+        replay: as `build_run`.
     """
     config, loaders = builder.run, prepared.loaders
     run = Run(
@@ -146,7 +161,7 @@ def assemble_run(
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.activities = collector.activities
         run.metrics.progress.rollouts = collector.activities.counts
-        run.rollouts = _rollout_source(config, collector, loaders, run.weights)
+        run.rollouts = _rollout_source(config, collector, loaders, run.weights, replay)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)
             if config.rollout.order == "exact":
@@ -173,17 +188,35 @@ def assemble_run(
 
 
 def _rollout_source(
-    config: RunConfig, collector: Collector, loaders: DataLoaders, weights: WeightSynchronizer
+    config: RunConfig, collector: Collector, loaders: DataLoaders, weights: WeightSynchronizer, replay: Path | None
 ) -> RolloutSource | None:
     """Rollouts of the prompts, mixed with the data's own answers if the algorithm uses them; None if it does not sample."""
     needs = config.algorithm.runtime_needs.rollouts
     if loaders.prompts is None or needs is None:
         return None
-    prompts, last = needs.prompts_per_draw, config.algorithm.max_num_steps
     samples = SampledSteps(seed=config.algorithm.seed, fraction=needs.sampled_fraction)
-    sampled = ScheduledSource(
+    sampled: RolloutSource
+    if replay is None:
+        sampled = _scheduled_source(config, needs, collector, loaders.prompts, samples, weights)
+    else:
+        sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=collector.reward_weights)
+    if loaders.answers is None:
+        return sampled
+    return MixedRolloutSource(sampled, loaders.answers, group_size=needs.samples_per_prompt, samples=samples)
+
+
+def _scheduled_source(
+    config: RunConfig,
+    needs: RolloutNeeds,
+    collector: Collector,
+    data: BatchedDataLoader,
+    samples: SampledSteps,
+    weights: WeightSynchronizer,
+) -> ScheduledSource:
+    prompts, last = needs.prompts_per_draw, config.algorithm.max_num_steps
+    return ScheduledSource(
         collector,
-        loaders.prompts,
+        data,
         schedule=Schedule(
             max_staleness=config.rollout.max_staleness,
             ahead=config.rollout.batches_ahead,
@@ -195,14 +228,6 @@ def _rollout_source(
         reward_names={task: section.reward_names for task, section in config.env.items()},
         min_scored=config.rollout.min_scored_of(needs.samples_per_prompt),
         max_failed_share=config.rollout.max_failed_share,
-    )
-    if loaders.answers is None:
-        return sampled
-    return MixedRolloutSource(
-        sampled,
-        loaders.answers,
-        group_size=needs.samples_per_prompt,
-        samples=samples,
     )
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rl_core.cluster import daemons
-from rl_core.errors import ConfigError, NotSupportedError, RayDiedError
+from rl_core.errors import ConfigError, NotSupportedError, RayDiedError, UserError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.error_locations import with_location
@@ -35,7 +37,7 @@ from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import Progress, ProgressPrinter
 from rl_train.metrics.samples import SamplePrinter
 from rl_train.run import Run
-from rl_train.run_folders.provenance import write_origins
+from rl_train.run_folders.provenance import CONFIG, write_origins
 from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_again_if_deleted, lock_run_folder
 from rl_train.run_folders.status import Status
 
@@ -67,6 +69,7 @@ def train(
     allow_config_change: bool = False,
     console: bool = True,
     show_samples: int | None = None,
+    replay: Path | None = None,
 ) -> RunResult:
     """Run the config's algorithm to its last step.
 
@@ -77,6 +80,8 @@ def train(
         allow_config_change: resume although the checkpoint was written with another config.
         console: show progress on standard output.
         show_samples: number of steps from one prompt shown with its best and its worst sample to the next; None shows none.
+        replay: folder of a run of this config: train on its recorded rollouts instead of sampling. The run is a new one, unless
+            `resume` is a path.
 
     Raises:
         ConfigError: the config is invalid; nothing was started.
@@ -89,7 +94,7 @@ def train(
     registry = Registry(manager)
     loaded = load_config(config_path, overrides, registry=registry, stages=(Stage.STATIC, Stage.MACHINE))
     config = loaded.run
-    _check_show_samples(show_samples, config)
+    resume = _checked_options(config, resume=resume, show_samples=show_samples, replay=replay)
     with ExitStack() as exits:
         start = choose_start(config, name=config.logger.run_name or loaded.path.stem, resume=resume)
         start = lock_run_folder(start, config.checkpointing, exits)
@@ -121,6 +126,7 @@ def train(
                 registry=registry,
                 exits=exits,
                 before_models=before_models,
+                replay=replay,
             )
         if run.checkpoints is not None:
             lock_again_if_deleted(run.checkpoints.store, start, exits)
@@ -172,9 +178,26 @@ def _begin(start: ResumePoint, loaded: LoadedConfig, manager: PluginManager) -> 
     return loaded
 
 
-def _check_show_samples(every: int | None, config: RunConfig) -> None:
-    if every is not None and config.algorithm.runtime_needs.rollouts is None:
-        raise ConfigError(f"--show-samples has no effect: {config.algorithm_name} does not sample. Remove it.")
+def _checked_options(config: RunConfig, *, resume: str, show_samples: int | None, replay: Path | None) -> str:
+    """`resume`, where a replay is a new run by default, not a continuation of the run that it replays."""
+    for option, value in {"--show-samples": show_samples, "--replay": replay}.items():
+        if value is not None and config.algorithm.runtime_needs.rollouts is None:
+            raise ConfigError(f"{option} has no effect: {config.algorithm_name} does not sample. Remove it.")
+    if replay is None:
+        return resume
+    _check_replay(replay)
+    return "never" if resume == "auto" else resume
+
+
+def _check_replay(folder: Path) -> None:
+    if not any((folder / "rollouts").glob("step_*.jsonl")):
+        raise UserError(f"--replay {folder}: this is not the folder of a run with recorded rollouts (rollouts/step_*.jsonl).")
+    recorded = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).is_file() else {}
+    if (recorded.get("logger") or {}).get("num_rollouts_logged") is not None:
+        raise UserError(
+            f"--replay {folder}: this run recorded only some rollouts of each step (logger.num_rollouts_logged). Replay a run "
+            "that recorded all of them."
+        )
 
 
 def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: bool) -> None:

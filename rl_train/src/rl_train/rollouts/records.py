@@ -1,7 +1,8 @@
-"""Finished rollouts as plain records for logs."""
+"""Finished rollouts as plain records for logs, and recorded rollouts, which can be trained on again."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ def rollout_records(
             {
                 "task": trajectory.task_name,
                 "index": trajectory.index,
+                "ordinal": trajectory.ordinal,
                 "group": trajectory.group_id,
                 "sample": trajectory.sample,
                 "prompt": "".join(message["content"] for message in log[:first]),
@@ -50,9 +52,10 @@ def rollout_records(
                 "expected_answer": expected_answer(trajectory.metadata),
                 "prompt_tokens": torch.cat([m["token_ids"] for m in log[:first]]).tolist(),
                 "tokens": [token for message in sampled for token in message["token_ids"].tolist()],
-                "logprobs": [round(x, 6) for m in sampled for x in m["generation_logprobs"].tolist()],
+                "logprobs": [value for m in sampled for value in _exact(m["generation_logprobs"])],
                 "policy_logprobs": None if policy_logprobs is None else _sampled_only(policy_logprobs[rows], segments),
                 "segments": [_segment_record(each) for each in segments] if len(segments) > 1 else None,
+                "sequence": _segment_record(log) if len(segments) == 1 and log[first + 1 :] else None,
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,
                 "turn_rewards": trajectory.turn_rewards,
@@ -63,9 +66,48 @@ def rollout_records(
                 "turns": trajectory.turns,
                 "weight_version": trajectory.weight_version,
                 "turn_versions": [message["weight_version"] for message in sampled],
+                "token_versions": _mixed_versions(sampled),
+                "loss_multiplier": trajectory.loss_multiplier,
             }
         )
     return records
+
+
+def recorded_rollout(record: Mapping[str, Any], reward_weights: Mapping[str, float]) -> Trajectory:
+    """The rollout of a record, with everything that training reads; without the environment's metadata.
+
+    Args:
+        record: of `rollout_records`, also from JSON.
+        reward_weights: weights of named rewards that are not 1.
+    """
+    whole = {
+        "tokens": record["prompt_tokens"] + record["tokens"],
+        "turns": [0] * len(record["prompt_tokens"]) + [1] * len(record["tokens"]),
+    }
+    segments = record["segments"] or [record["sequence"] or whole]
+    versions = record["token_versions"] or [None] * len(record["turn_versions"])
+    logprobs = iter(record["logprobs"])
+    texts = record["turn_texts"] or [record["completion"]]
+    logs = []
+    for segment in segments:
+        log: MessageLog = []
+        for turn, pairs in itertools.groupby(zip(segment["turns"], segment["tokens"], strict=True), key=lambda pair: pair[0]):
+            tokens = torch.tensor([token for _, token in pairs], dtype=torch.int64)
+            if turn == 0:
+                log.append({"role": "user", "content": "" if log else record["prompt"], "token_ids": tokens})
+                continue
+            sampled: dict[str, Any] = {"role": "assistant", "content": texts[turn - 1], "token_ids": tokens, "turn": turn}
+            sampled["generation_logprobs"] = torch.tensor(list(itertools.islice(logprobs, len(tokens))), dtype=torch.float32)
+            sampled["weight_version"], mixed = record["turn_versions"][turn - 1], versions[turn - 1]
+            sampled["token_versions"] = None if mixed is None else torch.tensor(mixed, dtype=torch.int64)
+            log.append(sampled)
+        logs.append(log)
+    renamed = {"task_name": "task", "group_id": "group"}
+    same = ("index", "ordinal", "sample", "loss_multiplier", "reward", "reward_parts", "turn_rewards", "scored", "failure")
+    fields = {name: record[renamed.get(name, name)] for name in (*renamed, *same, "truncated", "turns", "answer")}
+    return Trajectory(
+        message_log=logs[-1], earlier_segments=logs[:-1], metadata=None, reward_weights=reward_weights, done=True, **fields
+    )
 
 
 def expected_answer(metadata: Any) -> str | int | float | None:
@@ -86,6 +128,18 @@ def _sampled_only(values: torch.Tensor, segments: Sequence[MessageLog]) -> list[
         mask = sampled_mask(log)
         sampled += row[: len(mask)][mask].tolist()
     return [round(value, 6) for value in sampled]
+
+
+def _exact(values: torch.Tensor) -> list[float]:
+    """The shortest decimal numbers that are rounded to these float32 values."""
+    return [float(str(value)) for value in values.float().numpy()]
+
+
+def _mixed_versions(sampled: Sequence[Mapping[str, Any]]) -> list[list[int] | None] | None:
+    """For each turn, the weight versions of its tokens if they differ; None if no turn has several."""
+    turns = [message.get("token_versions") for message in sampled]
+    mixed = [None if each is None or bool((each == each[:1]).all()) else each.tolist() for each in turns]
+    return mixed if any(mixed) else None
 
 
 def _segment_record(log: MessageLog) -> dict[str, Any]:

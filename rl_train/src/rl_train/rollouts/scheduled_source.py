@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import RLCoreError
+from rl_core.errors import CheckpointError, RLCoreError
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.failures import FailureLimit, refuse_total_failure
@@ -243,6 +243,8 @@ class ScheduledSource(RolloutSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            raise CheckpointError("The checkpoint is of a run that replays another one. Resume it with --replay RUN.")
         self._prompts.load_state_dict(state["prompts"])
         self._again = list(state.get("again", state.get("put_back", ())))
         self._schedule.next_step = state.get("next_step", 1)

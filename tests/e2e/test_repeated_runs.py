@@ -1,4 +1,4 @@
-"""Asynchronous runs with `rollout.order: exact`: equal to a synchronous run with late weights, and resumed bit for bit."""
+"""Runs that are repeated bit for bit: `rollout.order: exact`, equal to a synchronous run with late weights, and `--replay`."""
 
 import json
 import shutil
@@ -95,3 +95,32 @@ def test_a_resumed_exact_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_pa
     for step in range(3, STEPS + 1):
         assert trained(whole, step) == trained(stopped, step)
         assert are_equal(weights_of(whole, step), weights_of(stopped, step))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"max_staleness": 2, "ahead": 2}},
+        pytest.param(
+            {
+                "loss_fn": {"ratio_to": "policy", "use_importance_sampling_correction": True},
+                "grpo": {"max_rollout_turns": 3, "use_dynamic_sampling": True},
+                "policy": {"max_total_sequence_length": 64},
+                "rollout": {"max_staleness": 1},
+                "data": {"train": {"dataset_name": "guess", "num_samples": 64, "question": "{lowest}-{highest}="}},
+                "env": {"arithmetic": None, "guess": {"max_guesses": 3, "higher": "+", "lower": "-", "unreadable": "*"}},
+            },
+            marks=pytest.mark.full("tests/train/rollouts/test_replay.py restores rollouts of several turns and segments"),
+        ),
+    ],
+    ids=["one turn", "several turns and dynamic sampling"],
+)
+def test_a_replay_of_an_asynchronous_run_has_its_weights_bit_for_bit(run, changes):
+    recorded = run("recorded", changes)
+    replayed = run("recorded", changes, replay=recorded)
+    assert replayed != recorded
+    assert max(row["staleness/steps_max"] for row in read_jsonl(recorded / "metrics.jsonl")) > 0
+    for step in range(1, STEPS + 1):
+        assert trained(replayed, step) == trained(recorded, step)
+        assert are_equal(weights_of(replayed, step), weights_of(recorded, step))
+    assert not are_equal(weights_of(recorded, 1), weights_of(recorded, STEPS)), "nothing was learned"
