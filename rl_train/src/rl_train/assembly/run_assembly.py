@@ -156,7 +156,13 @@ def assemble_run(
         run.generation = workers.generation
         companions = tuple(workers.companions.values())
         sleeper = workers.generation if config.rollout.max_staleness == 0 else None  # otherwise, rows are always in progress
-        run.memory = DeviceMemory(workers.policy, sleeper, companions=companions, limited=builder.shares_gpus)
+        run.memory = DeviceMemory(
+            workers.policy,
+            sleeper,
+            companions=companions,
+            limited=builder.shares_gpus,
+            separate=config.engine_has_own_resources,
+        )
         run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.activities = collector.activities

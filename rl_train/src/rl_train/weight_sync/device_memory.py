@@ -1,4 +1,7 @@
-"""The device memory that policy, companion models and engine share: at most one of them has its tensors there."""
+"""The device memory that policy, companion models and engine share: at most one of them has its tensors there.
+
+An engine with its own devices shares it only by name: the policy then stays on its device at a refit.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ class DeviceMemory:
         generation: the engine; None if it never sleeps, because its rollouts continue during training.
         companions: critic and teacher.
         limited: whether policy and engine share GPUs, so that they may not fit there together.
+        separate: whether the engine has its own devices (`policy.generation.resources`).
     """
 
     def __init__(
@@ -28,11 +32,15 @@ class DeviceMemory:
         *,
         companions: Sequence[ColocatablePolicyInterface] = (),
         limited: bool = False,
+        separate: bool = False,
     ) -> None:
         self._policy = policy
         self._models = (policy, *companions)
         self._generation = generation
         self._engine_has_it = False
+        self._separate = separate
+        self._was_offloaded = False
+        """Whether a companion has used the memory since the policy's weights were there."""
         self.limited = limited
         self.shares_weights = False
         """Whether the engine computes with the policy's own tensors, which then stay on the device while it samples."""
@@ -45,6 +53,7 @@ class DeviceMemory:
     def free_for_model(self, model: object) -> None:
         """Let the engine sleep and offload all models but `model`."""
         self._engine_has_it = False
+        self._was_offloaded = model is not self._policy
         if self._generation is not None:
             self._generation.finish_generation()
         self._offload(except_for=model)
@@ -58,11 +67,16 @@ class DeviceMemory:
         self._engine_has_it = False
         if self.limited:
             engine.finish_generation()
+        if self._separate and not self._was_offloaded:
+            return
         self._offload(except_for=self._policy)
         self._policy.offload_before_refit()
+        self._was_offloaded = False
 
     def free_for_engine(self) -> None:
-        """Offload all models."""
+        """Offload all models, unless the engine has its own devices."""
+        if self._separate:
+            return
         self._offload(except_for=self._policy if self.shares_weights else None)
         if self.shares_weights:
             self._policy.offload_before_refit()
