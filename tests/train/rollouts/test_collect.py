@@ -8,11 +8,11 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
-from rl_train.algorithms.staleness import staleness, staleness_metrics
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import expected_answer, rollout_records
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import start_rollouts
+from rl_train.rollouts.staleness import staleness, staleness_metrics
 from rl_train.rollouts.summary import environment_metrics, summarize
 from rl_train.rollouts.trajectory import to_batch
 

@@ -22,7 +22,6 @@ from typing import Any
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.testing.outputs.models import scored
 from rl_train.algorithms.distillation_config import DistillationConfig
-from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.segments import optimizer_batches
@@ -64,7 +63,6 @@ def train(config: DistillationConfig, run: Run) -> None:
 
         with run.timed("train"):
             policy.prepare_for_training()
-            run.metrics.add(staleness_metrics(batch, policy.weight_version))
             rows, gbs = optimizer_batches(batch, rows_per_update, multiple_of=run.data_ranks)
             run.record_training(policy.train(rows, loss_fn, gbs=gbs), batch)
             policy.finish_training()

@@ -20,7 +20,6 @@ from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.grpo_config import GRPOConfig
 from rl_train.algorithms.logprobs import ScoreRollouts
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
-from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
 from rl_train.rollouts.segments import optimizer_batches, rollout_means
@@ -55,7 +54,6 @@ def train(config: GRPOConfig, run: Run) -> None:
 
         with run.timed("train"):
             policy.prepare_for_training()
-            run.metrics.add(staleness_metrics(batch, policy.weight_version))
             rows, gbs = optimizer_batches(batch, rows_per_update, multiple_of=run.data_ranks)
             run.record_training(policy.train(rows, loss_fn, gbs=gbs), batch)
             policy.finish_training()

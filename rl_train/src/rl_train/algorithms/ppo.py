@@ -25,7 +25,6 @@ from rl_train.algorithms.losses.reduce import row_means
 from rl_train.algorithms.losses.value import MseValueLossFn
 from rl_train.algorithms.ppo_config import PPOConfig
 from rl_train.algorithms.rewards import RewardShaping, clip_advantages
-from rl_train.algorithms.staleness import staleness_metrics
 from rl_train.algorithms.validation import validate
 from rl_train.rollouts.records import rollout_records
 from rl_train.run import Run
@@ -64,7 +63,6 @@ def train(config: PPOConfig, run: Run) -> None:
             result = train_epochs(critic, critic_rows(batch), value_loss_fn, passes=passes, seed=seed)
             run.metrics.add(critic_metrics(result))
 
-        run.metrics.add(staleness_metrics(batch, policy.weight_version))
         if step > config.critic_warmup_steps:
             with run.timed("train"):
                 run.free_memory_for(policy)

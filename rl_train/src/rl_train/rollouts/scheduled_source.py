@@ -17,7 +17,7 @@ from rl_train.rollouts.saved_groups import FinishedGroup, load_groups, save_grou
 from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.source import Rollouts, RolloutSource, Selection, start_rollouts
-from rl_train.rollouts.staleness import DeliveredVersions, refuse_other_versions
+from rl_train.rollouts.staleness import DeliveredVersions, refuse_other_versions, staleness_metrics
 from rl_train.rollouts.summary import environment_metrics, environment_times, failure_metrics, summarize
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
@@ -221,8 +221,11 @@ class ScheduledSource(RolloutSource):
         metrics |= environment_metrics(sampled, self._collector.environments)
         metrics |= failure_metrics(sampled + replaced, replaced_groups=len(replaced) // self._group_size)
         metrics |= self._versions.staleness(batch, step) | counts
+        if (version := self._weight_version()) is not None:
+            metrics |= staleness_metrics(batch, version)
         if self._schedule.exact:
-            refuse_other_versions(batch, [self._began_with.pop(row.ordinal, -1) for row in trajectories])
+            refuse_other_versions(batch, [self._began_with.get(row.ordinal, -1) for row in trajectories])
+            self._began_with = {ordinal: began for ordinal, began in self._began_with.items() if ordinal in self._rows}
             metrics["rollout/ending_s"], self._ending_s = self._ending_s, 0.0
         metrics |= {
             "rollout/in_flight": float(len(self._schedule.in_progress) * self._group_size),

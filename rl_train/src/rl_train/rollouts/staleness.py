@@ -1,4 +1,4 @@
-"""Staleness of rollouts in steps, checked in every batch against the versions of its tokens."""
+"""Staleness of rollouts in steps, checked in every batch against the versions of its tokens, and in optimizer steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
+from rl_train.weight_versions import trained_tokens
+
+
+def staleness(batch: BatchedDataDict[Any], version: int) -> torch.Tensor:
+    """[N] int64: the version being trained minus the oldest version of a trained token, for the N rows that have one.
+
+    Args:
+        batch: rollouts with `token_versions`, `token_mask` and `sample_mask`.
+        version: the weight version that the step starts with.
+    """
+    newest = torch.iinfo(torch.int64).max
+    oldest = torch.where(trained_tokens(batch), batch["token_versions"], newest).amin(-1)
+    return version - oldest[oldest < newest]
+
+
+def staleness_metrics(batch: BatchedDataDict[Any], version: int) -> dict[str, float]:
+    """`staleness/mean` and `staleness/max` over rows; none for rows that were not sampled, such as answers of the data."""
+    if "token_versions" not in batch:
+        return {}
+    lags = staleness(batch, version)
+    return {"staleness/mean": float(lags.double().mean()), "staleness/max": float(lags.max())} if len(lags) else {}
 
 
 def refuse_other_versions(batch: BatchedDataDict[Any], began: Sequence[int]) -> None:
