@@ -104,16 +104,13 @@ def test_a_resumed_exact_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_pa
         pytest.param(
             {
                 "loss_fn": {"ratio_to": "policy", "use_importance_sampling_correction": True},
-                "grpo": {"max_rollout_turns": 3, "use_dynamic_sampling": True},
-                "policy": {"max_total_sequence_length": 64},
+                "grpo": {"use_dynamic_sampling": True},
                 "rollout": {"max_staleness": 1},
-                "data": {"train": {"dataset_name": "guess", "num_samples": 64, "question": "{lowest}-{highest}="}},
-                "env": {"arithmetic": None, "guess": {"max_guesses": 3, "higher": "+", "lower": "-", "unreadable": "*"}},
             },
-            marks=pytest.mark.full("tests/train/rollouts/test_replay.py restores rollouts of several turns and segments"),
+            marks=pytest.mark.full("test_replay.py passes a selection to a replay"),
         ),
     ],
-    ids=["one turn", "several turns and dynamic sampling"],
+    ids=["one turn", "dynamic sampling and importance weights"],
 )
 def test_a_replay_of_an_asynchronous_run_has_its_weights_bit_for_bit(run, changes):
     recorded = run("recorded", changes)
