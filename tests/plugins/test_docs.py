@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.plugins import hookspecs
+from rlcore_cli.new_plugin.scaffold import plugin_files
 
 DOCS = Path(__file__).parents[2] / "docs"
 SPECIFICATIONS = {
@@ -74,6 +75,28 @@ def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [1.0, 0.5, 0.0]
+
+
+TUTORIALS = {
+    "write_an_environment": ("environment",),
+    "write_an_algorithm": ("algorithm", "loss"),
+    "write_a_logger": ("logger",),
+    "write_a_policy": ("policy",),
+    "write_a_generation_backend": ("generation",),
+    "write_a_weight_transport": ("weight-transport",),
+}
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_the_code_of_a_tutorial_is_what_the_command_writes(page):
+    """`test_scaffold.py` installs these files and trains three steps with them."""
+    text = (DOCS / f"{page}.md").read_text()
+    assert len(text.splitlines()) <= 150
+    written = [text for kind in TUTORIALS[page] for text in plugin_files("acme", kind).values()]
+    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        assert any(block.rstrip() in file for file in written), block
 
 
 def _files_of(page: Path) -> dict[str, str]:

@@ -1,0 +1,100 @@
+"""Writes docs/api_snapshot.txt, the signatures of the public API: `python docs/make_api_snapshot.py`.
+
+Public are the names that the pages of docs/api show, the hooks, the config base classes and the capabilities.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+DOCS = Path(__file__).parent
+SNAPSHOT = DOCS / "api_snapshot.txt"
+CONFIGS = ("rl_core.config.schema", "rl_train.config.schema")
+
+
+def api_snapshot() -> str:
+    """One line for each public function, class, method, config key, hook and enum member, sorted."""
+    lines = set[str]()
+    for path in shown_paths():
+        lines.update(_describe(path, _resolve(path)))
+    for module in CONFIGS:
+        for name, value in vars(importlib.import_module(module)).items():
+            if inspect.isclass(value) and name.endswith("Config"):
+                lines.update(_describe(f"{module}.{name}", value))
+    hooks = importlib.import_module("rl_core.plugins.hookspecs")
+    lines.update(line for name in vars(hooks) if name.startswith("rlcore_") for line in _describe(name, getattr(hooks, name)))
+    capability = importlib.import_module("rl_core.plugins.capabilities").Capability
+    lines.update(_describe("Capability", capability))
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def breaks(snapshot: str, current: str) -> list[str]:
+    """The lines of a snapshot that the present API does not have: what was removed, or has another signature."""
+    return sorted(set(snapshot.splitlines()) - set(current.splitlines()))
+
+
+def shown_paths() -> Iterator[str]:
+    """The paths after `:::` on the pages of docs/api, without those of distributions that need an engine to import."""
+    for page in sorted((DOCS / "api").glob("*.md")):
+        for path in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            if not path.startswith(("rl_backends_", "rl_envs", "rl_sandbox")):
+                yield path
+
+
+def _resolve(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        return getattr(_resolve(module), name)
+
+
+def _describe(path: str, value: Any) -> Iterator[str]:
+    if inspect.ismodule(value):
+        names = getattr(value, "__all__", None) or [
+            name for name, each in vars(value).items() if getattr(each, "__module__", None) == value.__name__
+        ]
+        for name in names:
+            if not name.startswith("_"):
+                yield from _describe(f"{path}.{name}", getattr(value, name))
+    elif inspect.isclass(value) and issubclass(value, Enum):
+        yield from (f"{path}.{member.name} = {member.value!r}" for member in value)
+    elif inspect.isclass(value) and issubclass(value, BaseModel):
+        yield from (f"{path}.{key}{' (required)' if field.is_required() else ''}" for key, field in value.model_fields.items())
+    elif inspect.isclass(value):
+        yield f"{path}{_signature(value)}"
+        for name, method in vars(value).items():
+            plain = getattr(method, "__func__", method)
+            if not name.startswith("_") and inspect.isfunction(plain):
+                abstract = " (abstract)" if getattr(plain, "__isabstractmethod__", False) else ""
+                yield f"{path}.{name}{_signature(plain)}{abstract}"
+    elif callable(value):
+        yield f"{path}{_signature(value)}"
+    else:
+        yield path
+
+
+def _signature(value: Any) -> str:
+    """Names, kinds and presence of defaults; types and values of defaults may change in a compatible way."""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return "(...)"
+    parameters = [
+        each.replace(annotation=each.empty, default=each.empty if each.default is each.empty else ...)
+        for each in signature.parameters.values()
+    ]
+    plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    return str(plain).replace("Ellipsis", "...")
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(api_snapshot(), encoding="utf-8")
