@@ -94,6 +94,12 @@ class HFConfig(HFModelConfig):
     weights, gradients and optimizer state."""
     distributed_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Timeout of collective operations between ranks, and of joining their process group, in seconds."""
+    fsdp_num_shards: int | None = Field(default=None, ge=2)
+    """With `fsdp2`, the number of consecutive ranks that share one copy of the model (HSDP), such as those of a node; all ranks
+    by default. Fewer shards need more memory, and weights are gathered over fewer ranks."""
+    fsdp_prefetched_layers: int = Field(default=0, ge=0)
+    """With `fsdp2`, the number of layers whose weights are gathered in advance while another layer is computed, which hides a
+    slow network and needs the memory of these layers. 0 leaves it to torch."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Number of positions for which the float32 logits of the LM head are in memory at one time."""
     reference: bool = True
@@ -101,6 +107,13 @@ class HFConfig(HFModelConfig):
     the adapters are disabled instead."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters with frozen base weights. By default, all weights are trained."""
+
+    @model_validator(mode="after")
+    def _check_fsdp(self) -> HFConfig:
+        for key in ("fsdp_num_shards", "fsdp_prefetched_layers"):
+            if getattr(self, key) and self.data_parallel != "fsdp2":
+                raise ValueError(f"{key} has no effect without data_parallel: fsdp2. Set that, or remove {key}")
+        return self
 
     @model_validator(mode="after")
     def _check_lora(self) -> HFConfig:

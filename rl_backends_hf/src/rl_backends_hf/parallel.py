@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -27,11 +27,12 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from rl_backends_hf.model import is_gguf, load_model, load_model_shards, model_without_weights, why_read_whole
-from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_backends_hf.shards import local, reshard
 from rl_core.backend import Head, WorkerContext
 from rl_core.cluster.process_groups import join_process_group
+from rl_core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Parallel(ABC):
         world_size: number of ranks.
         device: device of this rank.
         shards: whether each rank holds only a shard of each weight.
+        num_shards: number of ranks that share one copy of the model.
     """
 
     shards: bool = False
@@ -54,6 +56,7 @@ class Parallel(ABC):
     def __init__(self, context: WorkerContext) -> None:
         self.rank = context.rank
         self.world_size = context.world_size
+        self.num_shards = 1
         self.device = torch.device("cuda:0" if context.device == "cuda" else "cpu")
 
     @abstractmethod
@@ -115,17 +118,32 @@ class Replicate(Parallel):
 class FullyShard(Parallel):
     """Weights, gradients and optimizer state are sharded over the ranks (FSDP2): one unit per decoder layer, then the root.
 
+    With fewer shards than ranks (HSDP), consecutive ranks share one copy, and gradients are summed over the copies.
+
     Args:
         context: this rank.
         compute_dtype: dtype to which float32 shards are rounded when gathered.
+        num_shards: number of ranks that share one copy; all by default.
+        prefetched_layers: number of layers whose weights are gathered while another one is computed; 0 leaves it to torch.
     """
 
     shards = True
 
-    def __init__(self, context: WorkerContext, *, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, context: WorkerContext, *, compute_dtype: torch.dtype, num_shards: int | None = None, prefetched_layers: int = 0
+    ) -> None:
         super().__init__(context)
-        self._compute_dtype = compute_dtype
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.world_size,))
+        self._compute_dtype, self._prefetched_layers = compute_dtype, prefetched_layers
+        self.num_shards = num_shards or self.world_size
+        copies = self.world_size // self.num_shards
+        if copies * self.num_shards != self.world_size:
+            raise ConfigError(
+                f"`fsdp_num_shards: {self.num_shards}`: {self.world_size} ranks cannot be divided into groups of that size.",
+                key="fsdp_num_shards",
+            )
+        sizes: tuple[int, ...] = (self.num_shards,) if copies == 1 else (copies, self.num_shards)
+        names = ("copy", "shard")[-len(sizes) :]
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
 
     def distribute(self, scoring: ScoringModel, *, trainable: bool = True) -> None:
         offload = OffloadPolicy()
@@ -145,29 +163,28 @@ class FullyShard(Parallel):
             unit = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        _prefetch([layer for layer in layers if isinstance(layer, FSDPModule)], self._prefetched_layers)
         for method in scoring.extra_forward_methods:
             register_fsdp_forward_method(scoring, method)
 
     def gradient_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         squared = _norm([local(gradient) for gradient in gradients], self.device).square()
-        dist.all_reduce(squared)
+        dist.all_reduce(squared, group=self.mesh.get_group("shard"))
         return squared.sqrt()
 
     def after_forward(self, scoring: ScoringModel) -> None:
         reshard(scoring)
 
 
-def make_parallel(
-    context: WorkerContext, mode: Literal["replicate", "fsdp2"], *, dtype: torch.dtype, timeout_s: float
-) -> Parallel:
-    """The configured strategy, with its process group joined. A single rank needs neither sharding nor a group.
+def _prefetch(layers: Sequence[FSDPModule], number: int) -> None:
+    """Let each layer gather the weights of the `number` layers after it, and of those before it in the backward pass."""
+    for index, layer in enumerate(layers if number else ()):
+        layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + number]))
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(index - number, 0) : index])))
 
-    Args:
-        context: rank, rendezvous address and device.
-        mode: how ranks share the work.
-        dtype: data type of activations.
-        timeout_s: timeout of joining and of each collective, in seconds.
-    """
+
+def make_parallel(context: WorkerContext, options: HFConfig, *, dtype: torch.dtype) -> Parallel:
+    """The configured strategy, with its process group joined. A single rank needs neither sharding nor a group."""
     if context.device == "cuda":
         torch.cuda.set_device(0)
         if not context.run_in_process:  # otherwise, it is a setting of the user's process
@@ -175,8 +192,12 @@ def make_parallel(
     if context.world_size == 1:
         return Replicate(context)
     backend = "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo"
-    join_process_group(context, backend, timeout=timedelta(seconds=timeout_s))
-    return FullyShard(context, compute_dtype=dtype) if mode == "fsdp2" else Replicate(context)
+    join_process_group(context, backend, timeout=timedelta(seconds=options.distributed_timeout_s))
+    if options.data_parallel == "replicate":
+        return Replicate(context)
+    return FullyShard(
+        context, compute_dtype=dtype, num_shards=options.fsdp_num_shards, prefetched_layers=options.fsdp_prefetched_layers
+    )
 
 
 def load_sharded(
@@ -212,7 +233,7 @@ def load_sharded(
         parallel.distribute(made[0], trainable=trainable)
 
     empty = model_without_weights(name, options=options, head=head)
-    why = "it is a GGUF file" if is_gguf(name) else why_read_whole(empty, parallel.world_size)
+    why = "it is a GGUF file" if is_gguf(name) else why_read_whole(empty, parallel.num_shards)
     if why is None:
         load_model_shards(name, type(empty), options=options, dtype=dtype, head=head, shard=shard)
     else:

@@ -196,7 +196,7 @@ def _empty_like_stored(metadata: TensorStorageMetadata, parameter: nn.Parameter,
     on_device = counts_on_device or len(metadata.size) > 0
     empty = torch.empty(metadata.size, dtype=dtype, device=parameter.device if on_device else "cpu")
     if isinstance(parameter, DTensor) and len(metadata.size):
-        return DTensor.from_local(empty, parameter.device_mesh, [Replicate()])
+        return DTensor.from_local(empty, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
     return empty
 
 

@@ -81,9 +81,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def load(self) -> PolicyFacts:
         self._check_config()
         hf, head = self.config.hf_cfg, self.config.head
-        self._parallel: Parallel = make_parallel(
-            self.context, hf.data_parallel, dtype=self._dtype, timeout_s=hf.distributed_timeout_s
-        )
+        self._parallel: Parallel = make_parallel(self.context, hf, dtype=self._dtype)
         self._scoring = self._load_scoring()
         model = self._scoring.model
         use_cpu_sdpa(model)
@@ -280,7 +278,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         return ((name, local(parameter)) for name, parameter in masters.items())
 
     def weight_shard(self) -> str:
-        return f"shard {self.context.rank}" if self._parallel.shards else ""
+        return f"shard {self.context.rank % self._parallel.num_shards}" if self._parallel.shards else ""
 
     def get_weight_version(self) -> int:
         return self._state.weight_version if self._state is not None else 0
