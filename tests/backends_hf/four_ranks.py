@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(__file__))
 sys.path.insert(1, os.path.dirname(os.path.dirname(__file__)))
 from conftest import NLL, SGD, counts_of, make_config, make_context, make_rows
 from rank_processes import fork_ranks
+from recorded_collectives import RecordedCollectives
 
 from rl_backends_hf.training.worker import HFPolicyWorker
 
@@ -34,20 +34,11 @@ def worker_of(rank: int, port: int, **fields) -> HFPolicyWorker:
 def gathers_before_layers(rank: int, port: int, prefetched: int, rows) -> list[int]:
     """How many all-gathers a forward pass has started when each decoder layer computes."""
     worker = worker_of(rank, port, hf={"fsdp_prefetched_layers": prefetched}, logprob_batch_size=8)
-    started, counts, gather = 0, [], dist.all_gather_into_tensor
-
-    def counted(*args, **kwargs):
-        nonlocal started
-        started += 1
-        return gather(*args, **kwargs)
-
-    for layer in worker._scoring.model.model.layers:
-        layer.input_layernorm.register_forward_pre_hook(lambda *_: counts.append(started))
-    dist.all_gather_into_tensor = counted
-    try:
+    counts: list[int] = []
+    with RecordedCollectives() as recorded:
+        for layer in worker._scoring.model.model.layers:
+            layer.input_layernorm.register_forward_pre_hook(lambda *_: counts.append(len(recorded.calls)))
         worker.get_logprobs(rows)
-    finally:
-        dist.all_gather_into_tensor = gather
     worker.shutdown()
     return counts
 

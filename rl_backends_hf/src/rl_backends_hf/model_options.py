@@ -66,6 +66,9 @@ class LoRAConfig(Section):
     """Whether to use the scale alpha / sqrt(rank), so that large ranks learn as fast as small ones."""
     use_dora: bool = False
     """Whether to train magnitude and direction of weights separately (DoRA): slightly better, and slower."""
+    autocast: bool = False
+    """Whether to compute adapters in the data type of the base (`torch.autocast`) instead of float32, which is faster on GPUs.
+    Their weights, gradients and optimizer state stay float32. Requires `policy.precision: bfloat16`."""
     seed: int = 0
     """Seed of the random initial matrix of each adapter."""
 

@@ -206,6 +206,8 @@ class ScoringModel(nn.Module, ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.autocast: torch.dtype | None = None
+        """Data type that float32 adapters are computed in; their own by default."""
 
     @property
     @abstractmethod
@@ -231,7 +233,8 @@ class ScoringModel(nn.Module, ABC):
 
     def hidden_states(self, input_ids: torch.Tensor, hidden_index: torch.Tensor, attention: Mapping[str, Any]) -> torch.Tensor:
         """The backbone's last hidden states [M, H]."""
-        output = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **attention)
+        with torch.autocast(input_ids.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            output = self.model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **attention)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, hidden_index)
 

@@ -97,6 +97,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if hf.lora is not None:
             self._adapters = LoraAdapters(model, hf.lora, base=self.config.model_name, head=head)
+            self._scoring.autocast = self._dtype if hf.lora.autocast else None
         self._exported: ExportedWeights = self._adapters or WholeModel(model, dtype=self._dtype, head=head)
         self._names = CheckpointNames(model, {name: shape for name, (shape, _) in self._exported.manifest().items()})
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
