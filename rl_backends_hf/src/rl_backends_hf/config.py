@@ -37,8 +37,9 @@ class HFPolicyConfig(PolicyConfig):
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
-        shards, ranks = self.hf_cfg.fsdp_num_shards, self.data_ranks(run.cluster) if "cluster" in run.model_fields_set else None
-        if shards is not None and ranks is not None and ranks % shards:
+        shards = self.hf_cfg.fsdp_num_shards
+        # Components created in Python bring their own cluster.
+        if shards is not None and "cluster" in run.model_fields_set and (ranks := self.data_ranks(run.cluster)) % shards:
             yield (
                 ("hf_cfg", "fsdp_num_shards"),
                 f"{shards} ranks share one copy of the model, but the cluster has {ranks} rank(s). Use a divisor of {ranks}, "

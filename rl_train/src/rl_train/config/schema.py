@@ -160,6 +160,9 @@ class ProfilingConfig(Section):
     steps: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     """Numbers of the steps to profile with `torch.profiler`, such as `[3, 5]`; traces are written to `profile/` of the run
     folder. Requires `cluster.backend: in_process`. Profiled steps take longer."""
+    memory: bool = False
+    """Whether to also record each allocation on the GPU in these steps, with its Python stack. The snapshot is written to
+    `profile/memory_NNNNNN.pickle`, also if the step fails; open it at https://pytorch.org/memory_viz. Requires a GPU."""
     peak_tflops: float | None = Field(default=None, gt=0.0)
     """Peak speed of one device in TFLOP/s, which `mfu` in the metrics is relative to. By default, the vendor's figure for dense
     bfloat16, if the GPU is a known one and the policy computes in bfloat16; otherwise there is no `mfu`."""

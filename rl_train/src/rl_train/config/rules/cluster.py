@@ -34,6 +34,21 @@ def profiled_models_are_in_this_process(config: CheckedConfig) -> Iterator[Probl
         )
 
 
+@rule("profiling", "cluster.use_gpus", stage=Stage.MACHINE, applies_to=frozenset({Use.TRAIN}))
+def recorded_memory_is_that_of_a_gpu(config: CheckedConfig) -> Iterator[Problem]:
+    """`profiling.memory` needs a GPU and steps to profile."""
+    if not config.run.profiling.memory:
+        return
+    if not config.run.profiling.steps:
+        yield Problem(("profiling", "memory"), "has no effect without profiling.steps. Set the steps to record, or remove it.")
+    if config.run.cluster.use_gpus is False or not _has_gpu():
+        yield Problem(
+            ("profiling", "memory"),
+            "records allocations on a GPU, and this run uses none. Remove it: memory/<phase>_gib in the metrics is the memory "
+            "of a process on any device.",
+        )
+
+
 def _each_worker_group(config: CheckedConfig) -> Iterator[tuple[KeyPath, int | None]]:
     """The keys with a number of workers."""
     run = config.run
