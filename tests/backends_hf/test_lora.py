@@ -225,7 +225,7 @@ def test_adapters_of_a_bfloat16_base_have_float32_gradients_near_those_of_a_floa
 
 def test_autocast_of_adapters_requires_bfloat16(peft, tmp_path):
     with pytest.raises(ConfigError, match=r"policy\.hf_cfg\.lora\.autocast.*requires policy.precision: bfloat16"):
-        load_config(quickstart(tmp_path, autocast=True))
+        load_config(quickstart(tmp_path, autocast=True), ["policy.precision=float32"])
 
 
 def test_a_model_whose_layers_are_transposed_is_merged_as_peft_does(peft, parts, tmp_path):

@@ -53,7 +53,7 @@ class HFPolicyConfig(PolicyConfig):
             yield at, NEEDS_PEFT.format(reason=reason)
         for key, problem in target_problems(self.model_name, lora.target_modules, lora.exclude_modules):
             yield (*at, key), problem
-        if lora.autocast and self.precision != "bfloat16":
+        if lora.autocast and self.precision == "float32":
             yield (
                 (*at, "autocast"),
                 f"requires policy.precision: bfloat16, but it is {self.precision}. Set it, or remove autocast.",

@@ -307,6 +307,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
                 key="data_parallel",
             )
 
+        if hf.lora is not None and hf.lora.autocast and self._dtype == torch.float32:
+            raise UserError("`lora.autocast` requires `policy.precision: bfloat16`.", key="policy.hf_cfg.lora.autocast")
         if hf.attn_implementation == "flash_attention_2" and self._dtype == torch.float32:
             raise UserError(
                 "`attn_implementation: flash_attention_2` requires bfloat16, and `policy.precision` is float32. Set it to "
