@@ -35,6 +35,7 @@ There is one check for each purpose:
 | whether policy and generation backend agree on log-probabilities | `rlcore check logprobs` (alias `rlcore check-logprobs`) |
 | model, tokenizer and backends | `rlcore check model` (alias `rlcore diagnose`) |
 | an environment, without a model | `rlcore check env` |
+| a plugin, against the promises of its interfaces | `rlcore check plugin` |
 
 | command | description |
 |---|---|

@@ -31,7 +31,8 @@ class TestPackage(PackagingConformance):
     component = "acme"  # name of the plugin's entry point or of its distribution
 ```
 
-`pip install 'rl-core[testing]'` installs pytest. The kit of algorithms, datasets and loggers is `rl_train.testing`.
+`pip install 'rl-core[testing]'` installs pytest. `rlcore check plugin acme` runs the same tests with default configs, without
+a test file. Policies, weight transports, sandboxes, commands, algorithms, datasets and loggers have no conformance tests yet.
 
 - A broken promise is shown as the promise, what was found, and a link to this page. Tests that would fail for the same reason
   are skipped.

@@ -57,9 +57,9 @@ ENGINES = {
         words=("nats on average",), changes={"policy": {"generation": {"temperature": 0.5}}}, frozen=True
     ),
     "overstates_probabilities": Wrong(words=("nats on average",), frozen=True),
-    "leaves_out_the_end_token": Wrong(marker="kit", frozen=True),
-    "reports_ended_rows_as_truncated": Wrong(marker="kit", frozen=True),
-    "ignores_seeds": Wrong(marker="kit"),
+    "leaves_out_the_end_token": Wrong(promise="test_the_end_token_is_kept", marker="kit", frozen=True),
+    "reports_ended_rows_as_truncated": Wrong(promise="test_truncated_rows_are_reported", marker="kit", frozen=True),
+    "ignores_seeds": Wrong(promise="test_seeds_are_independent_of_other_rows", marker="kit"),
     "decodes_greedily": Wrong(marker="kit"),
 }
 

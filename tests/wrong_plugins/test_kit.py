@@ -1,9 +1,9 @@
 """The conformance kit finds every wrong plugin, by the test of the promise that it breaks and no other."""
 
 import pytest
-from wrong_plugins.registry import ENVIRONMENTS
+from wrong_plugins.registry import ENGINES, ENVIRONMENTS
 
-from rl_core.testing import EnvironmentConformance
+from rl_core.testing import EnvironmentConformance, GenerationConformance
 from rl_core.testing.promises import Status
 
 ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for number in range(4)]
@@ -21,4 +21,12 @@ def test_the_kit_finds_a_wrong_environment_by_the_promise_that_it_breaks(name):
     path = f"wrong_plugins.environments.{name}.Environment"
     names, text = broken(EnvironmentConformance, path, rows=ROWS)
     assert names == ([] if name == "right" else [ENVIRONMENTS[name].promise]), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.promise])
+def test_the_kit_finds_a_wrong_engine_by_the_promise_that_it_breaks(name):
+    names, text = broken(GenerationConformance, f"wrong_plugins.engines.{name}.Engine")
+    # These engines differ in `generate` only, so `generate_async`, which is right, differs from it.
+    assert [each for each in names if each != "test_generate_async_equals_generate"] == [ENGINES[name].promise], text
     assert "Traceback" not in text

@@ -13,6 +13,10 @@ CHECKS = {
         "rlcore_cli.check_env:check_env",
         "Check an environment without a model: types, unchanged arguments, determinism, scores.",
     ),
+    "plugin": (
+        "rlcore_cli.check_plugin:check_plugin",
+        "Check whether a plugin keeps the promises of its interfaces.",
+    ),
     "model": ("rlcore_cli.diagnose:diagnose", "Check model, tokenizer and backends before a run."),
 }
 """Check name: import path of its function, and its line in `rlcore check --help`."""
@@ -23,7 +27,7 @@ app = lazy_app(CHECKS)
 
 @app.callback()
 def check() -> None:
-    """Check policy, generation backend, model, tokenizer or environment by running them.
+    """Check policy, generation backend, model, tokenizer, environment or plugin by running them.
 
     `rlcore validate` checks a config without running anything, and `rlcore doctor` checks the installation. Aliases:
     `rlcore check-logprobs` for `rlcore check logprobs`, `rlcore diagnose` for `rlcore check model`.
@@ -32,4 +36,5 @@ def check() -> None:
         rlcore check logprobs config.yaml
         rlcore check model config.yaml
         rlcore check env sliding_puzzle
+        rlcore check plugin acme
     """

@@ -5,13 +5,14 @@
     class TestBrevity(EnvironmentConformance):
         component = "brevity"
 
-`rlcore check plugin brevity` runs the same tests without a test file. See docs/conformance.md.
+`rlcore check plugin` runs the same tests without a test file. See docs/conformance.md.
 """
 
 from rl_core.first_use import import_on_first_use
 
 __all__ = [
     "EnvironmentConformance",
+    "GenerationConformance",
     "LossConformance",
     "PackagingConformance",
     "xfail",
@@ -21,6 +22,7 @@ __getattr__ = import_on_first_use(
     __name__,
     {
         ".environments.conformance": "EnvironmentConformance",
+        ".generation": "GenerationConformance",
         ".loss": "LossConformance",
         ".packaging": "PackagingConformance",
         ".promises": "xfail",

@@ -1,0 +1,94 @@
+"""`rlcore check plugin`: runs the conformance tests of a plugin without a test file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlcore_cli.arguments import AsJson
+
+if TYPE_CHECKING:
+    from rl_core.testing.promises import Conformance
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="Plugin (name of its entry point or distribution), or one of its components as KIND:NAME.",
+        show_default=False,
+    ),
+]
+
+
+def check_plugin(name: Name, as_json: AsJson = False) -> None:
+    """Check whether a plugin keeps the promises of its interfaces: its package, and each component that the kit can test.
+
+    Runs the tests of the conformance kit (`rl_core.testing`) with default configs. Components that need a config or rows are
+    tested from a test file, which `docs/conformance.md` shows. Exit code: 1 if a promise is broken.
+
+    Example:
+        rlcore check plugin acme
+        rlcore check plugin generation:hf
+    """
+    from rl_core.testing.promises import Status
+
+    records, broken = [], False
+    for tests in _tests_of(name):
+        for result in tests.run():
+            broken = broken or result.status is Status.BROKEN
+            records.append(_record(tests, result))
+            if not as_json and result.status is Status.BROKEN:
+                print(tests.failure_text(result) + "\n")
+        if not as_json:
+            print(tests.summary())
+    if as_json:
+        print(json.dumps(records, indent=2))
+    if broken:
+        raise typer.Exit(1)
+
+
+def _record(tests: type[Conformance], result: Any) -> dict[str, str]:
+    return {
+        "component": f"{tests.title()} {tests.component}",
+        "test": result.promise.name,
+        "promise": result.promise.statement,
+        "status": result.status.value,
+        "found": result.found,
+    }
+
+
+def _tests_of(name: str) -> Iterator[type[Conformance]]:
+    """The test classes of a plugin or of one component."""
+    from rl_core.errors import UnknownComponentError
+    from rl_core.plugins.component import Kind, did_you_mean
+    from rl_core.plugins.manager import discover
+    from rl_core.testing import EnvironmentConformance, GenerationConformance, LossConformance, PackagingConformance
+
+    kits: dict[Kind, type[Conformance]] = {
+        Kind.ENVIRONMENT: EnvironmentConformance,
+        Kind.GENERATION: GenerationConformance,
+        Kind.LOSS: LossConformance,
+    }
+    kind, colon, component = name.partition(":")
+    if colon and kind in (each.value for each in kits):
+        yield _tests(kits[Kind(kind)], component)
+        return
+    plugins = discover(strict=False).plugins
+    found = [plugin for plugin in plugins if name in (plugin.name, plugin.distribution)]
+    if not found:
+        names = [plugin.name for plugin in plugins]
+        raise UnknownComponentError(
+            f"No plugin named {name!r}.{did_you_mean(name, names)} Installed: {', '.join(sorted(names))}. One component is "
+            f"named KIND:NAME, with a kind of {', '.join(kits)}."
+        )
+    yield _tests(PackagingConformance, found[0].name)
+    for registered, described in found[0].components:
+        if registered in kits:
+            yield _tests(kits[registered], described.name)
+
+
+def _tests(kit: type[Conformance], component: str) -> type[Conformance]:
+    return type(kit.__name__, (kit,), {"component": component})

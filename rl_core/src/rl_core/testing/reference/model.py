@@ -1,0 +1,156 @@
+"""A Llama of 90,000 parameters in plain torch, and the folder from which backends load it.
+
+It is written from the definition of the architecture (https://arxiv.org/abs/2302.13971, grouped queries of
+https://arxiv.org/abs/2305.13245), one row at a time, and shares no code with any backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+Weights = Mapping[str, torch.Tensor]
+"""Name in the checkpoint to tensor, float32."""
+
+PAD, EOS, FIRST_BYTE = 0, 1, 2
+VOCABULARY = 260
+"""Padding, end of sequence, the 256 bytes, and two tokens that are never in a prompt."""
+MAX_LENGTH = 256
+_HIDDEN, _INNER, _LAYERS, _HEADS, _KEY_HEADS, _HEAD = 64, 96, 2, 2, 1, 32
+_THETA, _EPSILON = 10000.0, 1e-5
+
+
+def make_weights(*, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Random weights, wide enough that log-probabilities differ by whole nats, so that errors are visible."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int, width: float = 0.15) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * width
+
+    weights = {"model.embed_tokens.weight": drawn(VOCABULARY, _HIDDEN, width=1.0)}
+    for layer in range(_LAYERS):
+        name = f"model.layers.{layer}."
+        weights[f"{name}input_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
+        weights[f"{name}self_attn.q_proj.weight"] = drawn(_HEADS * _HEAD, _HIDDEN)
+        weights[f"{name}self_attn.k_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
+        weights[f"{name}self_attn.v_proj.weight"] = drawn(_KEY_HEADS * _HEAD, _HIDDEN)
+        weights[f"{name}self_attn.o_proj.weight"] = drawn(_HIDDEN, _HEADS * _HEAD)
+        weights[f"{name}post_attention_layernorm.weight"] = 1.0 + drawn(_HIDDEN)
+        weights[f"{name}mlp.gate_proj.weight"] = drawn(_INNER, _HIDDEN)
+        weights[f"{name}mlp.up_proj.weight"] = drawn(_INNER, _HIDDEN)
+        weights[f"{name}mlp.down_proj.weight"] = drawn(_HIDDEN, _INNER)
+    weights["model.norm.weight"] = 1.0 + drawn(_HIDDEN)
+    weights["lm_head.weight"] = drawn(VOCABULARY, _HIDDEN, width=0.2)
+    # Some rows end by themselves, others at a limit.
+    weights["lm_head.weight"][EOS] *= 2.5
+    return weights
+
+
+def log_distributions(weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of all tokens after each prefix of a row.
+
+    Args:
+        weights: the weights.
+        tokens: [T] int64.
+        temperature: divides the logits.
+
+    Returns:
+        [T, V] float32, in nats; position t is the distribution of token t + 1.
+    """
+    hidden = weights["model.embed_tokens.weight"][tokens]
+    length = len(tokens)
+    future = torch.triu(torch.full((length, length), -torch.inf), diagonal=1)
+    for layer in range(_LAYERS):
+        name = f"model.layers.{layer}."
+        normed = _normed(hidden, weights[f"{name}input_layernorm.weight"])
+        queries = _rotated((normed @ weights[f"{name}self_attn.q_proj.weight"].T).view(length, _HEADS, _HEAD))
+        keys = _rotated((normed @ weights[f"{name}self_attn.k_proj.weight"].T).view(length, _KEY_HEADS, _HEAD))
+        values = (normed @ weights[f"{name}self_attn.v_proj.weight"].T).view(length, _KEY_HEADS, _HEAD)
+        keys, values = (each.repeat_interleave(_HEADS // _KEY_HEADS, dim=1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(_HEAD) + future
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).reshape(length, _HEADS * _HEAD)
+        hidden = hidden + mixed @ weights[f"{name}self_attn.o_proj.weight"].T
+        normed = _normed(hidden, weights[f"{name}post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(normed @ weights[f"{name}mlp.gate_proj.weight"].T)
+        inner = gate * (normed @ weights[f"{name}mlp.up_proj.weight"].T)
+        hidden = hidden + inner @ weights[f"{name}mlp.down_proj.weight"].T
+    logits = _normed(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    return (logits / temperature).log_softmax(dim=-1)
+
+
+def row_logprobs(weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """[T] float32 log-probability of each token given those before it; 0.0 for the first."""
+    distributions = log_distributions(weights, tokens[:-1], temperature=temperature)
+    return torch.nn.functional.pad(distributions.gather(1, tokens[1:, None])[:, 0], (1, 0))
+
+
+def greedy_completion(weights: Weights, prompt: torch.Tensor, *, limit: int) -> torch.Tensor:
+    """The most likely token at each position, until the end token, which is included, or the limit."""
+    tokens = prompt
+    for _ in range(limit):
+        following = log_distributions(weights, tokens)[-1].argmax()
+        tokens = torch.cat([tokens, following.view(1)])
+        if int(following) == EOS:
+            break
+    return tokens[len(prompt) :]
+
+
+def save_model(folder: Path, weights: Weights) -> str:
+    """Write weights, config and a tokenizer of bytes in the format of Transformers; returns the folder as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=_HIDDEN,
+        intermediate_size=_INNER,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KEY_HEADS,
+        head_dim=_HEAD,
+        max_position_embeddings=MAX_LENGTH,
+        rms_norm_eps=_EPSILON,
+        rope_theta=_THETA,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+    config.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer(), eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def byte_token(character: str) -> int:
+    """The token of an ASCII character."""
+    return FIRST_BYTE + sorted(pre_tokenizers.ByteLevel.alphabet()).index(character)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "<unused0>", "<unused1>"]
+    core = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(name, special=True) for name in ("<pad>", "<eos>")])
+    return core
+
+
+def _normed(hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return hidden * (hidden.square().mean(dim=-1, keepdim=True) + _EPSILON).rsqrt() * scale
+
+
+def _rotated(heads: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: pairs (i, i + D/2) of each head are rotated by the position times theta^(-2i/D)."""
+    half = _HEAD // 2
+    angles = torch.arange(len(heads))[:, None] * _THETA ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = heads[..., :half], heads[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
