@@ -185,7 +185,7 @@ class GenerationConformance(Conformance):
     @promise("Rows with different seeds are different samples.", after=_FORM)
     def test_seeds_change_the_sample(self) -> None:
         rows = self._rows()
-        other = BatchedDataDict({**rows, "sample_seeds": rows["sample_seeds"] + 1000})
+        other: BatchedDataDict[Any] = BatchedDataDict({**rows, "sample_seeds": rows["sample_seeds"] + 1000})
         if _completions(self._generate(rows)) == _completions(self._generate(other)):
             raise Found("all rows have the same tokens with other seeds.")
 
