@@ -121,6 +121,10 @@ class TrainingProcess:
         os.kill(self.process.pid, sig)
 
 
+MEASURED = ("_s", "_gib", "/idle_frac")
+"""Ends of the names of metrics that depend on the speed of the machine."""
+
+
 def checkpoint_of(step, folder, name="run"):
     """The folder of a checkpoint, which exists once it is complete: the metrics of its step are written earlier."""
     return folder / "runs" / name / "checkpoints" / f"step_{step:06d}"
@@ -132,7 +136,7 @@ def metrics_of(folder, name="run"):
     steps = {}
     for line in map(json.loads, lines):
         assert line["step"] not in steps, "a step was written twice"
-        steps[line["step"]] = {key: value for key, value in line.items() if not key.endswith(("_s", "_gib"))}
+        steps[line["step"]] = {key: value for key, value in line.items() if not key.endswith(MEASURED)}
     return steps
 
 
@@ -147,6 +151,6 @@ def reproducible_metrics_of(folder, name="run"):
 def without_speed(steps):
     """The metrics of steps without times, refits and speed, which differ between two runs."""
     return [
-        {name: value for name, value in step.items() if not (name.startswith("refit/") or name.endswith(("_s", "_gib")))}
+        {name: value for name, value in step.items() if not (name.startswith("refit/") or name.endswith(MEASURED))}
         for step in steps
     ]
