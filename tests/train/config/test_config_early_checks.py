@@ -252,9 +252,8 @@ def test_an_engine_without_a_common_weight_transport_is_refused(files, good):
     [error] = [line for line in files.errors(plain + "cluster: {backend: in_process}\n") if "weights" in line]
     assert error == (
         "config.yaml:7:14: policy.generation.backend: the engine 'hf' cannot receive the weights of the policy backend "
-        "'plain' in one process: tried by_reference, shared_memory; the policy backend supports collective, the engine "
-        "by_reference, "
-        "collective, disk, shared_memory. Set refit_transport to collective, or change a backend."
+        "'plain' in one process: tried by_reference, shared_memory, acme_files; the policy backend supports collective, the "
+        "engine acme_files, by_reference, collective, disk, shared_memory. Set refit_transport to collective, or change a backend."
     )
 
 
