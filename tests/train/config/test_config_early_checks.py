@@ -253,7 +253,8 @@ def test_an_engine_without_a_common_weight_transport_is_refused(files, good):
     assert error == (
         "config.yaml:7:14: policy.generation.backend: the engine 'hf' cannot receive the weights of the policy backend "
         "'plain' in one process: tried by_reference, shared_memory, acme_files; the policy backend supports collective, the "
-        "engine acme_files, by_reference, collective, disk, shared_memory. Set refit_transport to collective, or change a backend."
+        "engine acme_files, by_reference, collective, disk, shared_memory. Set refit_transport to collective, or change a "
+        "backend."
     )
 
 
