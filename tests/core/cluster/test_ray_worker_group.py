@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import numpy as np
 import psutil
 import pytest
 import ray
-from cluster_workers import ContextFree, Drawing, Unversioned, Worker, lives, wait_until
+from cluster_workers import ContextFree, Drawing, Unversioned, Waiting, Worker, lives, wait_until
 
 from rl_core.cluster import Deadlines, NamedSharding, RayVirtualCluster, RayWorkerGroup, pending_call
 from rl_core.errors import (
@@ -227,6 +228,21 @@ def test_a_dead_worker_is_reported_as_the_cause_instead_of_its_hanging_peers(pai
     assert pair.workers_alive() == [True, False]
     pair.restart()
     assert pair.run_all("add", 1) == [1, 1]
+
+
+def test_a_call_during_a_restart_does_not_reach_the_worker_before_it_is_built(cluster, tmp_path):
+    """Another thread may call all ranks, for example to measure memory, while a replica is replaced."""
+    with RayWorkerGroup(cluster, Waiting, num_workers=1, worker_kwargs={"folder": str(tmp_path)}) as group:
+        restart = threading.Thread(target=group.restart)
+        restart.start()
+        try:
+            assert wait_until((tmp_path / "building").exists)
+            [early] = group.submit_all("answer").settle(60.0)
+        finally:
+            (tmp_path / "open").touch()
+            restart.join()
+        assert isinstance(early, WorkerDiedError)
+        assert group.run_all("answer") == [1]
 
 
 def test_child_processes_of_a_worker_end_with_it_even_in_another_session(cluster):

@@ -84,7 +84,7 @@ class RayWorkerGroup(WorkerGroup):
         try:
             self._packed = pack_worker(worker_class, worker_kwargs or {})
             self._actors = [self._start(rank) for rank in range(self.world_size)]
-            self._build(range(self.world_size))
+            self._build(dict(enumerate(self._actors)))
         except BaseException:
             self._end()
             raise
@@ -152,11 +152,18 @@ class RayWorkerGroup(WorkerGroup):
             self._sharding.get_worker_coords(one)
             self._actors[one].kill()
         wait_exited([self._actors[one] for one in ranks])
-        for one in ranks:
-            self._actors[one] = self._start(one)
         if rank is None:
             self._contexts = {}  # a new rendezvous: the old port may still be held by a dying peer
-        self._build(ranks)
+        # Until they are built, calls of other threads meet the workers that exited, and not ones without an instance.
+        actors = {one: self._start(one) for one in ranks}
+        try:
+            self._build(actors)
+        except BaseException:
+            for actor in actors.values():
+                actor.kill()
+            raise
+        for one, actor in actors.items():
+            self._actors[one] = actor
 
     def shutdown(self) -> None:
         if not self._actors:
@@ -205,17 +212,16 @@ class RayWorkerGroup(WorkerGroup):
             runtime_env=self._runtime_env,
         )
 
-    def _build(self, ranks: Sequence[int]) -> None:
+    def _build(self, actors: Mapping[int, RemoteActor]) -> None:
         """Wait for the processes, let rank 0 find a rendezvous address if there is none yet, and build the workers."""
-        actors = [self._actors[rank] for rank in ranks]
         share, name, allocator = self._cluster.worker_share(), self._name, self._allocator
         holding = [
-            call for rank in ranks for call in allocator.reserve(rank, share=share, runtime_env=self._runtime_env, name=name)
+            call for rank in actors for call in allocator.reserve(rank, share=share, runtime_env=self._runtime_env, name=name)
         ]
-        self._collect_start([*(actor.started() for actor in actors), *holding])
+        self._collect_start([*(actor.started() for actor in actors.values()), *holding])
         if not self._contexts:
-            port = self._collect_start([self._actors[0].find_port()])[0]
-            identity = self._actors[0].identity
+            port = self._collect_start([actors[0].find_port()])[0]
+            identity = actors[0].identity
             assert identity is not None
             self._contexts = {rank: self._context(rank, identity.address, port) for rank in range(self.world_size)}
         env = {
@@ -225,10 +231,8 @@ class RayWorkerGroup(WorkerGroup):
         }
         self._collect_start(
             [
-                self._actors[rank].build(
-                    self._packed, self._contexts[rank], env | self._allocator.visible_gpus(rank, self._actors[rank])
-                )
-                for rank in ranks
+                actor.build(self._packed, self._contexts[rank], env | self._allocator.visible_gpus(rank, actor))
+                for rank, actor in actors.items()
             ]
         )
 
