@@ -15,6 +15,7 @@ from rl_core.data.process_seed import seed_process
 from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
 from rl_train.assembly.model_checks import warn_about_engine_limit
@@ -167,7 +168,7 @@ def assemble_run(
         collector = make_collector(builder, prepared, workers.generation, workers.environments)
         run.activities = collector.activities
         run.metrics.progress.rollouts = collector.activities.counts
-        run.rollouts = _rollout_source(config, collector, loaders, run.weights, replay)
+        run.rollouts = _rollout_source(run, collector, loaders, run.weights, replay)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)
             if config.rollout.order == "exact":
@@ -194,16 +195,17 @@ def assemble_run(
 
 
 def _rollout_source(
-    config: RunConfig, collector: Collector, loaders: DataLoaders, weights: WeightSynchronizer, replay: Path | None
+    run: Run, collector: Collector, loaders: DataLoaders, weights: WeightSynchronizer, replay: Path | None
 ) -> RolloutSource | None:
     """Rollouts of the prompts, mixed with the data's own answers if the algorithm uses them; None if it does not sample."""
+    config = run.config
     needs = config.algorithm.runtime_needs.rollouts
     if loaders.prompts is None or needs is None:
         return None
     samples = SampledSteps(seed=config.algorithm.seed, fraction=needs.sampled_fraction)
     sampled: RolloutSource
     if replay is None:
-        sampled = _scheduled_source(config, needs, collector, loaders.prompts, samples, weights)
+        sampled = _scheduled_source(config, needs, collector, loaders.prompts, samples, weights, run.policy)
     else:
         sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=collector.reward_weights)
     if loaders.answers is None:
@@ -218,6 +220,7 @@ def _scheduled_source(
     data: BatchedDataLoader,
     samples: SampledSteps,
     weights: WeightSynchronizer,
+    policy: ColocatablePolicyInterface,
 ) -> ScheduledSource:
     prompts, last = needs.prompts_per_draw, config.algorithm.max_num_steps
     return ScheduledSource(
@@ -230,6 +233,7 @@ def _scheduled_source(
             exact=config.rollout.order == "exact",
         ),
         weight_version=lambda: weights.synced_version,
+        trained_version=lambda: policy.weight_version,
         group_size=needs.samples_per_prompt,
         reward_names={task: section.reward_names for task, section in config.env.items()},
         min_scored=config.rollout.min_scored_of(needs.samples_per_prompt),

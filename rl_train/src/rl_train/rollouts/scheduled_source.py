@@ -37,6 +37,7 @@ class ScheduledSource(RolloutSource):
         schedule: which groups may begin and make up a batch.
         group_size: G, samples per prompt.
         weight_version: weight version of the engine, which it has since its last refit.
+        trained_version: weight version of the policy; by default that of the engine.
         reward_names: rewards that may be missing in the first step, by task, see `EnvironmentConfig.reward_names`.
         min_scored: number of scored rows that a group needs.
         max_failed_share: see `rl_train.rollouts.failures.FailureLimit`.
@@ -50,6 +51,7 @@ class ScheduledSource(RolloutSource):
         schedule: Schedule,
         group_size: int,
         weight_version: Callable[[], int | None],
+        trained_version: Callable[[], int | None] | None = None,
         reward_names: Mapping[str, Collection[str]] | None = None,
         min_scored: int = 1,
         max_failed_share: float = 0.1,
@@ -62,6 +64,7 @@ class ScheduledSource(RolloutSource):
         self._weights = RewardWeightCheck(reward_names or {})
         self._versions = DeliveredVersions(schedule.max_staleness, weight_version)
         self._weight_version = weight_version
+        self._trained_version = trained_version or weight_version
         self._rows: dict[int, list[Trajectory]] = {}
         """By ordinal of the prompt: the rows of each group that is alive."""
         self._playing: dict[Future[None], list[int]] = {}
@@ -221,7 +224,7 @@ class ScheduledSource(RolloutSource):
         metrics |= environment_metrics(sampled, self._collector.environments)
         metrics |= failure_metrics(sampled + replaced, replaced_groups=len(replaced) // self._group_size)
         metrics |= self._versions.staleness(batch, step) | counts
-        if (version := self._weight_version()) is not None:
+        if (version := self._trained_version()) is not None:
             metrics |= staleness_metrics(batch, version)
         if self._schedule.exact:
             refuse_other_versions(batch, [self._began_with.get(row.ordinal, -1) for row in trajectories])
