@@ -61,7 +61,14 @@ def _merge_results(results: Sequence[Mapping[str, Any]], loss_fn: LossFunction) 
             name: sum(result[name] for result in results)
             for name in ("num_optimizer_steps", "global_valid_seqs", "global_valid_toks")
         },
-        "computed_lengths": [length for result in results for length in result.get("computed_lengths", ())],
+        **_computed_lengths(results),
         "skipped_valid_toks": sum(result.get("skipped_valid_toks", 0) for result in results),
         "metrics": metrics,
     }
+
+
+def _computed_lengths(results: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The lengths of all computed rows; nothing if a model does not report them."""
+    if any("computed_lengths" not in result for result in results):
+        return {}
+    return {"computed_lengths": [length for result in results for length in result["computed_lengths"]]}
