@@ -39,6 +39,9 @@ class CountingPolicy(PolicyWorker):
         self._precision, self._version = precision, 0
         self._is_megatron = self._layout.policy == "megatron"
 
+    def broadcast_weights_for_collective(self, *arguments: Any) -> Any:
+        raise AssertionError("policy and engine of the ledger share a GPU, so weights go by handles")
+
     def setup(self) -> Mapping[str, Any]:
         self._call("setup")
         layout = self._layout
@@ -228,6 +231,12 @@ class CountingEngine(GenerationWorker):
             with self._ledger.passing("engine", cache=self._layout.rows * self._layout.length * self._kv_token()):
                 return to_output(completions)
         return to_output(completions)
+
+    def poll(self) -> Any:
+        raise AssertionError("runs of the ledger sample complete batches")
+
+    def update_weights_from_collective(self) -> Any:
+        raise AssertionError("policy and engine of the ledger share a GPU, so weights go by handles")
 
     def prepare_for_generation(self) -> None:
         self._wake("weights")
