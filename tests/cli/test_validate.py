@@ -1,8 +1,8 @@
 """`rlcore validate`: exit code 0 and a summary, or 2 and every error with its line; never a traceback."""
 
 import json
-import re
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
