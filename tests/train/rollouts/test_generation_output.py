@@ -13,7 +13,7 @@ from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import GenerationInterface
-from rl_core.testing.outputs.models import checked_generation, generated, scored
+from rl_core.testing.outputs.models import checked_generation, generated, right_row, scored
 from rl_train.rollouts.engines import RowSampler, TurnRequest
 
 MODEL = str(Path(__file__).parents[3] / "examples/addition/model")
@@ -153,10 +153,15 @@ def refused_rows(output, data, engine):
     refused = []
     for row in range(len(LENGTHS)):
         one = BatchedDataDict({key: column[row : row + 1] for key, column in output.items()})
+        request = data.slice(row, row + 1)
+        is_right = right_row(one, request, engine) is not None
         try:
-            assert checked_generation(one, data=data.slice(row, row + 1), generation=engine) is one
+            assert checked_generation(one, data=request, generation=engine) is one
         except RLCoreError:
+            assert not is_right
             refused.append(row)
+        else:
+            assert is_right
     return refused
 
 
@@ -168,6 +173,32 @@ def test_a_wrong_row_by_itself_is_refused_and_a_right_one_is_not(engine, data, w
     in_one_row = re.search(r"\brow (\d)", WRONG[wrong][1])
     assert refused
     assert in_one_row is None or int(in_one_row[1]) in refused
+
+
+def test_a_right_row_has_the_values_of_its_columns_exactly(engine, data):
+    output = engine.generate(data)
+    for row, start in enumerate(LENGTHS):
+        one = BatchedDataDict({key: column[row : row + 1] for key, column in output.items()})
+        read = right_row(one, data.slice(row, row + 1), engine)
+        end = int(output["unpadded_sequence_lengths"][row])
+        assert read.token_ids == output["output_ids"][row, start:end].tolist()
+        assert torch.tensor(read.logprobs).equal(output["logprobs"][row, start:end])
+        assert (read.truncated, read.weight_version) == (bool(output["truncated"][row]), int(output["weight_version"][row]))
+        assert read.token_versions is None  # all tokens have the version of the row
+        if end - start > 1:
+            one["token_versions"][0, end - 1] += 1
+            assert right_row(one, data.slice(row, row + 1), engine).token_versions == one["token_versions"][0, start:end].tolist()
+
+
+def test_outputs_of_several_rows_and_wide_rows_are_left_to_the_check_of_batches(engine, data):
+    output = engine.generate(data)
+    assert right_row(output, data, engine) is None
+    wide = torch.nn.functional.pad
+    one = BatchedDataDict({key: column[:1] for key, column in output.items()})
+    for key in ("output_ids", "logprobs", "token_versions"):
+        one[key] = wide(one[key], (0, 600))
+    assert right_row(one, data.slice(0, 1), engine) is None
+    checked_generation(one, data=data.slice(0, 1), generation=engine)
 
 
 def test_a_single_row_beyond_its_limit_is_refused(engine, data):

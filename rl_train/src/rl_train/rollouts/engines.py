@@ -14,7 +14,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.messages import Message
-from rl_core.testing.outputs.models import checked_generation, generated
+from rl_core.testing.outputs.models import RightRow, checked_generation, generated, right_row
 from rl_train.rollouts.activity import ENGINE, RolloutActivity
 from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
@@ -101,6 +101,8 @@ class RowSampler(TurnSampler):
                     assert request.on_tokens is not None
                     request.on_tokens(_turn(output, 0, len(request.token_ids)))
                     continue
+                if (row := right_row(output, batch, self._generation)) is not None:
+                    return _right_turn(row)
                 output = checked_generation(output, data=batch, generation=self._generation)
                 turn = _outcome(output, 0, len(request.token_ids))
                 if isinstance(turn, StepFailedError):
@@ -278,6 +280,17 @@ def _outcome(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn 
     if failures is not None and failures[row] is not None:
         return StepFailedError(RowNotSampledError(failures[row]))
     return _turn(output, row, start)
+
+
+def _right_turn(row: RightRow) -> SampledTurn:
+    versions = row.token_versions
+    return SampledTurn(
+        token_ids=torch.tensor(row.token_ids, dtype=torch.int64),
+        logprobs=torch.tensor(row.logprobs, dtype=torch.float32),
+        truncated=row.truncated,
+        weight_version=row.weight_version,
+        token_versions=None if versions is None else torch.tensor(versions, dtype=torch.int64),
+    )
 
 
 def _turn(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn:

@@ -6,9 +6,11 @@ would otherwise be trained on, or fail much later with an error about another co
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,9 +25,14 @@ from rl_core.testing.outputs.columns import SCORE_COLUMNS, broken_promise, check
 _GENERATED = tuple(
     GenerationOutputSpec.__annotations__.keys() - {"failures", "messages", "token_versions", "top_logprobs", "unfinished"}
 )
-_COLUMN_TYPES = tuple((key, getattr(torch, SCHEMA[key].dtype), SCHEMA[key].ndim) for key in _GENERATED)
+_ROW_KEYS = ("output_ids", "logprobs", "generation_lengths", "unpadded_sequence_lengths", "truncated", "weight_version")
+assert {*_ROW_KEYS} == {*_GENERATED}
+_ROW_LAYOUT = [(getattr(torch, SCHEMA[key].dtype), SCHEMA[key].ndim, True) for key in _ROW_KEYS]
+"""Of each column: dtype, number of axes, and whether it is in CPU memory."""
+_row_columns = operator.itemgetter(*_ROW_KEYS)
 _SHORT_ROW = 512
 """Width up to which a row is checked as Python numbers."""
+_NO_LIMIT = torch.iinfo(torch.int64).max
 _LARGEST_LOGPROB = 0.1
 """Nats; log-probabilities are at most 0, up to the rounding of an engine that computes in bfloat16."""
 
@@ -40,7 +47,7 @@ def generated(generation: GenerationInterface, data: BatchedDataDict[Any], *, gr
 
 
 def checked_generation(output: Any, *, data: Mapping[str, Any], generation: GenerationInterface) -> BatchedDataDict[Any]:
-    """Check the output of `generate`, or of one row of `generate_async`, against `GenerationOutputSpec`.
+    """Check the output of `generate`, or of a row of `generate_async` that is not a `right_row`.
 
     Args:
         output: what the engine returned.
@@ -54,14 +61,59 @@ def checked_generation(output: Any, *, data: Mapping[str, Any], generation: Gene
         BrokenPromiseError: the engine did not keep a promise of `GenerationOutputSpec`; names the first wrong row.
     """
     rows = data if "input_lengths" in data else with_input_lengths(BatchedDataDict(data))
-    if _is_one_right_row(output, rows, generation):
-        right: BatchedDataDict[Any] = output
-        return right
     check_columns(output, _GENERATED, rows=len(rows["input_lengths"]), component=generation, method="generate")
     if (problem := _first_problem(output, rows, generation)) is not None:
         raise broken_promise(generation, "generate", problem)
     checked: BatchedDataDict[Any] = output
     return checked
+
+
+class RightRow(NamedTuple):
+    """The completion of a row that kept the promises of `GenerationOutputSpec`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    truncated: bool
+    weight_version: int
+    token_versions: list[int] | None
+    """None if all tokens have `weight_version`."""
+
+
+def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInterface) -> RightRow | None:
+    """Read and check a single short row; None if it is another output, has failed or broke a promise (`checked_generation`).
+
+    Engines that stream return each row by itself, when the caches are cold: every operation of a tensor then takes
+    microseconds, and one of numbers does not. So each tensor is read once, and checked as a list.
+
+    Args:
+        output: what the engine returned.
+        data: the row of the call.
+        generation: the engine.
+    """
+    if not isinstance(output, BatchedDataDict) or "failures" in output.data:
+        return None
+    lists = _as_lists(output.data)
+    prompts, starts = data.data["input_ids"].tolist(), data.data["input_lengths"].tolist()
+    if lists is None or len(starts) != 1:
+        return None
+    tokens, logprobs, sampled, end, truncated, version = lists
+    [prompt], [start] = prompts, starts
+    if not (0 < sampled <= _limits(data.data, generation) and start + sampled == end <= len(tokens) == len(logprobs)):
+        return None
+    versions = [version]
+    if "token_versions" in output.data:
+        versions = _versions_as_list(output.data, start, end, width=len(tokens))
+    row = RightRow(tokens[start:end], logprobs[start:end], truncated, version, None if {*versions} == {version} else versions)
+    is_right = (
+        tokens[:start] == prompt[:start]
+        and min(row.token_ids) >= 0
+        and max(row.logprobs) <= _LARGEST_LOGPROB
+        and sum(row.logprobs) > -math.inf  # unlike a maximum, a sum is NaN if one of the values is
+        and not any(logprobs[:start])
+        and not any(logprobs[end:])
+        and min(versions, default=None) == version
+    )
+    return row if is_right else None
 
 
 def check_version(generation: GenerationInterface, output: BatchedDataDict[Any]) -> None:
@@ -123,36 +175,27 @@ def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], genera
     return _version_problem(output, data)
 
 
-def _is_one_right_row(output: Any, data: Mapping[str, Any], generation: GenerationInterface) -> bool:
-    """Whether the output is a single short row without a broken promise; False if that takes more operations to find out.
+def _as_lists(output: Mapping[str, Any]) -> list[list[Any]] | None:
+    """The columns of a single short row, without the axis of rows, in the order of `_ROW_KEYS`; None if the output is another."""
+    try:
+        tensors = _row_columns(output)
+    except KeyError:
+        return None
+    if {*map(type, tensors)} != {torch.Tensor} or [(x.dtype, x.ndim, x.is_cpu) for x in tensors] != _ROW_LAYOUT:
+        return None
+    if tensors[0].numel() > _SHORT_ROW:
+        return None
+    columns = [x.tolist() for x in tensors]
+    return [entries[0] for entries in columns] if {*map(len, columns)} == {1} else None
 
-    Engines that stream return each row by itself. Operations on tensors take microseconds, those on numbers do not.
-    """
-    if not isinstance(output, BatchedDataDict) or len(data["input_lengths"]) != 1:
-        return False
-    columns = output.data
-    for key, dtype, ndim in _COLUMN_TYPES:
-        column = columns.get(key)
-        if type(column) is not torch.Tensor or column.dtype is not dtype or column.ndim != ndim or not column.is_cpu:
-            return False
-        if column.numel() != 1 and (ndim == 1 or column.numel() > _SHORT_ROW):
-            return False
-    all_tokens, all_logprobs = columns["output_ids"].tolist(), columns["logprobs"].tolist()
-    if len(all_tokens) != 1 or len(all_logprobs) != 1 or len(all_tokens[0]) != len(all_logprobs[0]):
-        return False
-    tokens, logprobs = all_tokens[0], all_logprobs[0]
-    (prompt,), (start,) = data["input_ids"].tolist(), data["input_lengths"].tolist()
-    (sampled,), (end,) = columns["generation_lengths"].tolist(), columns["unpadded_sequence_lengths"].tolist()
-    has_lengths = 0 < sampled <= _limits(data, generation) and start + sampled == end <= len(tokens)
-    return bool(
-        has_lengths
-        and tokens[:start] == prompt[:start]
-        and min(tokens[start:end]) >= 0
-        and all(-math.inf < value <= _LARGEST_LOGPROB for value in logprobs[start:end])
-        and not any(logprobs[:start])
-        and not any(logprobs[end:])
-        and _version_problem(output, data) is None
-    )
+
+def _versions_as_list(output: Mapping[str, Any], start: int, end: int, *, width: int) -> list[int]:
+    """The `token_versions` of the completion of a single row; empty if they have another layout or the prompt has versions."""
+    versions = output["token_versions"]
+    if type(versions) is not torch.Tensor or versions.dtype is not torch.int64 or versions.ndim != 2:
+        return []
+    [row] = versions.tolist()
+    return row[start:end] if len(row) == width and {*row[:start]} <= {-1} else []
 
 
 def _version_problem(output: BatchedDataDict[Any], data: Mapping[str, Any]) -> str | None:
@@ -198,7 +241,13 @@ def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> torch.T
         limits: torch.Tensor = data["max_new_tokens"]
         return limits
     section = getattr(generation, "config", None)
-    return section.max_new_tokens if isinstance(section, GenerationConfig) else torch.iinfo(torch.int64).max
+    return section.max_new_tokens if _is_generation_config(type(section)) else _NO_LIMIT
+
+
+@functools.lru_cache
+def _is_generation_config(section_class: type) -> bool:
+    """`issubclass`; of a pydantic model it runs Python code, and this is asked for every row."""
+    return issubclass(section_class, GenerationConfig)
 
 
 def _row_problem(
