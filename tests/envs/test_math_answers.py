@@ -92,13 +92,28 @@ def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, spl
         (
             "third_independent.jsonl",
             [
-                ("8 - i", r"\boxed{8 - 1i}"),  # a product with 1 is a calculation
                 (  # a multiple of a name may be a given of the question
                     r"\begin{pmatrix} 3 & 6 \\ 0 & 3 \end{pmatrix}",
                     r"\boxed{3A = \begin{pmatrix} 3 & 6 \\ 0 & 3 \end{pmatrix}}",
                 ),
             ],
-            {(True, True): 142, (True, False): 2, (False, False): 361},
+            {(True, True): 143, (True, False): 1, (False, False): 361},
+        ),
+        (
+            "fourth_independent.jsonl",
+            [
+                (r"15 \text{ m}", r"\boxed{1500 \text{ cm}}"),  # units are compared, not converted
+                (r"27 \text{ cm}^3", r"\boxed{27 \text{ mL}}"),
+                (  # a fraction that is a whole number is a calculation
+                    r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}",
+                    r"\boxed{\begin{pmatrix} 1 & \frac{6}{2} \\ 2 & 4 \end{pmatrix}}",
+                ),
+                (r"\$50", r"\boxed{5000 \text{ cents}}"),
+                (r"3\frac{2}{5}", r"\boxed{3 + \frac{2}{5}}"),  # so is a sum of two rational numbers
+                (r"6\sqrt{2}", r"\boxed{\sqrt{72}}"),  # the question asks to simplify
+                (r"180^\circ", r"\boxed{\pi}"),
+            ],
+            {(True, True): 150, (True, False): 7, (False, False): 354},
         ),
         ("forms.jsonl", [], {(True, True): 83, (False, False): 193}),
     ],

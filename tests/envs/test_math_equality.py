@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from rl_envs.math.asked_form import AskedForm
 from rl_envs.math.comparison import Comparison, compare
 from rl_envs.math.lowest_terms import needs_lowest_terms
 
@@ -26,7 +27,8 @@ def equal(expected, answer, **options):
 def test_a_fraction_equals_its_multiples_in_every_form_unless_lowest_terms_are_required(value, factor, form):
     answer = form.format(value.numerator * factor, value.denominator * factor)
     assert equal(value, answer)
-    assert compare(str(value), answer, lowest_terms=True) is (Comparison.EQUAL if factor == 1 else Comparison.UNEVALUATED)
+    in_lowest_terms = compare(str(value), answer, form=AskedForm(lowest_terms=True))
+    assert in_lowest_terms is (Comparison.EQUAL if factor == 1 else Comparison.UNEVALUATED)
     assert equal(answer, value)  # also if the expected answer is not in lowest terms
 
 

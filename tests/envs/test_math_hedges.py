@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_envs.math.answers import grade_answer
+from rl_envs.math.asked_form import AskedForm, asked_form
 from rl_envs.math.asked_units import units_of_answer
 from rl_envs.math.comparison import Comparison, compare
 
@@ -322,7 +323,7 @@ def test_two_values_joined_in_any_way_are_rewarded_for_neither(one, other, conne
     ],
 )
 def test_a_unit_that_the_expected_answer_lacks_must_be_in_the_question(question, answer, is_rewarded):
-    assert rewarded("5", answer, units=units_of_answer(question)) is is_rewarded
+    assert rewarded("5", answer, form=AskedForm(units=units_of_answer(question))) is is_rewarded
 
 
 @pytest.mark.parametrize(
@@ -330,8 +331,8 @@ def test_a_unit_that_the_expected_answer_lacks_must_be_in_the_question(question,
 )
 def test_ratios_roots_and_fractions_must_be_simplified_only_if_the_question_asks_for_it(expected, answer):
     assert rewarded(expected, answer)
-    assert not rewarded(expected, answer, lowest_terms=True)
-    assert rewarded(expected, expected, lowest_terms=True)
+    assert not rewarded(expected, answer, form=AskedForm(lowest_terms=True))
+    assert rewarded(expected, expected, form=AskedForm(lowest_terms=True))
 
 
 def corpus_rows():
@@ -382,3 +383,98 @@ def test_letters_are_equal_in_the_same_order_only(one, other, length):
     first, second = "".join(one[:length]), "".join(other[:length])
     assert rewarded(first, second) is (first == second)
     assert rewarded(first, rf"\text{{{second}}}") is (first == second)
+
+
+INTERVAL, POINT = "Where is x^2 - 5x + 4 < 0?", "Which point is one right and four up from the origin?"
+CHOICES = "Which number is a multiple of 6? (A) 20 (B) 24 (C) 27"
+
+
+@pytest.mark.parametrize(
+    ("question", "expected", "right", "wrong"),
+    [
+        (INTERVAL, "(1, 4)", ["(1,4)", "1 < x < 4"], ["1, 4", "4, 1", "[1, 4]"]),
+        (POINT, "(1, 4)", ["(1, 4)", "1, 4"], ["(4, 1)"]),
+        ("What are the next three terms of 2, 4?", "8, 16, 32", ["8, 16, 32"], ["32, 16, 8", "8, 16"]),
+        ("Which numbers are roots?", "8, 16, 32", ["32, 16, 8"], ["8, 16"]),
+        (
+            "Write 72 as a product of primes.",
+            r"2^3 \cdot 3^2",
+            [r"3^2 \cdot 2^3", r"2 \cdot 2 \cdot 2 \times 3^2"],
+            ["72", r"8 \cdot 9"],
+        ),
+        ("What is 72?", r"2^3 \cdot 3^2", ["72"], ["73"]),
+        (CHOICES, "B", [r"\text{B) } 24", "(B)", "B"], [r"\text{B) } 27", r"\text{(B) } 20", "C"]),
+        ("Write 13 in base 2.", "1101_2", ["1101", "1101_2"], ["1101_{10}", "1011", "13"]),
+        ("Write the numeral.", "1101_2", ["1101_2"], ["1101"]),
+        (
+            "Which planet is it?",
+            r"\text{Mars}",
+            [r"\text{The planet Mars}", "Mars"],
+            [r"\text{The moon Mars}", r"\text{not Mars}"],
+        ),
+        (
+            "What is the sum of the first n positive integers?",
+            r"\frac{n(n+1)}{2}",
+            [r"\frac{n^2+n}{2}", r"\frac{n(n+1)}{2}"],
+            [r"\frac{n^2-n}{2}", r"\frac{k^2+k}{2}"],
+        ),
+        ("What is x(x + 1)/2?", r"\frac{x^2+x}{2}", [r"\frac{x^2+x}{2}"], [r"\frac{x(x+1)}{2}"]),
+    ],
+)
+def test_the_question_decides_about_order_kind_and_form_of_an_answer(question, expected, right, wrong):
+    form = asked_form(question)
+    assert [answer for answer in right if not rewarded(expected, answer, form=form)] == []
+    assert [answer for answer in wrong if rewarded(expected, answer, form=form)] == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"),
+    [
+        (
+            r"\text{No}",
+            [r"\text{No, } 91 = 7 \cdot 13"],
+            [r"\text{No, yes}", r"\text{No, or yes}", r"\text{No doubt}", r"\text{No idea}"],
+        ),
+        (r"\text{Yes}", [r"\text{Yes, 10 is even}"], [r"\text{Yes, but no}", r"\text{Yes, maybe}"]),
+        (r"4 \text{ remainder } 5", [r"4 \text{ R } 5", "4 R 5", r"4 \text{ r. } 5"], [r"5 \text{ R } 4", "4.5", "45"]),
+        (
+            r"1 \text{ hour } 30 \text{ minutes}",
+            [r"90 \text{ min}"],
+            ["90", r"90 \text{ s}", r"80 \text{ minutes}", r"90 \text{ h}"],
+        ),
+        (r"h = \frac{2A}{b}", [r"h = 2A/b"], [r"h = \frac{2a}{b}", r"h = \frac{2A}{B}"]),
+        ("x^2 + C", ["x^2 + c", "X^2 + C"], ["x^2"]),
+        ("3 + i", ["3 + 1i"], ["3 + 2i", "3 - 1i"]),
+        ("86400", [r"8.64 \times 10^4"], [r"8.64 \times 10^5"]),
+        ("40000", [], [r"4 \times 10^4"]),
+        (r"(-\infty, -3] \cup [3, \infty)", [r"|x| \ge 3", r"\mathbb{R} \setminus (-3, 3)"], ["|x| > 3", r"|x| \le 3"]),
+        ("(-3, 3)", ["|x| < 3"], [r"|x| \le 3", "|x| > 3"]),
+        (
+            r"\begin{pmatrix} 1 \\ 3 \\ 2 \end{pmatrix}",
+            [r"\mathbf{i} + 3\mathbf{j} + 2\mathbf{k}"],
+            [r"\mathbf{i} + 2\mathbf{j} + 3\mathbf{k}"],
+        ),
+    ],
+)
+def test_notations_of_equal_values_are_rewarded_and_those_of_near_misses_are_not(expected, right, wrong):
+    assert [answer for answer in right if not rewarded(expected, answer)] == []
+    assert [answer for answer in wrong if rewarded(expected, answer)] == []
+
+
+@pytest.mark.parametrize(
+    ("completion", "is_right"),
+    [
+        (r"\boxed{41} or \boxed{42}", False),
+        (r"$\boxed{41}$ or maybe $\boxed{42}$", False),
+        (r"It is not \boxed{42}.", False),
+        (r"It isn't $\boxed{42}$.", False),
+        (r"\boxed{48} is 6 times 8. The answer is \boxed{42}.", True),
+        (r"It is not 41, it is \boxed{42}.", True),
+    ],
+)
+def test_a_box_that_is_denied_or_one_of_two_alternatives_is_not_rewarded(completion, is_right):
+    assert grade_answer("42", completion, require_box=True).is_correct is is_right
+
+
+def test_alternatives_in_boxes_are_the_set_of_both():
+    assert grade_answer(r"\{1, 2\}", r"$x = \boxed{1}$ or $\boxed{2}$", require_box=True).is_correct

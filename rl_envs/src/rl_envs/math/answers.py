@@ -7,10 +7,10 @@ disabled. A comparison may therefore run forever: run it in a process that `rl_e
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_envs.math.boxes import last_box
+from rl_envs.math.asked_form import ANY_FORM, AskedForm
+from rl_envs.math.boxes import closed_boxes, last_box
 from rl_envs.math.comparison import Comparison, compare
 from rl_envs.math.notation import without_delimiters
 from rl_envs.math.words import is_words
@@ -29,6 +29,8 @@ _OR = re.compile(_CHOICE, re.IGNORECASE)
 _OR_AND_COMMA = re.compile(rf"\s*,?\s*and\s+|\s*,\s*|{_CHOICE}", re.IGNORECASE)
 _NEGATION = re.compile(r"(?:\bnot|n['\u2019]t|\u2260|!=|\\neq?)\s*(?:be|equal(?:\s+to)?)?\s*$", re.IGNORECASE)
 _TRAILING = re.compile(r"[.,;:!?*)\s]+$")
+_OR_IN_DELIMITERS = re.compile(r"[\s$,]*\bor\b[\s$]*(?:(?:maybe|perhaps|even|else)\b[\s$]*)?", re.IGNORECASE)
+"""Between two boxes."""
 _NEGATION_LENGTH = 20
 LONGEST_UNBOXED = 4000
 """Number of characters at the end that are searched for an answer without a box."""
@@ -77,6 +79,23 @@ def unboxed_answer(completion: str, *, words: bool) -> str | None:
     return None if words else _last_answer(text)
 
 
+def boxed_answer(completion: str) -> str | None:
+    r"""The content of the last box; None without a box, and empty if the box is negated ("not $\boxed{5}$").
+
+    Alternatives belong to the answer, as in `unboxed_answer`: in "\boxed{5} or \boxed{6}" it is `5 \text{ or } 6`.
+    """
+    boxes = closed_boxes(completion)
+    if not boxes:
+        return None
+    first = len(boxes) - 1
+    while first and _OR_IN_DELIMITERS.fullmatch(completion, boxes[first - 1].end, boxes[first].start):
+        first -= 1
+    start = boxes[first].start
+    if _NEGATION.search(completion[max(0, start - _NEGATION_LENGTH) : start].rstrip("$( \\")):
+        return ""
+    return r" \text{ or } ".join(box.content for box in boxes[first:])
+
+
 def _is_negated(text: str, found: re.Match[str]) -> bool:
     return _NEGATION.search(text, max(0, found.start() - _NEGATION_LENGTH), found.start()) is not None
 
@@ -113,8 +132,7 @@ def grade_answer(
     *,
     require_box: bool,
     allow_unevaluated: bool = False,
-    lowest_terms: bool = False,
-    units: Sequence[str] | None = None,
+    form: AskedForm = ANY_FORM,
 ) -> AnswerGrade:
     """Grade the completion's final answer.
 
@@ -123,15 +141,14 @@ def grade_answer(
         completion: The model's text. If it has a box, the last box is the answer.
         require_box: Whether a completion without a box has no answer; otherwise see `unboxed_answer`.
         allow_unevaluated: Whether to accept unevaluated arithmetic, such as `3 + 2` for 5.
-        lowest_terms: Whether `2/4` for 1/2 is unevaluated too.
-        units: Units that an answer may have although the expected one has none; None for any known unit.
+        form: What the question says about the form of the answer.
     """
     gold = last_box(expected)
     gold = without_delimiters(expected if gold is None else gold)
-    answer = boxed = last_box(completion)
+    answer = boxed = boxed_answer(completion)
     if boxed is None and not require_box:
         answer = unboxed_answer(completion, words=is_words(gold))
     if not answer:
         return AnswerGrade(comparison=None, answer=None, boxed=boxed is not None)
-    comparison = compare(gold, answer, allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms, units=units)
+    comparison = compare(gold, answer, allow_unevaluated=allow_unevaluated, form=form)
     return AnswerGrade(comparison=comparison, answer=answer, boxed=boxed is not None)

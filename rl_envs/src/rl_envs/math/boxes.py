@@ -3,8 +3,18 @@ r"""Finds the last `\boxed{...}` in a completion. Lightweight imports only."""
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+
+
+class Box(NamedTuple):
+    r"""A closed `\boxed{...}` or `\fbox{...}` without another one inside."""
+
+    start: int
+    end: int
+    """Index of the character after its closing brace."""
+    content: str
 
 
 def last_box(completion: str) -> str | None:
@@ -12,15 +22,20 @@ def last_box(completion: str) -> str | None:
 
     Runs in linear time for any input.
     """
-    span: tuple[int, int] | None = None
-    open_braces: list[tuple[bool, int]] = []
+    boxes = closed_boxes(completion)
+    return boxes[-1].content if boxes else None
+
+
+def closed_boxes(completion: str) -> list[Box]:
+    """All innermost closed boxes in their order, in linear time."""
+    boxes: list[Box] = []
+    open_braces: list[tuple[bool, int, int]] = []
     for token in _TOKEN.finditer(completion):
         text = token.group()
         if text == "}" and open_braces:
-            is_box, start = open_braces.pop()
-            holds_a_box = span is not None and span[0] > start
-            if is_box and not holds_a_box:
-                span = (start, token.start())
+            is_box, start, inside = open_braces.pop()
+            if is_box and not (boxes and boxes[-1].start > start):
+                boxes.append(Box(start, token.end(), completion[inside : token.start()].strip()))
         elif text[-1] == "{" and text != "\\{":
-            open_braces.append((text != "{", token.end()))
-    return None if span is None else completion[span[0] : span[1]].strip()
+            open_braces.append((text != "{", token.start(), token.end()))
+    return boxes

@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 
+from rl_envs.math.asked_form import ANY_FORM, AskedForm
 from rl_envs.math.forms import has_form_of
 from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of, with_parameter_of
 from rl_envs.math.inequalities import as_interval, without_variable
@@ -30,10 +31,27 @@ from rl_envs.math.lists import (
     without_set_name,
 )
 from rl_envs.math.notation import compact, has_text, normalize, plain, split_top, without_layout
-from rl_envs.math.number_literals import REDUCTION, Number, is_rounded, is_rounding_of, read_clock, read_number, read_numeral
+from rl_envs.math.number_literals import (
+    REDUCTION,
+    Number,
+    is_rounded,
+    is_rounding_of,
+    prime_powers,
+    read_clock,
+    read_number,
+    read_numeral,
+)
 from rl_envs.math.unevaluated import MULTIPLE, undone_arithmetic
-from rl_envs.math.units import PERCENT, Quantity, are_different, is_among, quantity
-from rl_envs.math.words import has_same_letters, has_same_words, is_same_choice, is_same_date, is_words, symbol_of
+from rl_envs.math.units import PERCENT, Quantity, are_different, in_larger_unit, is_among, quantity
+from rl_envs.math.words import (
+    has_same_letters,
+    has_same_words,
+    is_same_choice,
+    is_same_date,
+    is_same_division,
+    is_words,
+    symbol_of,
+)
 
 LONGEST_ANSWER = 4000
 """Maximum length of an answer, in characters; a longer one is correct only if it equals the expected text."""
@@ -61,8 +79,7 @@ def compare(
     answer: str,
     *,
     allow_unevaluated: bool = False,
-    lowest_terms: bool = False,
-    units: Sequence[str] | None = None,
+    form: AskedForm = ANY_FORM,
 ) -> Comparison:
     """Compare an answer with the expected one.
 
@@ -70,29 +87,29 @@ def compare(
         expected: a number, LaTeX with or without dollars, or words.
         answer: the model's answer, without the box.
         allow_unevaluated: accept `3 + 2` for 5.
-        lowest_terms: whether `2/4` for 1/2 is unevaluated too.
-        units: units that an answer may have although the expected one has none; None for any known unit.
+        form: what the question says about the form of the answer.
     """
     expected, answer = (symbol_of(without_layout(text)) for text in (expected, answer))
     if is_words(expected):
-        return _equal_if(has_same_words(expected, answer))
+        return _equal_if(has_same_words(expected, answer, kind=form.kind))
     if plain(expected) == plain(answer) or (has_text(expected) and plain(expected).casefold() == plain(answer).casefold()):
         return Comparison.EQUAL
-    if is_same_choice(expected, answer) or is_same_date(expected, answer):
+    is_same = is_same_choice(expected, answer, dict(form.choices)) or is_same_date(expected, answer)
+    if is_same or is_same_division(expected, answer):
         return Comparison.EQUAL
     if len(answer) > LONGEST_ANSWER:
         return Comparison.UNREADABLE
-    comparer = _Comparer(allow_unevaluated=allow_unevaluated, lowest_terms=lowest_terms, units=units)
+    comparer = _Comparer(allow_unevaluated=allow_unevaluated, form=form)
     return comparer.of(normalize(expected), normalize(answer))
 
 
 class _Comparer:
     """Compares normalized texts."""
 
-    def __init__(self, *, allow_unevaluated: bool, lowest_terms: bool = False, units: Sequence[str] | None = None) -> None:
-        self._units = units
+    def __init__(self, *, allow_unevaluated: bool, form: AskedForm = ANY_FORM) -> None:
+        self._units, self._form = form.units, form
         self._allow_unevaluated = allow_unevaluated
-        self._allowed = frozenset() if lowest_terms else frozenset({REDUCTION})
+        self._allowed = frozenset() if form.lowest_terms else frozenset({REDUCTION})
 
     def of(self, expected: str, answer: str) -> Comparison:
         """Compares any two answers. Lists and equations are split into scalars."""
@@ -157,7 +174,8 @@ class _Comparer:
             return None
         if given[0] == "\\{\\}" and gold[0] == "()" and all(map(_is_equation, given[1])):
             given = "", given[1]
-        if len(gold[1]) != len(given[1]) or not kinds_agree(gold[0], given[0]):
+        is_bare_interval = self._form.is_interval and (gold[0], given[0]) == ("()", "")
+        if len(gold[1]) != len(given[1]) or not kinds_agree(gold[0], given[0]) or is_bare_interval:
             return Comparison.DIFFERENT
         named = [any("=" in part for part in parts) for parts in (gold[1], given[1])]
         if named[0] != named[1]:
@@ -166,7 +184,9 @@ class _Comparer:
                 return Comparison.DIFFERENT
             compared = self._unordered if gold[0] == "\\{\\}" else self._ordered
             return compared(values, given[1]) if named[0] else compared(gold[1], values)
-        is_ordered = gold[0][:2] not in ("", "\\{") or given[0][:2] not in ("", "\\{")
+        is_ordered = (
+            (self._form.in_order and gold[0] == "") or gold[0][:2] not in ("", "\\{") or given[0][:2] not in ("", "\\{")
+        )
         return (self._ordered if is_ordered else self._unordered)(gold[1], given[1])
 
     def _ordered(self, expected: Sequence[str], answers: Sequence[str]) -> Comparison:
@@ -247,9 +267,10 @@ class _Comparer:
             return _equal_if(given_clock is not None and clock.is_same_time(given_clock))
         numerals = read_numeral(expected), read_numeral(answer)
         if numerals[0] is not None or (numerals[1] is not None and read_number(expected) is not None):
-            return _equal_if(numerals[0] == numerals[1])
+            return _equal_if(numerals[0] == (numerals[1] or self._numeral(answer)))
         gold = quantity(expected)
         given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold)
+        given = in_larger_unit(given, gold)
         is_unit_for_percent = (gold.is_percent and given.unit is not None) or (given.is_percent and gold.unit is not None)
         if is_unit_for_percent or are_different(gold.unit, given.unit) or not self._may_have(gold, given):
             return Comparison.DIFFERENT
@@ -257,6 +278,10 @@ class _Comparer:
         if gold.is_percent == given.is_percent:
             return found
         return self._percent(gold.value, given.value, found, expected_is_percent=gold.is_percent)
+
+    def _numeral(self, digits: str) -> tuple[str, int] | None:
+        """Digits without a base, in the base that the question asks for."""
+        return None if self._form.base is None else read_numeral(f"{digits}_{self._form.base}")
 
     def _may_have(self, gold: Quantity, given: Quantity) -> bool:
         """Whether the answer may have its unit. A single letter is a choice, without a unit."""
@@ -278,6 +303,8 @@ class _Comparer:
         return _equal_if(given.value * factor == gold.value)
 
     def _value(self, expected: str, answer: str) -> Comparison:
+        if self._form.primes and (primes := prime_powers(expected)) is not None:
+            return _equal_if(primes == prime_powers(answer))
         gold, given = read_number(expected), read_number(answer)
         if gold is not None and given is not None:
             is_equal = gold.value == given.value or is_rounded(given.value, gold) or is_rounded(gold.value, given)
@@ -307,6 +334,8 @@ class _Comparer:
 
     def _has_form(self, expected: Any, answer: Any) -> bool:
         has_more_variables = bool(answer.free_symbols - expected.free_symbols)
+        if self._form.is_free and not has_more_variables:
+            return True
         return not has_more_variables and has_form_of(expected, answer, lowest_terms=REDUCTION not in self._allowed)
 
     def _whole(self, expected: str, answer: str) -> Comparison:

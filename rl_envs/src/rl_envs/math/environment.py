@@ -11,9 +11,8 @@ from rl_core.environments import Score, ScorerEnvironment, final_text
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import Conversation
 from rl_envs.config import MathEnvironmentConfig
-from rl_envs.math.asked_units import units_of_answer
+from rl_envs.math.asked_form import asked_form
 from rl_envs.math.grading import GradingPool, GradingResult, Outcome, Question
-from rl_envs.math.lowest_terms import needs_lowest_terms
 
 ANSWER_KEYS = ("expected_answer", "ground_truth")
 """Metadata keys of the expected answer; the first one found is used."""
@@ -60,8 +59,7 @@ class MathEnvironment(ScorerEnvironment):
             Question(
                 expected=_expected_answer(row, info),
                 completion=final_text(log[-1]["content"])[-LONGEST_COMPLETION:],
-                lowest_terms=needs_lowest_terms(_question(log)),
-                units=units_of_answer(_question(log)),
+                form=asked_form(_question(log)),
             )
             for row, (log, info) in enumerate(zip(message_log_batch, metadata, strict=True))
         ]

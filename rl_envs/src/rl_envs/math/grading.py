@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rl_envs.grading_process import Ending, GradingProcess
+from rl_envs.math.asked_form import ANY_FORM, AskedForm
 
 _MODULE = "rl_envs.math.worker"
 
@@ -48,14 +49,12 @@ class Question:
     Attributes:
         expected: The expected answer.
         completion: The model's text.
-        lowest_terms: Whether a fraction must be in lowest terms.
-        units: Units that the answer may have although the expected one has none; None for any known unit.
+        form: What the question says about the form of the answer.
     """
 
     expected: str
     completion: str
-    lowest_terms: bool = False
-    units: tuple[str, ...] | None = None
+    form: AskedForm = ANY_FORM
 
 
 @dataclass(frozen=True, kw_only=True)

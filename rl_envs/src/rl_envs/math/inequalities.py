@@ -24,6 +24,10 @@ _ALL_EXCEPT = re.compile(
     r"(?:\\mathbb\{R\}|\(-\\infty,\s*\\infty\))\s*(?:\\setminus|\\backslash|-|\\text\{\s*except\s*\})\s*\\\{(.+)\\\}"
     r"|\\text\{\s*[Aa]ll real(?: number)?s except (?:for )?(?:\}|(?=-?\d+\}$))(.+?)\}?"
 )
+_ALL_OUTSIDE = re.compile(
+    r"(?:\\mathbb\{R\}|\(-\\infty,\s*\\infty\))\s*(?:\\setminus|\\backslash|-)\s*([(\[])([^,]+),([^,]+)([)\]])"
+)
+_ABSOLUTE = re.compile(rf"\|\s*([A-Za-z])\s*\|\s*({_SIGN})\s*(\d+(?:\.\d+)?|\\frac\{{\d+\}}\{{\d+\}})\s*")
 _EXCLUDED = re.compile(rf"({_VARIABLE.pattern})\s*\\ne(?![A-Za-z])\s*(.+)")
 
 
@@ -31,6 +35,9 @@ def without_variable(text: str) -> str:
     r"""`[0, 1)` for `x \in [0, 1)`, and `x > 3` for `\{x \mid x > 3\}`."""
     if match := _ALL_EXCEPT.fullmatch(text):
         return _around(match.group(1) or match.group(2)) or text
+    if match := _ALL_OUTSIDE.fullmatch(text):
+        opening, start, end, closing = match.groups()
+        return f"(-\\infty,{start}{']' if opening == '(' else ')'}\\cup {'[' if closing == ')' else '('}{end},\\infty)"
     for pattern in (_BUILDER, _MEMBER):
         match = pattern.fullmatch(text)
         if match is not None:
@@ -45,6 +52,14 @@ def as_interval(text: str) -> tuple[str, str] | None:
         values = re.sub(rf"(?<=,)\s*{re.escape(match.group(1))}\s*\\ne(?![A-Za-z])", " ", match.group(2))
         union = _around(values)
         return None if union is None else (variable, union)
+    if match := _ABSOLUTE.fullmatch(text):
+        variable, sign, number = match.groups()
+        end, closed = number.strip(), sign in _CLOSED
+        if sign in _RISING:
+            return compact(variable).casefold(), f"{'[' if closed else '('}-{end},{end}{']' if closed else ')'}"
+        return compact(
+            variable
+        ).casefold(), f"(-\\infty,-{end}{']' if closed else ')'}\\cup {'[' if closed else '('}{end},\\infty)"
     both = [_one_interval(part) for part in split_top(text, _BOTH)]
     if len(both) == 2:
         return _intersection(both[0], both[1])

@@ -29,6 +29,10 @@ _VECTOR = re.compile(
     r"\\langle(?![A-Za-z])(.*)\\rangle"
     r"|[(\[]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{[clr]\})?([^&]*)\\end\{(?:[pbB]?matrix|array)\}\s*[)\]]?"
 )
+_UNIT_VECTORS = re.compile(
+    r"([+-]?\s*\d*)\s*\\(?:text|hat|vec)\{\s*i\s*\}\s*([+-]\s*\d*)\s*\\(?:text|hat|vec)\{\s*j\s*\}"
+    r"(?:\s*([+-]\s*\d*)\s*\\(?:text|hat|vec)\{\s*k\s*\})?"
+)
 _POINT = re.compile(r"(?:\\text\{\s*)?([A-Z])\s*\}?((?:_\{?\w+\}?|')*)\s*[:=]?\s*(\(.*\))")
 
 
@@ -118,7 +122,10 @@ def without_set_name(text: str) -> str:
 
 
 def as_vector(text: str) -> str | None:
-    r"""`(1,2)` for `\langle 1, 2 \rangle` and for a column; None for anything else."""
+    r"""`(1,2)` for `\langle 1, 2 \rangle`, for a column and for `\mathbf{i} + 2\mathbf{j}`; None for anything else."""
+    if of_units := _UNIT_VECTORS.fullmatch(stated(text)):
+        parts = [part.replace(" ", "") for part in of_units.groups() if part is not None]
+        return "(" + ",".join(f"{part}1" if part in ("", "+", "-") else part for part in parts) + ")"
     match = _VECTOR.fullmatch(stated(text))
     if match is None:
         return None

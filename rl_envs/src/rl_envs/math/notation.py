@@ -70,6 +70,7 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\\text\{([\d.,]+)\}", r"\1"),
         (rf"\\text\{{\s*({_FUNCTIONS}|(?:max|min)(?=\s*\}}\s*[({{]))\s*\}}", r"\\\1 "),
         (r"\\text\{\s*\}", ""),
+        (r"(?<=\d)\\text\{\s*([eE][+-]?)\s*\}(?=\d)", r"\1"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -34,6 +35,9 @@ _CLOCK = re.compile(
     r"([0-9]{1,2})(?::([0-5][0-9]))?(?::([0-5][0-9]))?\s*(?:\\text\{\s*)?(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE
 )
 _BASE_NAMES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_TIMES = re.compile(r"\\cdot(?![A-Za-z])|\\times(?![A-Za-z])|\*")
+_POWER = re.compile(r"\(?([0-9]{1,9})\)?(?:\^\{([0-9]{1,4})\})?")
+_LONGEST_POWER = 20
 _PARENTHESES = re.compile(r"^\(\s*([^()]*?)\s*\)$")
 _MOST_DIGITS = 1000
 REDUCTION = "reduction"
@@ -78,6 +82,22 @@ def read_numeral(text: str) -> tuple[str, int] | None:
     else:
         return None
     return digits.lstrip("0") or "0", base
+
+
+def prime_powers(text: str) -> Counter[int] | None:
+    r"""The exponent of each prime in `2^{3} \cdot 3^{2}`; None for anything that is not a product of primes."""
+    factors = [_POWER.fullmatch(part.strip()) for part in _TIMES.split(text)]
+    powers: Counter[int] = Counter()
+    for factor in factors:
+        if factor is None or len(factor.group()) > _LONGEST_POWER:
+            return None
+        powers[int(factor.group(1))] += int(factor.group(2) or 1)
+    is_product = len(factors) > 1 or max(powers.values()) > 1
+    return powers if is_product and all(map(_is_prime, powers)) else None
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +196,9 @@ def _scientific(text: str) -> Number | None:
     if len(written) > 4 or not 1 <= abs(mantissa) < 10:
         return None
     exponent = int(written)
-    # `3 \times 10^2` may be the question itself; 6 \times 10^{23} is never written out.
-    undone = frozenset({"power of ten"}) if match.group(2) and -4 < exponent < 5 else frozenset()
+    # `3 \times 10^4` may be the question itself; 8.64 \times 10^4 and 6 \times 10^{23} are how such numbers are written.
+    largest = 4 if mantissa.denominator == 1 else 3
+    undone = frozenset({"power of ten"}) if match.group(2) and -4 < exponent <= largest else frozenset()
     return Number(value=mantissa * Fraction(10) ** exponent, undone=undone)
 
 

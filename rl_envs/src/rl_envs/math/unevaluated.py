@@ -23,7 +23,7 @@ _IN_TEXT = {
     "division": re.compile(r"\\div(?![a-z])|\}\s*\{\s*-?\s*1\s*\}|/\s*-?1(?![\d.])|(?<=[\d)}])\s*:\s*(?=[\d({\\])"),
     "remainder": re.compile(r"\\[bp]?mod(?![a-z])"),
     "product": re.compile(
-        r"(?<![\d.}])1\s*(?:\\times|\\cdot|\*)(?![a-z])|(?:\\times|\\cdot|\*)\s*1(?![\d.])|(?<![\d.}_^{])1\s?(?=[A-Za-z])"
+        r"(?<![\d.}])1\s*(?:\\times|\\cdot|\*)(?![a-z])|(?:\\times|\\cdot|\*)\s*1(?![\d.])|(?<![\d.}_^{])1\s?(?=[A-Za-z])(?!i(?![A-Za-z]))"
     ),
     "determinant": re.compile(r"\\det(?![a-z])|\\begin\{vmatrix\}"),
 }

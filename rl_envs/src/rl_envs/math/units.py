@@ -44,6 +44,7 @@ _SUBUNITS = {
 }  # fmt: skip
 """The unit that may follow a unit, and how many of it are one: `2 h 30 min`."""
 _TWO_UNITS = re.compile(r"(\d{1,12}) ?([a-z.]+),?(?: and)? (\d{1,12}(?:\.\d{1,12})?) ?([a-z.]+)")
+_WHOLE_OR_DECIMAL = re.compile(r"\d{1,12}(?:\.\d{1,12})?")
 _LETTERS_OF_UNITS = frozenset("mglsh")
 """Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
 _ATTACHED = "mm|cm|km|kg|mg|ml|lb|lbs|oz|ft|mph|pm|am"
@@ -69,6 +70,8 @@ class Quantity:
     unit: str | None = None
     """As returned by `canonical`; None without a unit."""
     is_percent: bool = False
+    parts: tuple[str, int] | None = None
+    """For two units, the smaller one and how many of it are `unit`."""
 
 
 def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None = None) -> Quantity:
@@ -127,7 +130,14 @@ def _sum_of_units(text: str) -> Quantity | None:
     if smaller != expected or Fraction(part) >= number:
         return None
     value = Fraction(whole) + Fraction(part) / number
-    return Quantity(value=str(value), unit=unit)
+    return Quantity(value=str(value), unit=unit, parts=(smaller, number))
+
+
+def in_larger_unit(answer: Quantity, expected: Quantity) -> Quantity:
+    r"""`\frac{3}{2}` hours for 90 minutes, if hours and minutes are expected; any other answer unchanged."""
+    if expected.parts is None or answer.unit != expected.parts[0] or not _WHOLE_OR_DECIMAL.fullmatch(answer.value):
+        return answer
+    return Quantity(value=str(Fraction(answer.value) / expected.parts[1]), unit=expected.unit)
 
 
 def canonical(unit: str) -> str:

@@ -6,8 +6,9 @@ Letters are words, too: `HHT` is not `HTH`, although both are the same product o
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from rl_envs.math.notation import has_text, plain
+from rl_envs.math.notation import compact, has_text, normalize, plain
 
 _SYMBOLS = {
     "no solution": "\\emptyset", "no solutions": "\\emptyset", "no real solution": "\\emptyset", "empty set": "\\emptyset",
@@ -30,6 +31,12 @@ _NUMBER = re.compile(
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
 _SHORTEST_WORD = 4
 _SHORT_WORDS = frozenset({"yes", "no", "odd", "all", "max", "min"})
+_TRUTH_VALUES = frozenset({"yes", "no", "true", "false"})
+_RETRACTED = re.compile(
+    r"\b(?:yes|no|true|false|or|but|maybe|perhaps|actually|wait|however|though|doubt|idea|sure|wrong|both|unless|if)\b"
+)
+"""What a reason after yes or no may not have: it could take the answer back."""
+_DIVISION = re.compile(r"(\d+) ?(?:,|with|and)? ?(?:a )?(?:remainder|rem\.?|r\.?)(?: of)? ?(\d+)")
 _ARTICLE = re.compile(r"(?:an?|the) ")
 _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) )?\(?([A-Z])[).]?")
 _LETTER_IN_BRACKETS = 3
@@ -43,6 +50,8 @@ _DATE = re.compile(r"[a-z]+|\d+")
 _OF_DATE = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b|\bof\b|\bthe\b|,")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
 _TIMES = re.compile(r"\\cdot(?![A-Za-z])|\*")
+_CONSTANTS = frozenset("ck")
+_VARIABLES = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 _LETTERS = re.compile(r"[A-Z]{2,}|[A-Za-z]{3,}")
 
 
@@ -67,14 +76,34 @@ def is_words(text: str) -> bool:
     return has_text(text) or longest >= _SHORTEST_WORD or words.lower() in _SHORT_WORDS
 
 
-def has_same_words(expected: str, answer: str) -> bool:
-    """Whether two texts have the same words, ignoring case and an article before them."""
+def has_same_words(expected: str, answer: str, *, kind: str | None = None) -> bool:
+    """Whether two texts have the same words, ignoring case and an article before them.
+
+    Args:
+        expected: the expected answer.
+        answer: the model's answer; it may give a reason after yes, no, true or false.
+        kind: what kind of thing is asked for, which the answer may add: `the planet Mercury` for `Mercury`.
+    """
     one, other = (_ARTICLE.sub("", plain(text).casefold().strip("'\""), count=1) for text in (expected, answer))
-    return one == other
+    if one in _TRUTH_VALUES and (reason := re.fullmatch(rf"{one}[,.;:] (.+)", other)):
+        return _RETRACTED.search(reason.group(1)) is None
+    return one == other or (kind is not None and other in (f"{kind} {one}", f"{one} {kind}"))
 
 
-def is_same_choice(expected: str, answer: str) -> bool:
-    r"""Whether both are the same letter of a multiple-choice question: `C` and `(C)`, also with the text of the choice."""
+def is_same_division(expected: str, answer: str) -> bool:
+    """Whether both are the same whole number and remainder: `4 remainder 5` and `4 R 5`."""
+    read = [_DIVISION.fullmatch(plain(text).casefold()) for text in (expected, answer)]
+    return read[0] is not None and read[1] is not None and read[0].groups() == read[1].groups()
+
+
+def is_same_choice(expected: str, answer: str, choices: Mapping[str, str]) -> bool:
+    r"""Whether both are the same letter of a multiple-choice question: `C` and `(C)`, also with the text of the choice.
+
+    Args:
+        expected: the expected letter.
+        answer: the model's answer.
+        choices: the text of each letter, as far as the question lists them.
+    """
     letter = _CHOICE.fullmatch(plain(expected))
     given = plain(answer)
     found = _CHOICE.fullmatch(given.upper() if len(given) <= _LETTER_IN_BRACKETS else given) or _CHOICE_AND_TEXT.fullmatch(
@@ -83,7 +112,11 @@ def is_same_choice(expected: str, answer: str) -> bool:
     if letter is None or found is None:
         return False
     chosen, *text = [group for group in found.groups() if group is not None]
-    return chosen == letter.group(1) and not any(map(_ALTERNATIVE.search, text))
+    if chosen != letter.group(1):
+        return False
+    if text and chosen in choices:
+        return compact(normalize(text[0])).casefold() == compact(normalize(choices[chosen])).casefold()
+    return not any(map(_ALTERNATIVE.search, text))
 
 
 def is_same_date(expected: str, answer: str) -> bool:
@@ -95,15 +128,23 @@ def is_same_date(expected: str, answer: str) -> bool:
 def has_same_letters(expected: str, answer: str) -> bool:
     """Whether the runs of letters in two formulas agree: `ABC` is not `CAB`, and `xyz` is `x y z`.
 
-    Two small letters are a product: `ab` equals `ba`.
+    Two small letters are a product: `ab` equals `ba`. Variables have the same case: `2a` is not `2A`. A formula of one
+    variable, and a constant of integration, may have either.
     """
     one, other = (_letters(text) for text in (expected, answer))
-    return one == other
+    return one == other and _has_same_case(expected, answer)
 
 
 def _letters(text: str) -> list[str]:
     factors = _COMMAND.sub("|", _TIMES.sub(" ", text)).replace(" ", "")
     return sorted(run.casefold() for run in _LETTERS.findall(factors))
+
+
+def _has_same_case(expected: str, answer: str) -> bool:
+    one, other = ({*_VARIABLES.findall(_COMMAND.sub("|", text))} for text in (expected, answer))
+    names = {letter.casefold() for letter in one}
+    differing = {letter.casefold() for letter in one ^ other}
+    return len(names - _CONSTANTS) < 2 or differing <= _CONSTANTS or names != {letter.casefold() for letter in other}
 
 
 def _date(text: str) -> list[str] | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_envs.grading_worker import serve
 from rl_envs.math.answers import grade_answer
+from rl_envs.math.asked_form import AskedForm
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -14,8 +15,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         request["completion"],
         require_box=request["require_box"],
         allow_unevaluated=request["allow_unevaluated"],
-        lowest_terms=request["lowest_terms"],
-        units=request["units"],
+        form=AskedForm(**request["form"]),
     )
     comparison = None if grade.comparison is None else grade.comparison.name
     return {"comparison": comparison, "answer": grade.answer, "boxed": grade.boxed}
