@@ -187,7 +187,8 @@ def test_a_right_row_has_the_values_of_its_columns_exactly(engine, data):
         assert read.token_versions is None  # all tokens have the version of the row
         if end - start > 1:
             one["token_versions"][0, end - 1] += 1
-            assert right_row(one, data.slice(row, row + 1), engine).token_versions == one["token_versions"][0, start:end].tolist()
+            read = right_row(one, data.slice(row, row + 1), engine)
+            assert read.token_versions == one["token_versions"][0, start:end].tolist()
 
 
 def test_outputs_of_several_rows_and_wide_rows_are_left_to_the_check_of_batches(engine, data):

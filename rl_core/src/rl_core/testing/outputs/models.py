@@ -176,7 +176,7 @@ def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], genera
 
 
 def _as_lists(output: Mapping[str, Any]) -> list[list[Any]] | None:
-    """The columns of a single short row, without the axis of rows, in the order of `_ROW_KEYS`; None if the output is another."""
+    """The columns of a single short row, without the axis of rows, in the order of `_ROW_KEYS`; None for another output."""
     try:
         tensors = _row_columns(output)
     except KeyError:
