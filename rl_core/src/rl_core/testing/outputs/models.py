@@ -100,7 +100,7 @@ def right_row(output: Any, data: BatchedDataDict[Any], generation: GenerationInt
     [prompt], [start] = prompts, starts
     if not (0 < sampled <= _limits(data.data, generation) and start + sampled == end <= len(tokens) == len(logprobs)):
         return None
-    versions = [version]
+    versions: list[int] = [version]
     if "token_versions" in output.data:
         versions = _versions_as_list(output.data, start, end, width=len(tokens))
     row = RightRow(tokens[start:end], logprobs[start:end], truncated, version, None if {*versions} == {version} else versions)
@@ -175,7 +175,7 @@ def _first_problem(output: BatchedDataDict[Any], data: Mapping[str, Any], genera
     return _version_problem(output, data)
 
 
-def _as_lists(output: Mapping[str, Any]) -> list[list[Any]] | None:
+def _as_lists(output: Mapping[str, Any]) -> list[Any] | None:
     """The columns of a single short row, without the axis of rows, in the order of `_ROW_KEYS`; None for another output."""
     try:
         tensors = _row_columns(output)
@@ -240,7 +240,7 @@ def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> torch.T
     if "max_new_tokens" in data:
         limits: torch.Tensor = data["max_new_tokens"]
         return limits
-    section = getattr(generation, "config", None)
+    section: Any = getattr(generation, "config", None)
     return section.max_new_tokens if _is_generation_config(type(section)) else _NO_LIMIT
 
 
