@@ -6,7 +6,6 @@ would otherwise be trained on, or fail much later with an error about another co
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -241,13 +240,7 @@ def _limits(data: Mapping[str, Any], generation: GenerationInterface) -> torch.T
         limits: torch.Tensor = data["max_new_tokens"]
         return limits
     section: Any = getattr(generation, "config", None)
-    return section.max_new_tokens if _is_generation_config(type(section)) else _NO_LIMIT
-
-
-@functools.lru_cache
-def _is_generation_config(section_class: type) -> bool:
-    """`issubclass`; of a pydantic model it runs Python code, and this is asked for every row."""
-    return issubclass(section_class, GenerationConfig)
+    return section.max_new_tokens if isinstance(section, GenerationConfig) else _NO_LIMIT
 
 
 def _row_problem(
