@@ -82,7 +82,7 @@ def has_same_words(expected: str, answer: str, *, kind: str | None = None) -> bo
     Args:
         expected: the expected answer.
         answer: the model's answer; it may give a reason after yes, no, true or false.
-        kind: what kind of thing is asked for, which the answer may add: `the planet Mercury` for `Mercury`.
+        kind: the requested kind of thing, which the answer may add: `the planet Mercury` for `Mercury`.
     """
     one, other = (_ARTICLE.sub("", plain(text).casefold().strip("'\""), count=1) for text in (expected, answer))
     if one in _TRUTH_VALUES and (reason := re.fullmatch(rf"{one}[,.;:] (.+)", other)):

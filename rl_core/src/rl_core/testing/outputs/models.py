@@ -27,7 +27,7 @@ _GENERATED = tuple(
 _ROW_KEYS = ("output_ids", "logprobs", "generation_lengths", "unpadded_sequence_lengths", "truncated", "weight_version")
 assert {*_ROW_KEYS} == {*_GENERATED}
 _ROW_LAYOUT = [(getattr(torch, SCHEMA[key].dtype), SCHEMA[key].ndim, True) for key in _ROW_KEYS]
-"""Of each column: dtype, number of axes, and whether it is in CPU memory."""
+"""Dtype of each column, its number of axes, and whether it is in CPU memory."""
 _row_columns = operator.itemgetter(*_ROW_KEYS)
 _SHORT_ROW = 512
 """Width up to which a row is checked as Python numbers."""
