@@ -24,6 +24,7 @@ _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eig
 _BASE = re.compile(r"\b(?:in|to|into) (?:a )?(?:base[ -]?(\d{1,2}|[a-z]+)|(binary|octal|hexadecimal))\b", re.IGNORECASE)
 _BASE_NAMES = {"binary": 2, "octal": 8, "hexadecimal": 16}
 _CHOICE = re.compile(r"\(([A-Z])\)\s*((?:(?!\([A-Z]\))[^\n]){1,80})")
+_WORD = re.compile(r"[A-Za-z]{3}")
 _KIND = re.compile(r"\b(?:which|what)(?: (?:kind|type|sort) of)? ([a-z]{3,})\b", re.IGNORECASE)
 _FORMULA = re.compile(r"(?<![A-Za-z])[A-Za-z]\s*[\^+*/(]|[\d)+*/]\s*[A-Za-z](?![A-Za-z])|\\frac|(?<![A-Za-z])[A-Za-z]\s-\s")
 _ASKS_FORM = re.compile(
@@ -68,7 +69,7 @@ def asked_form(question: str) -> AskedForm:
         in_order=_IN_ORDER.search(question) is not None,
         is_interval=_INTERVAL.search(question) is not None and _PAIR.search(question) is None,
         primes=_PRIMES.search(question) is not None,
-        is_free=bool(question.strip()) and not _FORMULA.search(question) and not _ASKS_FORM.search(question),
+        is_free=_WORD.search(question) is not None and not _FORMULA.search(question) and not _ASKS_FORM.search(question),
         base=_base(base[-1]) if base else None,
         kind=kind.group(1).lower() if kind else None,
         choices=tuple((letter, text.strip(" .,;$")) for letter, text in _CHOICE.findall(question)),
