@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from datasets import Dataset, DatasetDict
-from e2e_runs import MODEL, merged
+from e2e_runs import MEASURED, MODEL, merged
 
 from rl_core.errors import UserError
 from rl_train.launch.train import train
@@ -83,7 +83,7 @@ def written(folder, config, changes=None):
 def trained(folder, config, **options) -> list[dict]:
     finished = train(written(folder, config), console=False, **options)
     steps = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in step.items() if not k.endswith(("_s", "_gib"))} for step in steps]
+    return [{k: v for k, v in step.items() if not k.endswith(MEASURED)} for step in steps]
 
 
 @pytest.mark.parametrize("name", ["parquet", "mixture", "ranked"])

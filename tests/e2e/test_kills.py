@@ -10,7 +10,7 @@ import signal
 import textwrap
 
 import pytest
-from e2e_runs import ROOT, TINY, TrainingProcess, checkpoint_of, merged, reproducible_metrics_of
+from e2e_runs import MEASURED, ROOT, TINY, TrainingProcess, checkpoint_of, merged, reproducible_metrics_of
 from killed_processes import kill
 
 from rl_train.metrics.jsonl import read_jsonl
@@ -224,9 +224,7 @@ def rollouts_of(folder):
     paths = sorted((folder / "runs" / "run" / "rollouts").glob("step_*.jsonl"))
     assert len(paths) == 6
     return [
-        {key: value for key, value in row.items() if not key.endswith(("_s", "_gib"))}
-        for path in paths
-        for row in read_jsonl(path)
+        {key: value for key, value in row.items() if not key.endswith(MEASURED)} for path in paths for row in read_jsonl(path)
     ]
 
 

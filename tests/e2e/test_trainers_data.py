@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 from datasets import Dataset
-from e2e_runs import MODEL, merged, metrics_of
+from e2e_runs import MEASURED, MODEL, merged, metrics_of
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_core.errors import ConfigError
@@ -17,7 +17,7 @@ SECTION = {"max_num_steps": 2, "global_batch_size": 8}
 
 
 def kept(steps: list[dict]) -> list[dict]:
-    return [{name: value for name, value in step.items() if not name.endswith(("_s", "_gib"))} for step in steps]
+    return [{name: value for name, value in step.items() if not name.endswith(MEASURED)} for step in steps]
 
 
 def trained(trainer, data, **given) -> list[dict]:
