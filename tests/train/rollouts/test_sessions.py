@@ -256,7 +256,11 @@ def test_the_time_in_which_a_row_waits_for_its_worker_is_measured_apart_from_its
     pool = HeldPool(max_concurrency)
     queue = StepQueue(EnvironmentPool(pool, task_name="notebook", deadline_s=60.0, keeps_sessions=True), "notebook")
     log = ActivityLog()
-    sessions = [Session(queue, activity=RolloutActivity(log, "row", "driver"), name=str(number)) for number in range(2)]
+    rows = [
+        Trajectory(message_log=[], metadata=None, task_name="notebook", group_id=0, index=0, ordinal=0, sample=number)
+        for number in range(2)
+    ]
+    sessions = [Session(queue, row, activity=RolloutActivity(log, "row", "driver"), name=str(row.sample)) for row in rows]
 
     async def begin(number):
         sessions[number]._worker = pool.actors[0]
@@ -285,8 +289,8 @@ def test_the_time_in_which_a_row_waits_for_its_worker_is_measured_apart_from_its
         await until(second.done)
 
     asyncio.run(play())
-    assert [session.times.wait_s for session in sessions] == waits
-    assert [session.times.step_s for session in sessions] == steps
+    assert [row.environment_wait_s for row in rows] == waits
+    assert [row.environment_step_s for row in rows] == steps
 
 
 def test_the_times_of_a_rollouts_steps_are_metrics_and_survive_a_restart(tokenizer, engine):

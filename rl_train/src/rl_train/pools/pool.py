@@ -70,7 +70,37 @@ class Pool(ABC):
         self.shutdown()
 
 
-class InProcessPool(Pool):
+class ObjectPool(Pool):
+    """A pool of one object in this process; `submit` calls its method before it returns.
+
+    Args:
+        worker: The object; it raises its own exceptions, and is not shut down with the pool.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.worker_class = class_path(type(worker))
+        self._worker = worker
+
+    @property
+    def num_actors(self) -> int:
+        return 1
+
+    @property
+    def max_concurrency(self) -> int:
+        return 1
+
+    @property
+    def actors(self) -> list[ActorKey]:
+        return [ActorKey(0, 0)]
+
+    def submit(self, method: str, *args: Any, deadline_s: float | None = None, on: ActorKey | None = None) -> Future[Any]:
+        return completed_call(getattr(self._worker, method), *args)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class InProcessPool(ObjectPool):
     """A pool of one object in this process, without Ray; deadlines do not apply.
 
     Args:
@@ -90,16 +120,8 @@ class InProcessPool(Pool):
         self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix=name) if max_concurrency > 1 else None
 
     @property
-    def num_actors(self) -> int:
-        return 1
-
-    @property
     def max_concurrency(self) -> int:
         return self._max_concurrency
-
-    @property
-    def actors(self) -> list[ActorKey]:
-        return [ActorKey(0, 0)]
 
     def submit(self, method: str, *args: Any, deadline_s: float | None = None, on: ActorKey | None = None) -> Future[Any]:
         if self._threads is not None:

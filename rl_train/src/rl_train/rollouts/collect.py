@@ -149,14 +149,14 @@ class Collector:
             session = None
             if queue is not None:
                 name = f"{self.process}-{start}-{row.retries}"
-                session = Session(queue, activity=activity, name=name, retries=self.retries)
+                session = Session(queue, row, activity=activity, name=name, retries=self.retries)
             closing = None
             try:
                 await self._run_in_time(driver.run(row, engine, session))
             except StepFailedError as error:
                 # A session cannot be continued after a failure: the rollout starts again, in another session.
                 repeats = keeps_sessions or isinstance(error.cause, RolloutTimeoutError)
-                if prompt is not None and repeats and row.retries < self.retries:
+                if prompt is not None and repeats and row.restarts < self.retries:
                     row.restart(prompt)
                     engine = engine.restarted()
                     continue
@@ -164,9 +164,6 @@ class Collector:
             finally:
                 if session is not None:
                     closing = session.close()
-                    row.retries += session.repeated
-                    row.environment_wait_s += session.times.wait_s
-                    row.environment_step_s += session.times.step_s
             if closing is not None:
                 await asyncio.wait([closing])
             return

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from concurrent.futures import Future
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult, environment_return
 from rl_core.errors import DeadlineExceededError, WorkerDiedError
-from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
+from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message, keeps_sessions
 from rl_core.testing.outputs.environment import checked_metrics, checked_return
-from rl_train.pools.pool import ActorKey, Pool
+from rl_train.pools.pool import ActorKey, ObjectPool, Pool
 
 _METRICS_RETRIES = 2
 """How often metrics are computed again after the worker died or exceeded the timeout."""
@@ -33,6 +35,14 @@ class EnvironmentPool(EnvironmentInterface):
         self._pool = pool
         self._task_name = task_name
         self._deadline_s = deadline_s
+
+    @classmethod
+    def of(cls, environment: EnvironmentInterface, task_name: str) -> EnvironmentPool:
+        """The environment if it is a pool, else a pool of this object, whose calls block and have no deadline."""
+        if isinstance(environment, EnvironmentPool):
+            return environment
+        sessions = keeps_sessions(type(environment))
+        return cls(ObjectPool(environment), task_name=task_name, deadline_s=math.inf, keeps_sessions=sessions)
 
     @property
     def slots(self) -> int:
@@ -59,38 +69,25 @@ class EnvironmentPool(EnvironmentInterface):
         """
         return self._pool.submit(method, *args, deadline_s=self._deadline_s, on=on)
 
-    def submit_step(
+    async def step_rows(
         self, message_log_batch: list[Any], metadata: list[Any], *, on: ActorKey | None = None
-    ) -> Future[list[StepResult]]:
-        """Call `step` of one worker for these rows, without waiting; the future has the checked results.
+    ) -> list[StepResult]:
+        """Call `step` of one worker for these rows, and check the results.
 
         A call whose worker dies or exceeds the timeout is not retried here; rollouts retry their own steps.
         """
-        call = self.submit("step", message_log_batch, metadata, on=on)
-        checked: Future[list[StepResult]] = Future()
-        checked.set_running_or_notify_cancel()  # so that an event loop that gives up on it cannot cancel it
-
-        def check(ended: Future[Any]) -> None:
-            try:
-                checked.set_result(
-                    checked_return(
-                        ended.result(),
-                        rows=len(metadata),
-                        task_name=self._task_name,
-                        environment_class=self._pool.worker_class,
-                    )
-                )
-            except BaseException as error:  # also that of a cancelled call
-                checked.set_exception(error)
-
-        call.add_done_callback(check)
-        return checked
+        returned = await asyncio.wrap_future(self.submit("step", message_log_batch, metadata, on=on))
+        return self._checked(returned, len(metadata))
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        rows = len(message_log_batch)
-        chunk = -(-rows // self._pool.num_actors)
-        calls = [self.submit_step(message_log_batch[i : i + chunk], metadata[i : i + chunk]) for i in range(0, rows, chunk)]
-        return environment_return([result for call in calls for result in call.result()])
+        size = -(-len(metadata) // self._pool.num_actors)
+        shards = [slice(start, start + size) for start in range(0, len(metadata), size)]
+        calls = [self.submit("step", message_log_batch[shard], metadata[shard]) for shard in shards]
+        results = [self._checked(call.result(), len(metadata[shard])) for call, shard in zip(calls, shards, strict=True)]
+        return environment_return([result for shard in results for result in shard])
+
+    def _checked(self, returned: Any, rows: int) -> list[StepResult]:
+        return checked_return(returned, rows=rows, task_name=self._task_name, environment_class=self._pool.worker_class)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]

@@ -6,36 +6,23 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from rl_core.environments.step_results import StepResult
 from rl_core.errors import DataError, WorkerDiedError
-from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
+from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface
 from rl_core.interfaces.messages import Message, Observation
-from rl_core.testing.outputs.environment import checked_observation, step_checked
-from rl_train.pools.pool import ActorKey, completed_call
+from rl_core.testing.outputs.environment import checked_observation
+from rl_train.pools.pool import ActorKey
 from rl_train.rollouts.activity import ENVIRONMENT, RolloutActivity
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.failures import RowFailedError, StepFailedError, may_be_retried
+from rl_train.rollouts.trajectory import Trajectory
 
 _CANCELLED = "CancelledError: something that the environment waited for was cancelled"
 _log = logging.getLogger("rlcore")
-
-
-@dataclass(kw_only=True)
-class StepTimes:
-    """Where the time of one rollout's steps went.
-
-    Attributes:
-        wait_s: Seconds in which steps were ready, but all workers that may run them were busy.
-        step_s: Seconds in which calls with its steps ran, including the rows that shared them.
-    """
-
-    wait_s: float = 0.0
-    step_s: float = 0.0
 
 
 class StepQueue:
@@ -47,49 +34,48 @@ class StepQueue:
     Args:
         environment: a pool, or an environment in this process, whose calls block.
         task_name: named in errors.
+
+    Attributes:
+        keeps_sessions: whether the environment has sessions, see `rl_core.interfaces.environment.keeps_sessions`.
     """
 
     def __init__(self, environment: EnvironmentInterface, task_name: str) -> None:
-        self.environment, self.task_name = environment, task_name
-        self._slots, self._per_worker = 1, 1
-        self.keeps_sessions = keeps_sessions(type(environment))
-        if isinstance(environment, EnvironmentPool):
-            self._slots, self._per_worker = environment.slots, environment.max_concurrency
-            self.keeps_sessions = environment.keeps_sessions
+        self.task_name = task_name
+        self._environment = EnvironmentPool.of(environment, task_name)
+        self.keeps_sessions = self._environment.keeps_sessions
+        self._slots, self._per_worker = self._environment.slots, self._environment.max_concurrency
         self._waiting: list[_Step] = []
         self._running: Counter[ActorKey | None] = Counter()
         self._sessions: Counter[ActorKey] = Counter()
         self._is_scheduled = False
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def step(
         self,
+        rollout: Trajectory,
         conversation: list[Message],
         metadata: Any,
         *,
         alone: bool = False,
         worker: ActorKey | None = None,
-        times: StepTimes | None = None,
     ) -> StepResult:
         """The environment's response; re-raises the call's exception.
 
         Args:
+            rollout: the times in which the step waited and ran are added to it.
             conversation: the messages so far.
             metadata: state of the environment for this rollout.
             alone: do not share a call with other rows.
             worker: the worker of the session; None without one.
-            times: the time of this step is added to it.
         """
-        future = asyncio.get_running_loop().create_future()
-        step = _Step(conversation, metadata, future, alone, worker, times or StepTimes())
+        step = _Step(rollout, conversation, metadata, asyncio.get_running_loop().create_future(), alone, worker)
         self._waiting.append(step)
         self._schedule()
         return await step.future
 
     def call(self, method: str, *args: Any, worker: ActorKey) -> asyncio.Future[Any]:
         """Call a method for one session."""
-        if isinstance(self.environment, EnvironmentPool):
-            return asyncio.wrap_future(self.environment.submit(method, *args, on=worker))
-        return asyncio.wrap_future(completed_call(getattr(self.environment, method), *args))
+        return asyncio.wrap_future(self._environment.submit(method, *args, on=worker))
 
     def lease(self) -> ActorKey:
         """The worker with the fewest sessions.
@@ -97,7 +83,7 @@ class StepQueue:
         Raises:
             WorkerDiedError: there is none, because none could be started.
         """
-        workers = self.environment.workers if isinstance(self.environment, EnvironmentPool) else [ActorKey(0, 0)]
+        workers = self._environment.workers
         if not workers:
             raise WorkerDiedError(
                 f"env.{self.task_name}: no process of the environment could be started. Its log shows why; `rlcore check env` "
@@ -136,53 +122,38 @@ class StepQueue:
         return calls + [[step] for step in steps if step.alone or self._per_worker > 1]
 
     def _start(self, steps: list[_Step]) -> None:
-        worker = steps[0].worker
-        self._running[worker] += 1
+        self._running[steps[0].worker] += 1
         for step in steps:
-            step.times.wait_s += step.lap_s()
+            step.rollout.environment_wait_s += step.lap_s()
+        call = asyncio.ensure_future(self._call(steps))
+        self._calls.add(call)  # the event loop alone would not keep it alive
+        call.add_done_callback(self._calls.discard)
+
+    async def _call(self, steps: list[_Step]) -> None:
+        """Call the environment with rows that share a call, and pass each row its result."""
+        worker = steps[0].worker
+        outcomes: list[StepResult | Exception]
         try:
-            call = self._call([step.conversation for step in steps], [step.metadata for step in steps], worker)
-        # An exception of this callback would only be logged, and the rollouts would wait forever.
-        except (Exception, asyncio.CancelledError) as error:
-            call = Future()
-            call.set_exception(error)
-        asyncio.wrap_future(call).add_done_callback(lambda ended: self._finish(steps, ended))
-
-    def _finish(self, steps: list[_Step], ended: asyncio.Future[list[StepResult]]) -> None:
-        self._running[steps[0].worker] -= 1
-        error: BaseException | None = asyncio.CancelledError() if ended.cancelled() else ended.exception()
-        if isinstance(error, asyncio.CancelledError):  # it would end the rollouts as if they had been cancelled
-            error = RowFailedError(_CANCELLED)
-        for row, step in enumerate(steps):
-            step.times.step_s += step.lap_s()
-            if step.future.done():
-                continue
-            if error is not None:
-                step.future.set_exception(error)
-            else:
-                result = ended.result()[row]
-                if result.failure is None:
-                    step.future.set_result(result)
-                else:
-                    step.future.set_exception(RowFailedError(result.failure))
+            conversations, metadata = [step.conversation for step in steps], [step.metadata for step in steps]
+            outcomes = [*await self._environment.step_rows(conversations, metadata, on=worker)]
+        except asyncio.CancelledError:  # it would end the rollouts as if they had been cancelled
+            outcomes = [RowFailedError(_CANCELLED)] * len(steps)
+        except Exception as error:
+            outcomes = [error] * len(steps)
+        self._running[worker] -= 1
+        for step, outcome in zip(steps, outcomes, strict=True):
+            step.finish(outcome)
         self._schedule()
-
-    def _call(
-        self, conversations: list[list[Message]], metadata: list[Any], worker: ActorKey | None
-    ) -> Future[list[StepResult]]:
-        if isinstance(self.environment, EnvironmentPool):
-            return self.environment.submit_step(conversations, metadata, on=worker)
-        return completed_call(step_checked, self.environment, self.task_name, conversations, metadata)
 
 
 @dataclass(eq=False)
 class _Step:
+    rollout: Trajectory
     conversation: list[Message]
     metadata: Any
     future: asyncio.Future[StepResult]
     alone: bool
     worker: ActorKey | None
-    times: StepTimes
     since: float = field(default_factory=lambda: perf_counter())
 
     def lap_s(self) -> float:
@@ -190,28 +161,37 @@ class _Step:
         before, self.since = self.since, perf_counter()
         return self.since - before
 
+    def finish(self, outcome: StepResult | Exception) -> None:
+        """Pass the outcome on, unless the rollout does not wait for it any more."""
+        if self.future.done():
+            return
+        self.rollout.environment_step_s += self.lap_s()
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        elif outcome.failure is not None:
+            self.future.set_exception(RowFailedError(outcome.failure))
+        else:
+            self.future.set_result(outcome)
+
 
 class Session:
     """One rollout's use of an environment.
 
     Args:
         steps: the queue of the environment.
+        rollout: counts its repeated steps, and the time of all of them.
         activity: records what the rollout waits for.
         name: `session_id` of the rollout, if the environment keeps sessions.
         retries: how often a step that fails is repeated, without other rows in its call. Steps of sessions are not repeated,
             because the failed one may have changed their state.
-
-    Attributes:
-        repeated: Number of repeated steps.
-        times: Time of its steps, including repeated ones.
     """
 
-    def __init__(self, steps: StepQueue, *, activity: RolloutActivity, name: str = "", retries: int = 0) -> None:
-        self._steps, self._name, self._activity = steps, name, activity
+    def __init__(
+        self, steps: StepQueue, rollout: Trajectory, *, activity: RolloutActivity, name: str = "", retries: int = 0
+    ) -> None:
+        self._steps, self._rollout, self._name, self._activity = steps, rollout, name, activity
         self._retries = 0 if steps.keeps_sessions else retries
         self._worker: ActorKey | None = None
-        self.repeated = 0
-        self.times = StepTimes()
 
     async def open(self, metadata: Any) -> tuple[Any, Observation | None]:
         """Begin the session, if the environment keeps sessions.
@@ -257,13 +237,11 @@ class Session:
         for attempt in range(self._retries + 1):
             try:
                 with self._activity.waiting(ENVIRONMENT, "step"):
-                    return await self._steps.step(
-                        conversation, metadata, alone=attempt > 0, worker=self._worker, times=self.times
-                    )
+                    return await self._steps.step(self._rollout, conversation, metadata, alone=attempt > 0, worker=self._worker)
             except Exception as error:
                 if attempt == self._retries or not may_be_retried(error):
                     raise _failed(error) from error
-                self.repeated += 1
+                self._rollout.retries += 1
         raise AssertionError("unreachable")
 
     def close(self) -> asyncio.Future[Any] | None:
