@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import rlcore
 
 from rlcore_cli.check import CHECKS
-from rlcore_cli.main import ALIASES, COMMANDS
+from rlcore_cli.main import ALIASES, COMMANDS, SECTIONS
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -60,6 +61,32 @@ def test_the_list_of_commands_shows_each_with_its_line():
     listed = rlcore("--help").stdout
     for command, (_, summary) in COMMANDS.items():
         assert re.search(rf"^  {command} +{re.escape(summary[:30])}", listed, flags=re.MULTILINE)
+
+
+def test_every_command_is_in_one_section_of_the_help():
+    listed = [name for names in SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted({*COMMANDS, "chat", "serve"})
+    lines = rlcore("--help").stdout.splitlines()
+    below = {title: lines.index(f"{title}:") for title in SECTIONS}
+    assert lines.index(next(line for line in lines if line.startswith("  train "))) == below["Train"] + 1
+    assert "Commands of plugins:" not in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rlcore", "list-"], {"list-backends", "list-plugins"}),
+        (["rlcore", "ser"], {"serve"}),
+        (["rlcore", "check", "l"], {"logprobs"}),
+        (["rlcore", "train", "--allow"], {"--allow-config-change"}),
+        (["rlcore", "explain", "policy.generation.temp"], {"policy.generation.temperature"}),
+    ],
+)
+def test_a_shell_can_complete_commands_options_and_config_keys(words, expected):
+    asked = {"_RLCORE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    command = Path(sys.executable).with_name("rlcore")
+    result = subprocess.run([command], env={**os.environ, **asked}, capture_output=True, text=True)
+    assert set(result.stdout.split()) == expected, result.stderr
 
 
 def test_a_misspelt_command_suggests_the_nearest():

@@ -11,8 +11,25 @@ from rl_core.errors import ConfigError
 from rlcore_cli.arguments import Overrides
 
 
+def _completed_key(incomplete: str) -> list[str]:
+    """The keys that begin with what was typed, up to their next dot."""
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+    from rl_train.config.schema_index import schema_index
+    from rlcore_cli.explanation import known_keys
+
+    parts = incomplete.count(".") + 1
+    keys = known_keys(schema_index(Registry(discover())))
+    return sorted({".".join(key.split(".")[:parts]) for key in keys if key.startswith(incomplete)})
+
+
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A config key, such as policy.generation.temperature.")],
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", help="A config key, such as policy.generation.temperature.", autocompletion=_completed_key
+        ),
+    ],
     overrides: Overrides = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="A config file: show the value of the key and where it comes from.")

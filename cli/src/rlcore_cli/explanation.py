@@ -98,7 +98,7 @@ def explain_anywhere(key: str, component: str | None) -> None:
         return
     declarations = index.find(path)
     if not declarations:
-        raise _no_key(key, _known_keys(index), where="")
+        raise _no_key(key, known_keys(index), where="")
     by_declaration: dict[tuple[object, ...], list[tuple[SectionSchema, Field]]] = {}
     for section, field in declarations:
         by_declaration.setdefault((field.owner, field.name, repr(field.default)), []).append((section, field))
@@ -123,7 +123,8 @@ def _sections_at(index: SchemaIndex, path: tuple[str, ...], component: str | Non
     return sections
 
 
-def _known_keys(index: SchemaIndex) -> list[str]:
+def known_keys(index: SchemaIndex) -> list[str]:
+    """Every key and section that an installed component has, and the keys of mappings with defaults."""
     fields = [field for section in index.sections for field in section.fields()]
     keys = {dotted(field.path) for field in fields}
     keys |= {f"{dotted(field.path)}.{name}" for field in fields if field.model is None for name in _free_keys(field)}

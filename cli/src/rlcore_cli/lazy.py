@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +13,11 @@ from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from rl_core.plugins.registry import Registry
+
+HELP_WIDTH = 120
+"""Longest line of help; narrower terminals have shorter ones."""
+COMPLETING = "_RLCORE_COMPLETE"
+"""The variable in which the shell says that it asks for completions."""
 
 
 class LightCommand(TyperCommand):
@@ -58,10 +64,12 @@ class LazyGroup(TyperGroup):
     """A group of lazy commands.
 
     Subclasses set `builtin` and `aliases`: import path and help line by command name. Aliases are not listed, and may have
-    further arguments, which come before those of the user.
+    further arguments, which come before those of the user. `sections` are the headings of the help and the commands below each;
+    other commands follow under "Commands", or "Commands of plugins" if there are sections.
     """
 
     builtin: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    sections: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(self, **settings: Any) -> None:
@@ -70,6 +78,17 @@ class LazyGroup(TyperGroup):
         for name, (target, summary, *leading) in (*self.builtin.items(), *self.aliases.items()):
             hidden = name in self.aliases
             self.add_command(LazyCommand(name, _importer(target), summary=summary, hidden=hidden, leading=leading))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help lines of the commands, by section."""
+        listed = {name: command for name in self.list_commands(ctx) if not (command := self.commands[name]).hidden}
+        width = max(map(len, listed), default=0)
+        named = {name for names in self.sections.values() for name in names}
+        others = tuple(name for name in listed if name not in named)
+        for title, names in (*self.sections.items(), ("Commands of plugins" if self.sections else "Commands", others)):
+            if rows := [(name.ljust(width), listed[name].get_short_help_str(limit=200)) for name in names if name in listed]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def get_help_option(self, ctx: Any) -> Any:
         """As `LightCommand.get_help_option`."""
@@ -85,9 +104,18 @@ def lazy_app(commands: Mapping[str, tuple[str, str]]) -> typer.Typer:
 
 
 def typer_app(group: type[LazyGroup]) -> typer.Typer:
-    """An application without completion and rich text, which prints its help if no command is given."""
+    """An application without rich text, which prints its help if no command is given.
+
+    It completes command lines if the shell asks for it. The options of Typer that install completion are left out: their import
+    is slow, and `docs/cli.md` shows the line that turns it on.
+    """
     return typer.Typer(
-        cls=group, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, no_args_is_help=True
+        cls=group,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=COMPLETING in os.environ,
+        no_args_is_help=True,
+        context_settings={"max_content_width": HELP_WIDTH},
     )
 
 

@@ -1,7 +1,7 @@
 """The `rlcore` command: its subcommands and error handling. Subcommands are imported when they run.
 
 To add a command: write `rlcore_cli/NAME.py` with a function that has Typer annotations and a docstring that ends with an
-`Example:` section, and add one line to `COMMANDS`.
+`Example:` section, and add one line to `COMMANDS` and its name to `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ COMMANDS = {
     "list-plugins": ("rlcore_cli.listing:list_plugins", "List installed plugins, their components and status."),
 }
 """Command name: import path of its function or application, and its line in `rlcore --help`."""
+SECTIONS = {
+    "Set up": ("init", "data", "prompt", "validate", "check", "explain", "schema", "import-config", "doctor"),
+    "Train": ("train", "eval"),
+    "Look": ("report", "compare", "env"),
+    "Serve": ("chat", "serve", "convert"),
+    "Extend": ("new-plugin", "list-backends", "list-plugins"),
+}
+"""Headings of `rlcore --help` and the commands below each."""
 _BASES = Path(rl_train.__file__).parent / "config" / "base_configs"
 ALIASES: dict[str, tuple[str, ...]] = {
     "check-logprobs": ("rlcore_cli.check_logprobs:check_logprobs", "Alias of `rlcore check logprobs`."),
@@ -66,6 +74,7 @@ class Commands(PluginGroup):
     """The built-in commands and those of plugins."""
 
     builtin = COMMANDS
+    sections = SECTIONS
     aliases = ALIASES
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
