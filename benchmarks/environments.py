@@ -149,7 +149,7 @@ def measure(
     """Seconds, and CPU-seconds of the workers, for all rows."""
     worker_class = Registry(discover()).find(Kind.ENVIRONMENT, name).load()
     pool = ActorPool(cluster, worker_class, workers, kwargs={"config": dict(section)}, name=f"env.{name}")
-    environment = EnvironmentPool(pool, task_name=name, deadline_s=3600.0)
+    environment = EnvironmentPool(pool, task_name=name)
     try:
         logs: Any = [messages for messages, _ in rows]
         metadata = [info for _, info in rows]

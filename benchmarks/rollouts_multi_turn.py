@@ -151,7 +151,7 @@ def make_collector(arguments: argparse.Namespace, exits: ExitStack) -> Collector
         cluster = RayVirtualCluster([1], use_gpus=False)
         exits.callback(cluster.shutdown)
         pool = ActorPool(cluster, Delayed, 1, max_concurrency=arguments.rows, name="env.delayed")
-    environment = EnvironmentPool(pool, task_name="delayed", deadline_s=600.0)
+    environment = EnvironmentPool(pool, task_name="delayed")
     exits.callback(environment.shutdown)
     generation = HuggingFaceGeneration(str(MODEL), max_new_tokens=arguments.new_tokens, max_model_len=64, cluster=cluster)
     exits.callback(generation.shutdown)

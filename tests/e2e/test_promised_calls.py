@@ -399,6 +399,6 @@ class MyEnvironment(EnvironmentInterface):
 def test_an_environment_that_arrives_wrapped_in_ray_works_in_a_process_and_in_an_actor():
     logs = [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]]
     truth = [{"expected_answer": "4"}] * 2
-    pool = EnvironmentPool(InProcessPool(MyEnvironment, {"cfg": {"num_workers": 8}}), task_name="mine", deadline_s=30)
+    pool = EnvironmentPool(InProcessPool(MyEnvironment, {"cfg": {"num_workers": 8}}), task_name="mine")
     assert pool.step(logs, truth).rewards.tolist() == [1.0, 0.0]
     pool.shutdown()

@@ -119,7 +119,7 @@ METRICS = {
 
 
 def pooled(found):
-    return EnvironmentPool(InProcessPool(Returns, {"found": found}), task_name="chess", deadline_s=10)
+    return EnvironmentPool(InProcessPool(Returns, {"found": found}), task_name="chess")
 
 
 def names_task_and_class(error, what):
@@ -179,7 +179,7 @@ def test_an_environment_in_ray_actors_that_returns_none_names_its_task_and_class
             return None
 
     with ActorPool(None, Silent, name="env.chess") as pool:
-        environment = EnvironmentPool(pool, task_name="chess", deadline_s=60)
+        environment = EnvironmentPool(pool, task_name="chess")
         with pytest.raises(RLCoreError, match=re.escape("Silent of task 'chess' returned None from step()")):
             environment.step([[]], [None])
 

@@ -244,13 +244,13 @@ class ThreeShares(InProcessPool):
     ],
 )
 def test_a_named_reward_that_only_some_calls_return_is_kept_and_counts_as_zero_elsewhere(states, rewards):
-    pool = EnvironmentPool(ThreeShares(Picky), task_name="chess", deadline_s=10)
+    pool = EnvironmentPool(ThreeShares(Picky), task_name="chess")
     found = pool.step([[]] * len(states), states).rewards
     assert (found.tolist() if isinstance(found, torch.Tensor) else {k: v.tolist() for k, v in found.items()}) == rewards
 
 
 def test_an_environment_that_loses_a_row_is_named():
-    pool = EnvironmentPool(InProcessPool(Forgetful), task_name="chess", deadline_s=10)
+    pool = EnvironmentPool(InProcessPool(Forgetful), task_name="chess")
     with pytest.raises(RLCoreError, match="task 'chess' was called with 2 rows but returned 1 rewards"):
         pool.step([[], []], [None, None])
 

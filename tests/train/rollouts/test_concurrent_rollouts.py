@@ -119,7 +119,7 @@ class Gated(EnvironmentInterface):
 
 def test_a_slow_environment_call_delays_no_other_row(tokenizer, streaming):
     pool = InProcessPool(Gated, max_concurrency=2)
-    environment = EnvironmentPool(pool, task_name="gated", deadline_s=WAIT_S)
+    environment = EnvironmentPool(pool, task_name="gated")
     tasks = [("gated", {"slow": 7, "turn": 0}), *[("gated", {"slow": 0, "turn": 0})] * 7]
     rows = play(streaming(lambda _: ("ok[EOS]", False)), {"gated": environment}, tokenizer, rows_of(tokenizer, tasks))
     assert pool._group.worker.waited == [True] * 7
@@ -169,7 +169,7 @@ class RecordingPool(Pool):
 
 def test_rows_that_are_ready_together_are_divided_among_the_workers(tokenizer, engine_for, environments):
     pool = RecordingPool(environments["count"])
-    environment = EnvironmentPool(pool, task_name="count", deadline_s=WAIT_S)
+    environment = EnvironmentPool(pool, task_name="count")
     tasks = [("count", {"turns": 2})] * 5 + [("count", {"turns": 1})] * 2
     play(engine_for(lambda _: ("ok[EOS]", False)), {"count": environment}, tokenizer, rows_of(tokenizer, tasks))
     assert pool.calls == [4, 3, 3, 2]

@@ -218,7 +218,7 @@ def test_a_call_that_cannot_be_started_ends_the_run_instead_of_leaving_its_rollo
         def submit(self, *args, **options):
             raise RLCoreError("pool 'env.t' was shut down")
 
-    environment = EnvironmentPool(ClosedPool(), task_name="t", deadline_s=1.0)
+    environment = EnvironmentPool(ClosedPool(), task_name="t")
     with pytest.raises(RLCoreError, match="was shut down"):
         played(collector, tokenizer, environment, 3)
 
@@ -394,7 +394,7 @@ class Deadly(EnvironmentInterface):
 @pytest.mark.ray
 def test_a_row_that_kills_its_worker_is_masked_and_the_rows_next_to_it_are_scored(local_ray, collector, tokenizer):
     with ActorPool(None, Deadly, 1, name="env.t") as pool:
-        environment = EnvironmentPool(pool, task_name="t", deadline_s=60.0)
+        environment = EnvironmentPool(pool, task_name="t")
         rows = played(collector, tokenizer, environment, 3, retries=1)
     assert [row.scored for row in rows] == [True, False, True]
     assert rows[1].failure == "WorkerDiedError: the environment's worker died"
@@ -420,7 +420,7 @@ class DiesInMetrics(Fragile):
 @pytest.mark.parametrize("deaths", [2, 3])
 def test_metrics_whose_worker_dies_are_computed_again_at_most_twice(local_ray, tmp_path, deaths):
     with ActorPool(None, DiesInMetrics, 1, {"folder": tmp_path, "deaths": deaths}, name="env.t") as pool:
-        environment = EnvironmentPool(pool, task_name="t", deadline_s=60.0)
+        environment = EnvironmentPool(pool, task_name="t")
         if deaths == 2:
             assert metrics_checked(environment, "t", {}) == {"tries": 2.0}
         else:
@@ -441,7 +441,7 @@ def test_a_reward_function_whose_own_call_is_cancelled_masks_its_rows(collector,
     environment = FunctionEnvironment(functions=named_functions(cancelled_reward))
     if in_pool:
         pool = InProcessPool(FunctionEnvironment, {"functions": named_functions(cancelled_reward)}, name="env.t")
-        environment = EnvironmentPool(pool, task_name="t", deadline_s=60.0)
+        environment = EnvironmentPool(pool, task_name="t")
     rows = played(collector, tokenizer, environment, 2)
     environment.shutdown()
     assert [(row.done, row.scored) for row in rows] == [(True, False)] * 2

@@ -163,7 +163,7 @@ class WithoutActors(InProcessPool):
 
 
 def test_a_session_for_which_no_worker_could_be_started_fails_only_its_rollout(tokenizer, engine):
-    environment = EnvironmentPool(WithoutActors(Notebook), task_name="notebook", deadline_s=10, keeps_sessions=True)
+    environment = EnvironmentPool(WithoutActors(Notebook), task_name="notebook", keeps_sessions=True)
     [row] = play(tokenizer, engine, environment, [{"name": "a", "turns": 1}])
     assert not to_batch([row])["sample_mask"].any()
     assert "no process of the environment could be started" in row.failure_details
@@ -218,7 +218,7 @@ class Mortal(Notebook):
 def test_all_steps_of_a_session_run_in_one_process_and_end_with_it(local_ray, tokenizer, engine_for):
     engine = engine_for(lambda _: ("ok[EOS]", False))
     with ActorPool(None, Mortal, 2, name="env.notebook") as pool:
-        environment = EnvironmentPool(pool, task_name="notebook", deadline_s=60.0, keeps_sessions=True)
+        environment = EnvironmentPool(pool, task_name="notebook", keeps_sessions=True)
         plain = [{"name": str(n), "turns": 3} for n in range(4)]
         rows = play(tokenizer, engine, environment, plain, retries=1)
         # Two sessions per process, and each counts its own steps there.
@@ -254,7 +254,7 @@ def test_the_time_in_which_a_row_waits_for_its_worker_is_measured_apart_from_its
     now = [0.0]
     monkeypatch.setattr("rl_train.rollouts.sessions.perf_counter", lambda: now[0])
     pool = HeldPool(max_concurrency)
-    queue = StepQueue(EnvironmentPool(pool, task_name="notebook", deadline_s=60.0, keeps_sessions=True), "notebook")
+    queue = StepQueue(EnvironmentPool(pool, task_name="notebook", keeps_sessions=True), "notebook")
     log = ActivityLog()
     rows = [
         Trajectory(message_log=[], metadata=None, task_name="notebook", group_id=0, index=0, ordinal=0, sample=number)
@@ -294,7 +294,7 @@ def test_the_time_in_which_a_row_waits_for_its_worker_is_measured_apart_from_its
 
 
 def test_the_times_of_a_rollouts_steps_are_metrics_and_survive_a_restart(tokenizer, engine):
-    rows = play(tokenizer, engine, EnvironmentPool(InProcessPool(Notebook), task_name="notebook", deadline_s=60.0),
+    rows = play(tokenizer, engine, EnvironmentPool(InProcessPool(Notebook), task_name="notebook"),
                 [{"name": "a", "turns": 2}, {"name": "b", "turns": 1}])  # fmt: skip
     assert all(row.environment_step_s > 0.0 for row in rows)
     rows[0].environment_wait_s, rows[0].environment_step_s, rows[1].environment_wait_s, rows[1].environment_step_s = 1, 2, 3, 4

@@ -241,7 +241,6 @@ class Builder:
             check_environment_class(worker_class, name)
         config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
         kwargs = first_argument(worker_class, config)
-        deadline_s = self.run.cluster.deadlines.environment_s
         if self.cluster is None:
             pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
         else:
@@ -250,16 +249,11 @@ class Builder:
                 worker_class,
                 section.num_workers,
                 kwargs,
-                section.step_timeout_s,
+                deadline_s=min(self.run.cluster.deadlines.environment_s, section.step_timeout_s),
                 max_concurrency=section.max_concurrency,
                 name=f"env.{task}",
             )
-        environment = EnvironmentPool(
-            pool,
-            task_name=task,
-            deadline_s=min(deadline_s, section.step_timeout_s),
-            keeps_sessions=keeps_sessions(plain_class(worker_class)),
-        )
+        environment = EnvironmentPool(pool, task_name=task, keeps_sessions=keeps_sessions(plain_class(worker_class)))
         self.exits.callback(environment.shutdown)
         return environment
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from concurrent.futures import Future
 from typing import Any
 
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -24,86 +22,54 @@ class EnvironmentPool(EnvironmentInterface):
     """Several instances of an environment behind its interface.
 
     Args:
-        pool: the instances.
+        pool: the instances. A call that exceeds the pool's deadline fails, and is not repeated.
         task_name: used in errors.
-        deadline_s: timeout in seconds for a turn of the whole batch.
         keeps_sessions: whether the environment has `reset` or `close`, see `keeps_sessions`.
     """
 
-    def __init__(self, pool: Pool, *, task_name: str, deadline_s: float, keeps_sessions: bool = False) -> None:
-        self.keeps_sessions = keeps_sessions
-        self._pool = pool
+    def __init__(self, pool: Pool, *, task_name: str, keeps_sessions: bool = False) -> None:
+        self.pool, self.keeps_sessions = pool, keeps_sessions
         self._task_name = task_name
-        self._deadline_s = deadline_s
 
     @classmethod
     def of(cls, environment: EnvironmentInterface, task_name: str) -> EnvironmentPool:
         """The environment if it is a pool, else a pool of this object, whose calls block and have no deadline."""
         if isinstance(environment, EnvironmentPool):
             return environment
-        sessions = keeps_sessions(type(environment))
-        return cls(ObjectPool(environment), task_name=task_name, deadline_s=math.inf, keeps_sessions=sessions)
-
-    @property
-    def slots(self) -> int:
-        """Number of calls that run at the same time."""
-        return self._pool.num_actors * self._pool.max_concurrency
-
-    @property
-    def max_concurrency(self) -> int:
-        """Number of calls that a worker runs at the same time."""
-        return self._pool.max_concurrency
-
-    @property
-    def workers(self) -> list[ActorKey]:
-        """The current workers."""
-        return self._pool.actors
-
-    def submit(self, method: str, *args: Any, on: ActorKey | None = None) -> Future[Any]:
-        """Call a method of one worker, without waiting; a call that dies or exceeds the timeout is not repeated.
-
-        Args:
-            method: the environment's method.
-            args: its arguments.
-            on: the worker; any one by default.
-        """
-        return self._pool.submit(method, *args, deadline_s=self._deadline_s, on=on)
+        return cls(ObjectPool(environment), task_name=task_name, keeps_sessions=keeps_sessions(type(environment)))
 
     async def step_rows(
         self, message_log_batch: list[Any], metadata: list[Any], *, on: ActorKey | None = None
     ) -> list[StepResult]:
-        """Call `step` of one worker for these rows, and check the results.
-
-        A call whose worker dies or exceeds the timeout is not retried here; rollouts retry their own steps.
-        """
-        returned = await asyncio.wrap_future(self.submit("step", message_log_batch, metadata, on=on))
+        """Call `step` of one worker for these rows, and check the results; rollouts retry their own steps."""
+        returned = await asyncio.wrap_future(self.pool.submit("step", message_log_batch, metadata, on=on))
         return self._checked(returned, len(metadata))
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:
-        size = -(-len(metadata) // self._pool.num_actors)
+        size = -(-len(metadata) // self.pool.num_actors)
         shards = [slice(start, start + size) for start in range(0, len(metadata), size)]
-        calls = [self.submit("step", message_log_batch[shard], metadata[shard]) for shard in shards]
+        calls = [self.pool.submit("step", message_log_batch[shard], metadata[shard]) for shard in shards]
         results = [self._checked(call.result(), len(metadata[shard])) for call, shard in zip(calls, shards, strict=True)]
         return environment_return([result for shard in results for result in shard])
 
     def _checked(self, returned: Any, rows: int) -> list[StepResult]:
-        return checked_return(returned, rows=rows, task_name=self._task_name, environment_class=self._pool.worker_class)
+        return checked_return(returned, rows=rows, task_name=self._task_name, environment_class=self.pool.worker_class)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float | int]]:
         returned = self._metrics(batch)
-        batch, metrics = checked_metrics(returned, task_name=self._task_name, environment_class=self._pool.worker_class)
+        batch, metrics = checked_metrics(returned, task_name=self._task_name, environment_class=self.pool.worker_class)
         return batch, {**metrics}
 
     def _metrics(self, batch: BatchedDataDict[Any]) -> Any:
         """What a worker returns for a batch; another one is asked if it dies, because it may have died while it was idle."""
         for _ in range(_METRICS_RETRIES):
             try:
-                return self.submit("global_post_process_and_metrics", batch).result()
+                return self.pool.submit("global_post_process_and_metrics", batch).result()
             except (WorkerDiedError, DeadlineExceededError) as error:
                 _log.warning("env.%s: the metrics are computed again: %s", self._task_name, error)
-        return self.submit("global_post_process_and_metrics", batch).result()
+        return self.pool.submit("global_post_process_and_metrics", batch).result()
 
     def shutdown(self) -> None:
-        self._pool.shutdown()
+        self.pool.shutdown()

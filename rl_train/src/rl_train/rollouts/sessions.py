@@ -43,7 +43,9 @@ class StepQueue:
         self.task_name = task_name
         self._environment = EnvironmentPool.of(environment, task_name)
         self.keeps_sessions = self._environment.keeps_sessions
-        self._slots, self._per_worker = self._environment.slots, self._environment.max_concurrency
+        self._pool = self._environment.pool
+        self._per_worker = self._pool.max_concurrency
+        self._slots = self._pool.num_actors * self._per_worker
         self._waiting: list[_Step] = []
         self._running: Counter[ActorKey | None] = Counter()
         self._sessions: Counter[ActorKey] = Counter()
@@ -75,7 +77,7 @@ class StepQueue:
 
     def call(self, method: str, *args: Any, worker: ActorKey) -> asyncio.Future[Any]:
         """Call a method for one session."""
-        return asyncio.wrap_future(self._environment.submit(method, *args, on=worker))
+        return asyncio.wrap_future(self._pool.submit(method, *args, on=worker))
 
     def lease(self) -> ActorKey:
         """The worker with the fewest sessions.
@@ -83,7 +85,7 @@ class StepQueue:
         Raises:
             WorkerDiedError: there is none, because none could be started.
         """
-        workers = self._environment.workers
+        workers = self._pool.actors
         if not workers:
             raise WorkerDiedError(
                 f"env.{self.task_name}: no process of the environment could be started. Its log shows why; `rlcore check env` "
