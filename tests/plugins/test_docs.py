@@ -1,4 +1,4 @@
-"""The pages on plugins match the code: hooks are listed as specified, and the example is built and run."""
+"""The pages on plugins match the code: hooks are listed as specified, and the environment of the tutorial is built and run."""
 
 import inspect
 import json
@@ -47,9 +47,9 @@ def test_every_hook_without_arguments_returns_components_and_every_other_hook_is
     assert set(hookspecs.EVENT_HOOKS) == set(SPECIFICATIONS) - nouns
 
 
-def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
+def test_the_environment_of_the_tutorial_is_built_installed_and_works(site, tmp_path):
     project = tmp_path / "project"
-    for path, text in _files_of(DOCS / "write_a_plugin.md").items():
+    for path, text in plugin_files("acme", "environment").items():
         (project / path).parent.mkdir(parents=True, exist_ok=True)
         (project / path).write_text(text)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
@@ -59,8 +59,8 @@ def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
         capture_output=True,
         timeout=240,
     )
-    assert site.plugins()["brevity"]["status"] == "ready"
-    assert site.rlcore("doctor", "brevity", "--deep").returncode == 0
+    assert site.plugins()["acme"]["status"] == "ready"
+    assert site.rlcore("doctor", "acme", "--deep").returncode == 0
     result = site.python(
         "-c",
         "import json\n"
@@ -68,13 +68,13 @@ def test_the_example_of_the_page_is_built_installed_and_works(site, tmp_path):
         "from rl_core.plugins.component import Kind\n"
         "from rl_core.plugins.registry import Registry\n"
         "from rl_train.config.section_models import section_of\n"
-        "component = Registry(discover()).find('environment', 'brevity')\n"
-        "environment = component.load()(section_of(component, Kind.ENVIRONMENT)(longest=10))\n"  # as for a config
-        "logs = [[{'role': 'assistant', 'content': text}] for text in ('', 'short', 'much too long')]\n"
-        "print(json.dumps(environment.step(logs, [None] * 3).rewards.tolist()))\n",
+        "component = Registry(discover()).find('environment', 'acme')\n"
+        "environment = component.load()(section_of(component, Kind.ENVIRONMENT)(partial_credit=0.5))\n"  # as for a config
+        "logs = [[{'role': 'assistant', 'content': text}] for text in ('42', '41', 'forty-two')]\n"
+        "print(json.dumps(environment.step(logs, [{'expected_answer': '42'}] * 3).rewards.tolist()))\n",
     )
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == [1.0, 0.5, 0.0]
+    assert json.loads(result.stdout) == [1.0, 0.25, 0.0]
 
 
 TUTORIALS = {
@@ -102,9 +102,3 @@ def test_the_code_of_a_tutorial_is_what_the_command_writes(page):
 def _compact(code: str) -> str:
     """Code without what formatting a fragment changes: whitespace and trailing commas."""
     return re.sub(r",(?=[)\]}])", "", re.sub(r"\s", "", code))
-
-
-def _files_of(page: Path) -> dict[str, str]:
-    """The files shown on a page: a line that starts with a path in backticks, then a fenced block."""
-    pattern = r"^`([\w./]+)`[^\n]*\n\n```\w+\n(.*?)^```$"
-    return dict(re.findall(pattern, page.read_text(), flags=re.MULTILINE | re.DOTALL))
