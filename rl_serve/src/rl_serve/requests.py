@@ -248,9 +248,40 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=_MAX_MESSAGES)]
 
 
-class ChatRequest(SamplingRequest, GradedRequest):
+class MessageLimit:
+    """The maximum number of tokens of a message, a field with two names."""
+
+    limit: ClassVar[str]
+    """Name of the field."""
+    second_name: ClassVar[str]
+    relation: ClassVar[str]
+    """What the second name is, for errors."""
+
+    @property
+    def limit_name(self) -> str:
+        """The name under which it is given, for errors."""
+        return self.limit if getattr(self, self.second_name) is None else self.second_name
+
+    def new_tokens(self) -> int | None:
+        """The limit; None if it is not given.
+
+        Raises:
+            ApiError: it is given under both names.
+        """
+        first: int | None = getattr(self, self.limit)
+        second: int | None = getattr(self, self.second_name)
+        if first is not None and second is not None:
+            text = f"{self.second_name} is {self.relation} of {self.limit}: set one of them."
+            raise ApiError(400, text, param=self.second_name)
+        return second if first is None else first
+
+
+class ChatRequest(SamplingRequest, GradedRequest, MessageLimit):
     """Body of `/v1/chat/completions`."""
 
+    limit: ClassVar[str] = "max_completion_tokens"
+    second_name: ClassVar[str] = "max_tokens"
+    relation: ClassVar[str] = "the earlier name"
     messages: Messages
     """The conversation."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -275,25 +306,13 @@ class ChatRequest(SamplingRequest, GradedRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires `logprobs: true`.", param="top_logprobs")
 
-    @property
-    def limit_name(self) -> str:
-        """Name of the field with the maximum number of tokens, for errors."""
-        return "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
 
-    def new_tokens(self) -> int | None:
-        """Maximum number of tokens of a message.
-
-        Raises:
-            ApiError: it is given under both names.
-        """
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ApiError(400, "max_tokens is the earlier name of max_completion_tokens: set one of them.", param="max_tokens")
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class GenerateRequest(RequestBody, SamplingParameters):
+class GenerateRequest(RequestBody, SamplingParameters, MessageLimit):
     """Body of `/generate`: the fields of a record, which fill the prompt config, and how to sample."""
 
+    limit: ClassVar[str] = "max_tokens"
+    second_name: ClassVar[str] = "tokens_to_generate"
+    relation: ClassVar[str] = "another name"
     question: str | None = None
     """The question; also fills `{problem}`."""
     expected_answer: str | int | float | None = None
@@ -308,23 +327,6 @@ class GenerateRequest(RequestBody, SamplingParameters):
         return self.model_dump(
             exclude={"model", *SamplingParameters.model_fields, "max_tokens", "tokens_to_generate"}, exclude_none=True
         )
-
-    @property
-    def limit_name(self) -> str:
-        """As `ChatRequest.limit_name`."""
-        return "tokens_to_generate" if self.tokens_to_generate is not None else "max_tokens"
-
-    def new_tokens(self) -> int | None:
-        """Maximum number of tokens of a message.
-
-        Raises:
-            ApiError: it is given under both names.
-        """
-        if self.max_tokens is not None and self.tokens_to_generate is not None:
-            raise ApiError(
-                400, "tokens_to_generate is another name of max_tokens: set one of them.", param="tokens_to_generate"
-            )
-        return self.tokens_to_generate if self.max_tokens is None else self.max_tokens
 
 
 class TokenSamplingParameters(SamplingParameters):
