@@ -298,6 +298,35 @@ def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeyp
     assert b"${oc.env:AN_ADMIN_KEY}" in written
 
 
+@pytest.mark.ray
+def test_with_older_rollouts_the_server_gets_new_weights_when_no_rollout_is_in_progress(tmp_path, monkeypatch, no_ray):
+    monkeypatch.setenv("A_KEY", KEY)
+    monkeypatch.setenv("AN_ADMIN_KEY", ADMIN)
+    updates = tmp_path / "updates"
+    updates.mkdir()
+    config = run_config(url="URL", folder=updates, steps=4, api="inference")
+    config |= {"cluster": {"backend": "ray", "workers_per_node": 1, "use_gpus": False}, "loss_fn": {"ratio_to": "sampler"}}
+    config["grpo"] |= {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_val_samples": 8, "val_period": 1}
+    config["rollout"] = {"max_staleness": 1}
+    in_progress = []
+    with updatable(updates) as (url, served):
+        prepare = served.prepare_refit_info
+
+        def counted(info):
+            in_progress.append(sum(served._stream.load))
+            return prepare(info)
+
+        monkeypatch.setattr(served, "prepare_refit_info", counted)
+        config["policy"]["generation"]["openai_cfg"]["base_url"] = f"{url}/v1"
+        rows, _ = trained(config, tmp_path)
+    steps = [row for row in rows if row["step"] > 0]
+    assert in_progress
+    assert set(in_progress) == {0}
+    assert [row["staleness/steps_max"] for row in steps] == [0.0, 1.0, 1.0, 1.0]
+    assert all(row["rollout/mixed_version_frac"] == 0.0 for row in steps)
+    assert all(row["rollout/ending_s"] >= 0 for row in steps)
+
+
 @pytest.mark.full("trains for some minutes; the test before it trains for two steps")
 def test_the_held_out_success_of_a_model_trained_with_a_server_rises(tmp_path, monkeypatch):
     monkeypatch.setenv("A_KEY", KEY)

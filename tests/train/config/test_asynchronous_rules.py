@@ -1,5 +1,6 @@
 """What `rollout.max_staleness` above 0 requires: each refusal names the key and the reason."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,22 @@ def test_asynchronous_rollouts_are_accepted_with_a_correction_and_separate_proce
         ([*ASYNC, "++rollout.order=exact", "++rollout.ahead=0"], "remove ahead"),
         (["++rollout.order=exact"], "order: exact has no effect with max_staleness 0"),
         ([*ASYNC, "++rollout.ahead=2"], "lower ahead or raise max_staleness"),
-        ([*ASYNC, "++policy.generation.backend=openai"], "does not have the capability 'refit_in_flight'"),
     ],
 )
 def test_what_cannot_work_with_older_rollouts_is_refused_with_the_reason(registry, overrides, reason):
     found = problems(registry, *overrides, example="distillation_addition" if "topk" in str(overrides) else "grpo_addition")
     assert any(reason in problem for problem in found), found
+
+
+def test_an_engine_must_sample_single_rows_but_need_not_continue_them_over_refits(registry, monkeypatch):
+    assert "refit_in_flight" not in registry.find("generation", "openai").capabilities
+    server = ["base_url=http://127.0.0.1:1/v1", "model=m", "weight_updates=vllm"]
+    section = ["backend=openai", "refit_folder=/tmp", *(f"openai_cfg.{setting}" for setting in server)]
+    assert problems(registry, *ASYNC, *(f"++policy.generation.{setting}" for setting in section)) == []
+    find = registry.find
+    monkeypatch.setattr(registry, "find", lambda *args, **options: replace(find(*args, **options), capabilities=("disk",)))
+    found = problems(registry, *ASYNC)
+    assert any("does not have the capability 'async_rows'" in problem for problem in found), found
 
 
 def test_an_algorithm_without_rollouts_is_refused(registry):

@@ -160,6 +160,23 @@ def test_a_checkpoint_of_an_exact_run_waits_for_rollouts_in_progress(collector, 
     assert metrics["rollout/ending_s"] > 0
 
 
+def test_rollouts_end_before_a_refit_and_those_that_are_replaced_begin_after_it(collector):
+    source = source_of(collector, 1)
+    collector.held |= {2, 3}
+    collector.failing.add(3)
+    source.take(1, PROMPTS)
+    threading.Timer(0.01, collector.held.clear).start()
+    source.end_rollouts()  # as the synchronizer does if the engine does not continue rows over a refit
+    assert all(future.done() for future in source._playing)
+    assert sorted(collector.begun) == [0, 1, 2, 3]
+    collector.generation.version += 10
+    trained, metrics = step(source, collector, 2)
+    assert trained[0] == 2
+    assert 3 not in trained
+    assert metrics["rollout/ending_s"] > 0
+    assert metrics["rollout/mixed_version_frac"] == 0.0
+
+
 def test_a_thread_that_waits_for_rollouts_gives_restarted_replicas_their_weights(collector):
     source = source_of(collector, 1)
     collector.held |= {0, 1, 2, 3}

@@ -16,8 +16,11 @@ from rl_core.dispatch.worker_facade import WorkerFacade
 from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface
+from rl_core.plugins.capabilities import Capability
+from rl_core.plugins.component import Kind
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
+from rl_train.assembly.contracts import capabilities_of
 from rl_train.assembly.model_checks import warn_about_engine_limit
 from rl_train.assembly.placement import make_cluster, resolve_precision
 from rl_train.assembly.preparation import DataLoaders, Preparation
@@ -171,7 +174,7 @@ def assemble_run(
         run.rollouts = _rollout_source(run, collector, loaders, run.weights, replay)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)
-            if config.rollout.order == "exact":
+            if config.rollout.order == "exact" or not _continues_over_refits(builder):
                 run.weights.before_refit = run.rollouts.end_rollouts
         evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
     run.initial_metrics = loaders.metrics()
@@ -192,6 +195,13 @@ def assemble_run(
         run.keep("canary", run.weights.calibration)
     watch_training(run, builder)
     return run
+
+
+def _continues_over_refits(builder: Builder) -> bool:
+    """Whether rows in progress may stay in the engine while its weights change."""
+    assert builder.run.policy.generation is not None
+    engine = builder.registry.find(Kind.GENERATION, builder.run.policy.generation.backend)
+    return Capability.REFIT_IN_FLIGHT in capabilities_of(engine)
 
 
 def _rollout_source(

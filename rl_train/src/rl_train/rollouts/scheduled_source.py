@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class ScheduledSource(RolloutSource):
         """The current step, and its number of groups."""
         self._began_with: dict[int, int] = {}
         """By ordinal: the engine's weight version when the group began; only with an exact schedule."""
-        self._ending_s = 0.0
-        """Seconds that `end_rollouts` took since the last batch."""
+        self._ending_s: float | None = None
+        """Seconds that `end_rollouts` took since the last batch; None if it was not called."""
 
     def take(self, step: int, groups: int, selection: Selection | None = None) -> Rollouts:
         """Complete groups of a step, none of which exceeds the staleness bound.
@@ -174,16 +174,24 @@ class ScheduledSource(RolloutSource):
 
     def end_rollouts(self) -> None:
         started = time.perf_counter()
-        while self._playing:
-            self._await_groups()
-            self._begin()
-        self._ending_s += time.perf_counter() - started
+        if self._schedule.exact:  # a group that is replaced also begins with these weights
+            while self._playing:
+                self._await_groups()
+                self._begin()
+        else:
+            self._wait_for(all)
+        self._ending_s = (self._ending_s or 0.0) + time.perf_counter() - started
+
+    def _wait_for(self, number: Callable[[Iterable[bool]], bool]) -> None:
+        """Wait until any or all groups in progress have ended."""
+        self._collector.loop.wait(
+            lambda: number(future.done() for future in self._playing), meanwhile=self._collector.generation.await_weights
+        )
 
     def _await_groups(self) -> None:
         """Wait until groups have ended, and sort out those with too few scored rows."""
         step, groups = self._step, self._groups
-        loop, generation = self._collector.loop, self._collector.generation
-        loop.wait(lambda: any(future.done() for future in self._playing), meanwhile=generation.await_weights)
+        self._wait_for(any)
         is_first = self._schedule.max_staleness == 0 and not (self._replaced or self._rejected or self._schedule.ended)
         ended = [future for future in self._playing if future.done()]
         ordinals = [ordinal for future in ended for ordinal in self._playing.pop(future)]
@@ -229,7 +237,8 @@ class ScheduledSource(RolloutSource):
         if self._schedule.exact:
             refuse_other_versions(batch, [self._began_with.get(row.ordinal, -1) for row in trajectories])
             self._began_with = {ordinal: began for ordinal, began in self._began_with.items() if ordinal in self._rows}
-            metrics["rollout/ending_s"], self._ending_s = self._ending_s, 0.0
+        if self._ending_s is not None:
+            metrics["rollout/ending_s"], self._ending_s = self._ending_s, None
         metrics |= {
             "rollout/in_flight": float(len(self._schedule.in_progress) * self._group_size),
             "rollout/ready": float(len(self._schedule.ended) * self._group_size),

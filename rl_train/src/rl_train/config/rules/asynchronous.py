@@ -9,8 +9,6 @@ from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Kind, is_path
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 
-ASYNC_CAPABILITIES = (Capability.ASYNC_ROWS, Capability.REFIT_IN_FLIGHT)
-"""Capabilities of an engine whose rows join, leave and span refits while others run."""
 ENGINE_SHARES_GPUS = (
     "policy and engine share their GPUs, so the engine sleeps while a model is trained and cannot sample ahead. Set "
     "policy.generation.resources, or set rollout.max_staleness to 0."
@@ -72,16 +70,14 @@ def engine_is_separate_from_the_policy(config: CheckedConfig) -> Iterator[Proble
 
 
 @rule("rollout.max_staleness", "policy.generation", applies_to=TRAINING)
-def engine_continues_rows_over_refits(config: CheckedConfig) -> Iterator[Problem]:
-    """With max_staleness above 0, rows of the engine join, leave and continue over refits."""
+def engine_samples_single_rows(config: CheckedConfig) -> Iterator[Problem]:
+    """With max_staleness above 0, rows of the engine join and leave while others run."""
     run, generation = config.run, config.run.policy.generation
     if run.rollout.max_staleness == 0 or generation is None or is_path(generation.backend):
         return
-    capabilities = config.registry.find(Kind.GENERATION, generation.backend).capabilities
-    missing = [repr(str(name)) for name in ASYNC_CAPABILITIES if name not in capabilities]
-    if missing:
+    if Capability.ASYNC_ROWS not in config.registry.find(Kind.GENERATION, generation.backend).capabilities:
         yield Problem(
             ("policy", "generation", "backend"),
-            f"the engine {generation.backend!r} does not have the capability {' or '.join(missing)}, so its rows "
-            "cannot continue during training and refits. Set rollout.max_staleness to 0, or choose another engine.",
+            f"the engine {generation.backend!r} does not have the capability {str(Capability.ASYNC_ROWS)!r}, so its rows "
+            "cannot begin and end during training. Set rollout.max_staleness to 0, or choose another engine.",
         )
