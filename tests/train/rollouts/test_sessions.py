@@ -262,11 +262,14 @@ def test_the_time_in_which_a_row_waits_for_its_worker_is_measured_apart_from_its
     ]
     sessions = [Session(queue, row, activity=RolloutActivity(log, "row", "driver"), name=str(row.sample)) for row in rows]
 
+    def waiting_rows():
+        return [row for rows in queue._waiting.values() for row in rows]
+
     async def begin(number):
         sessions[number]._worker = pool.actors[0]
         step = asyncio.ensure_future(sessions[number].step([], {"name": number, "turns": 1}))
         await until(
-            lambda: step.done() or any(each.metadata["name"] == number for each in queue._waiting) or len(pool.calls) > number
+            lambda: step.done() or any(row.metadata["name"] == number for row in waiting_rows()) or len(pool.calls) > number
         )
         return step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -46,7 +46,8 @@ class StepQueue:
         self._pool = self._environment.pool
         self._per_worker = self._pool.max_concurrency
         self._slots = self._pool.num_actors * self._per_worker
-        self._waiting: list[_Step] = []
+        self._waiting: defaultdict[ActorKey | None, deque[_Step]] = defaultdict(deque)
+        """By worker; None if any may run them."""
         self._running: Counter[ActorKey | None] = Counter()
         self._sessions: Counter[ActorKey] = Counter()
         self._is_scheduled = False
@@ -71,7 +72,7 @@ class StepQueue:
             worker: the worker of the session; None without one.
         """
         step = _Step(rollout, conversation, metadata, asyncio.get_running_loop().create_future(), alone, worker)
-        self._waiting.append(step)
+        self._waiting[worker].append(step)
         self._schedule()
         return await step.future
 
@@ -107,21 +108,30 @@ class StepQueue:
 
     def _start_calls(self) -> None:
         self._is_scheduled = False
-        waiting = [step for step in self._waiting if not step.future.done()]  # others were cancelled
-        self._waiting = []
-        for worker in dict.fromkeys(step.worker for step in waiting):
+        for worker, waiting in list(self._waiting.items()):
             free = (self._slots if worker is None else self._per_worker) - self._running[worker]
-            calls = self._divided([step for step in waiting if step.worker == worker], free)
-            for steps in calls[:free]:
+            for steps in self._take(waiting, free) if free > 0 else ():
                 self._start(steps)
-            self._waiting += [step for steps in calls[free:] for step in steps]
+            if not waiting:
+                del self._waiting[worker]
 
-    def _divided(self, steps: list[_Step], free: int) -> list[list[_Step]]:
-        """The rows of each call, if `free` calls can be started."""
-        shared = [step for step in steps if not step.alone and self._per_worker == 1]
-        rows = -(-len(shared) // max(free, 1)) if shared else 1
+    def _take(self, waiting: deque[_Step], free: int) -> list[list[_Step]]:
+        """Remove the rows of up to `free` calls from those that wait, and the cancelled ones that it comes across."""
+        calls: list[list[_Step]] = []
+        if self._per_worker > 1:  # reads only the rows that it starts, because thousands may wait
+            while waiting and len(calls) < free:
+                step = waiting.popleft()
+                if not step.future.done():
+                    calls.append([step])
+            return calls
+        ready = [step for step in waiting if not step.future.done()]
+        shared = [step for step in ready if not step.alone]
+        rows = max(-(-len(shared) // free), 1)
         calls = [shared[start : start + rows] for start in range(0, len(shared), rows)]
-        return calls + [[step] for step in steps if step.alone or self._per_worker > 1]
+        calls += [[step] for step in ready if step.alone]
+        waiting.clear()
+        waiting.extend(step for steps in calls[free:] for step in steps)
+        return calls[:free]
 
     def _start(self, steps: list[_Step]) -> None:
         self._running[steps[0].worker] += 1
