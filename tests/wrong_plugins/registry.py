@@ -65,39 +65,79 @@ ENGINES = {
 
 POLICIES = {
     "sends_its_first_weights": Wrong(
-        words=("weights of version 1", "sent the weights of version 1, but they are the same as before")
+        promise="test_sent_weights_are_the_trained_weights",
+        words=("weights of version 1", "sent the weights of version 1, but they are the same as before"),
     ),
     "counts_of_a_microbatch": Wrong(
-        words=("Step 1: ", "passed global_valid_seqs 4 to the loss, but the optimizer step has 32")
+        promise="test_microbatches_do_not_change_the_gradient",
+        words=("Step 1: ", "passed global_valid_seqs 4 to the loss, but the optimizer step has 32"),
     ),
     "drops_the_last_microbatch": Wrong(words=("Step 1: ", "computed the loss of 28 rows")),
-    "repeats_the_first_microbatch": Wrong(words=("Step 1: ", "The loss of every row must be computed once")),
-    "reports_a_step_that_it_does_not_take": Wrong(words=("Step 1: ", "must take the optimizer steps that it reports")),
-    "returns_no_metrics": Wrong(words=("Step 1: ", "returned no metrics of the loss")),
-    "takes_one_step_for_all_rows": Wrong(
-        words=("Step 1: ", "must take one step for each"), changes={"policy": {"train_global_batch_size": 16}}
+    "repeats_the_first_microbatch": Wrong(
+        promise="test_microbatches_do_not_change_the_gradient",
+        words=("Step 1: ", "The loss of every row must be computed once"),
     ),
-    "shifts_log_probabilities_in_training": Wrong(words=("Step 1: ", "so the training pass of")),
-    "steps_with_a_nan_loss": Wrong(words=("Step 1: ", "it must refuse such a step")),
-    "swaps_rows_in_training": Wrong(words=("Step 1: ", "at position t of a row, the log-probability of token t of that row")),
-    "trains_at_another_temperature": Wrong(words=("Step 1: ", "The step was not taken, so the weights are unchanged")),
+    "reports_a_step_that_it_does_not_take": Wrong(
+        promise="test_the_gradient_equals_the_reference", words=("Step 1: ", "must take the optimizer steps that it reports")
+    ),
+    "returns_no_metrics": Wrong(
+        promise="test_loss_and_metrics_equal_the_reference", words=("Step 1: ", "returned no metrics of the loss")
+    ),
+    "takes_one_step_for_all_rows": Wrong(
+        promise="test_a_call_takes_a_step_for_each_batch",
+        words=("Step 1: ", "must take one step for each"),
+        changes={"policy": {"train_global_batch_size": 16}},
+    ),
+    "shifts_log_probabilities_in_training": Wrong(
+        promise="test_loss_and_metrics_equal_the_reference", words=("Step 1: ", "so the training pass of")
+    ),
+    "steps_with_a_nan_loss": Wrong(
+        promise="test_loss_and_metrics_equal_the_reference", words=("Step 1: ", "it must refuse such a step")
+    ),
+    "swaps_rows_in_training": Wrong(
+        promise="test_loss_and_metrics_equal_the_reference",
+        words=("Step 1: ", "at position t of a row, the log-probability of token t of that row"),
+    ),
+    "trains_at_another_temperature": Wrong(
+        promise="test_loss_and_metrics_equal_the_reference",
+        words=("Step 1: ", "The step was not taken, so the weights are unchanged"),
+    ),
     "scores_microbatches_in_reversed_order": Wrong(
+        promise="test_log_probabilities_equal_the_reference",
         words=("Step 1: ", "it must return the scores in the order of the rows"),
         changes={"policy": {"train_global_batch_size": 16, "generation": {"refit_canary": False}}},
     ),
-    "takes_two_steps": Wrong(words=("Step 1: ", "disagree at weight version 0"), frozen=True),
+    "takes_two_steps": Wrong(
+        promise="test_the_gradient_equals_the_reference", words=("Step 1: ", "disagree at weight version 0"), frozen=True
+    ),
     "scores_with_its_first_scores": Wrong(
+        promise="test_log_probabilities_equal_the_reference",
         words=("scoring and training pass", "so `get_logprobs` of the policy backend"),
         changes={"policy": {"train_global_batch_size": 16}},
         frozen=True,
     ),
-    "skips_every_second_step": Wrong(words=("Step 2: ", "must take the optimizer steps that it reports"), frozen=True),
+    "skips_every_second_step": Wrong(
+        promise="test_a_step_moves_the_weights_as_that_of_the_reference",
+        words=("Step 2: ", "must take the optimizer steps that it reports"),
+        frozen=True,
+    ),
     "does_not_exchange_gradients": Wrong(
         marker="ranks", words=("After step 1, the weights of the policy backend Policy", "differ between rank 0 and rank 1")
     ),
     "changes_one_rank_alone": Wrong(
         marker="ranks", words=("After step 1, the weights of `policy` differ between rank 0 and rank 1",)
     ),
+    "scores_at_temperature_one": Wrong(marker="kit", promise="test_log_probabilities_equal_the_reference"),
+    "returns_the_top_in_ascending_order": Wrong(marker="kit", promise="test_top_log_probabilities_equal_the_reference"),
+    "adds_a_column_to_its_argument": Wrong(marker="kit", promise="test_its_arguments_are_unchanged"),
+    "steps_in_evaluations": Wrong(marker="kit", promise="test_evaluation_takes_no_step"),
+    "reports_the_clipped_norm": Wrong(marker="kit", promise="test_the_gradient_equals_the_reference"),
+    "ignores_max_grad_norm": Wrong(marker="kit", promise="test_a_step_moves_the_weights_as_that_of_the_reference"),
+    "counts_calls_as_versions": Wrong(marker="kit", promise="test_the_version_counts_optimizer_steps"),
+    "scores_as_its_own_reference": Wrong(marker="kit", promise="test_the_reference_policy_is_frozen"),
+    "loses_its_optimizer_state": Wrong(marker="kit", promise="test_training_continues_from_a_checkpoint"),
+    "keeps_its_first_fingerprint": Wrong(marker="kit", promise="test_the_fingerprint_is_that_of_the_sent_weights"),
+    "accepts_a_nan_loss": Wrong(marker="kit", promise="test_a_step_that_is_not_finite_is_refused"),
 }
 
 ENVIRONMENTS = {

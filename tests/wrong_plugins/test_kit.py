@@ -1,9 +1,9 @@
 """The conformance kit finds every wrong plugin, by the test of the promise that it breaks and no other."""
 
 import pytest
-from wrong_plugins.registry import ENGINES, ENVIRONMENTS
+from wrong_plugins.registry import ENGINES, ENVIRONMENTS, POLICIES
 
-from rl_core.testing import EnvironmentConformance, GenerationConformance
+from rl_core.testing import EnvironmentConformance, GenerationConformance, PolicyConformance
 from rl_core.testing.promises import Status
 
 ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for number in range(4)]
@@ -29,4 +29,21 @@ def test_the_kit_finds_a_wrong_engine_by_the_promise_that_it_breaks(name):
     names, text = broken(GenerationConformance, f"wrong_plugins.engines.{name}.Engine")
     # These engines differ in `generate` only, so `generate_async`, which is right, differs from it.
     assert [each for each in names if each != "test_generate_async_equals_generate"] == [ENGINES[name].promise], text
+    assert "Traceback" not in text
+
+
+IN_TRAINING = pytest.mark.full("tests/train/training_checks finds this policy in a run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=IN_TRAINING if policy.marker == "train" else ())
+        for name, policy in POLICIES.items()
+        if policy.promise
+    ],
+)
+def test_the_kit_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
+    names, text = broken(PolicyConformance, f"wrong_plugins.policies.{name}.Policy")
+    assert names == [POLICIES[name].promise], text
     assert "Traceback" not in text

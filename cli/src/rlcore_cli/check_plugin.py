@@ -11,6 +11,7 @@ import typer
 from rlcore_cli.arguments import AsJson
 
 if TYPE_CHECKING:
+    from rl_core.plugins.component import Kind
     from rl_core.testing.promises import Conformance
 
 Name = Annotated[
@@ -65,13 +66,9 @@ def _tests_of(name: str) -> Iterator[type[Conformance]]:
     from rl_core.errors import UnknownComponentError
     from rl_core.plugins.component import Kind, did_you_mean
     from rl_core.plugins.manager import discover
-    from rl_core.testing import EnvironmentConformance, GenerationConformance, LossConformance, PackagingConformance
+    from rl_core.testing import PackagingConformance
 
-    kits: dict[Kind, type[Conformance]] = {
-        Kind.ENVIRONMENT: EnvironmentConformance,
-        Kind.GENERATION: GenerationConformance,
-        Kind.LOSS: LossConformance,
-    }
+    kits = _kits()
     kind, colon, component = name.partition(":")
     if colon and kind in (each.value for each in kits):
         yield _tests(kits[Kind(kind)], component)
@@ -88,6 +85,19 @@ def _tests_of(name: str) -> Iterator[type[Conformance]]:
     for registered, described in found[0].components:
         if registered in kits:
             yield _tests(kits[registered], described.name)
+
+
+def _kits() -> dict[Kind, type[Conformance]]:
+    """The test class of each kind of component that has one."""
+    import rl_core.testing as core
+    from rl_core.testing.promises import Conformance
+
+    classes = (getattr(core, name) for name in core.__all__)
+    return {
+        tests.kind: tests
+        for tests in classes
+        if isinstance(tests, type) and issubclass(tests, Conformance) and hasattr(tests, "kind")
+    }
 
 
 def _tests(kit: type[Conformance], component: str) -> type[Conformance]:

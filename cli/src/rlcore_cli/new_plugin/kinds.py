@@ -64,10 +64,20 @@ PLUGIN_KINDS = {
     "agent": PluginKind(Kind.ENVIRONMENT, _ENVIRONMENT, _AGENT, _KIT, ("rl-serve", "openai")),
     "reward-function": PluginKind(Kind.ENVIRONMENT, _REWARDS, "Rewards correct answers, and short ones", _KIT, ("rl-train",)),
     "policy": PluginKind(
-        Kind.POLICY, "policy:{cls}Policy", "Trains a Transformers model that each rank has as a whole", None, _MODEL, _POLICY
+        Kind.POLICY,
+        "policy:{cls}Policy",
+        "Trains a Transformers model that each rank has as a whole",
+        "PolicyConformance",
+        _MODEL,
+        _POLICY,
     ),
     "generation": PluginKind(
-        Kind.GENERATION, "engine:{cls}Generation", "Samples from a Transformers model without a cache", None, _MODEL, _ENGINE
+        Kind.GENERATION,
+        "engine:{cls}Generation",
+        "Samples from a Transformers model without a cache",
+        "GenerationConformance",
+        _MODEL,
+        _ENGINE,
     ),
     "weight-transport": PluginKind(
         Kind.WEIGHT_TRANSPORT, "transport:{cls}Transport", "Sends weights through files, one at a time"

@@ -15,6 +15,7 @@ __all__ = [
     "GenerationConformance",
     "LossConformance",
     "PackagingConformance",
+    "PolicyConformance",
     "xfail",
 ]
 
@@ -25,6 +26,7 @@ __getattr__ = import_on_first_use(
         ".generation": "GenerationConformance",
         ".loss": "LossConformance",
         ".packaging": "PackagingConformance",
+        ".policies.conformance": "PolicyConformance",
         ".promises": "xfail",
     },
 )

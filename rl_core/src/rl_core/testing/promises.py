@@ -136,6 +136,7 @@ class Conformance:
         page: documentation page of the promises.
         minimum: number of promises that must apply to every component of the kind: one that declares too little is not
             checked.
+        created_again: whether the component is created again after a broken promise, so that its state affects no other test.
         uses_ray: whether workers run on two ranks over Ray (option `--ray` of pytest), not in this process.
     """
 
@@ -144,6 +145,7 @@ class Conformance:
     kind: ClassVar[Kind]
     page: ClassVar[str] = "docs/conformance.md"
     minimum: ClassVar[int] = 1
+    created_again: ClassVar[bool] = False
     uses_ray: ClassVar[bool] = False
     expected_failures: ClassVar[Mapping[str, str]] = {}
     results: ClassVar[dict[str, PromiseResult]] = {}
@@ -171,14 +173,19 @@ class Conformance:
     @classmethod
     def setup_class(cls) -> None:
         """Called before the first test of a class. The component is created by the first test that needs it."""
-        cls._exits, cls.results = ExitStack(), {}
-        cls._folder = Path(cls._exits.enter_context(TemporaryDirectory(prefix="rlcore-conformance-")))
-        cls._subject, cls._is_unusable = None, False
+        cls.results = {}
+        cls._begin()
 
     @classmethod
     def teardown_class(cls) -> None:
         """Called after the last test of a class: shuts the component down."""
         cls._exits.close()
+
+    @classmethod
+    def _begin(cls) -> None:
+        cls._exits = ExitStack()
+        cls._folder = Path(cls._exits.enter_context(TemporaryDirectory(prefix="rlcore-conformance-")))
+        cls._subject, cls._is_unusable = None, False
 
     @classmethod
     def create(cls) -> Any:
@@ -230,6 +237,9 @@ class Conformance:
         """Test one promise."""
         status, found = cls._tested(stated, check)
         cls.results[stated.name] = result = PromiseResult(promise=stated, status=status, found=found)
+        if cls.created_again and cls._subject is not None and status in (Status.BROKEN, Status.EXPECTED):
+            cls.teardown_class()
+            cls._begin()
         return result
 
     @classmethod
