@@ -1,11 +1,13 @@
-"""Measure what the checks of streamed rows add to the CPU time of generation, against the same rows read without checks.
+"""Measure what the checks of an engine's output add to the CPU time of generation, against the same rows read without checks.
 
     python benchmarks/output_checks.py --rows 512
+    python benchmarks/output_checks.py --rows 2048 --whole-batch
     python benchmarks/output_checks.py --model path/to/model --rows 8 --new-tokens 16 --prompt "Name a color."
 
 `RowSampler` samples every row by itself with the Transformers engine in this process, in alternating rounds: with the checks,
-and with the columns only read. The functions that read and check a row are timed in the thread, less the time of the clock
-itself. The difference per row, divided by the CPU time of generation of the rounds without checks, is the share of the checks.
+and with the columns only read. With `--whole-batch`, `BatchSampler` samples all rows in one call. The functions that read and
+check rows are timed in the thread, less the time of the clock itself. The difference per row, divided by the CPU time of
+generation of the rounds without checks, is the share of the checks.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.data.tokenizer import load_tokenizer
+from rl_core.testing.outputs import models
 from rl_train.rollouts import engines
 
 ADDITION = Path(__file__).parents[1] / "examples/addition/model"
@@ -30,11 +33,11 @@ CALLS_OF_THE_CLOCK = 5000
 
 
 class RowClock:
-    """Thread time spent in the functions of `rl_train.rollouts.engines` that turn an engine's output into a turn."""
+    """Thread time spent in the functions that turn an engine's output into turns."""
 
     def __init__(self) -> None:
         self.seconds, self._calls = 0.0, 0
-        for name in ("right_row", "checked_generation", "_right_turn", "_outcome"):
+        for name in ("right_row", "checked_generation", "_right_turn", "_outcomes"):
             setattr(engines, name, self._timed(getattr(engines, name)))
         self._checks = {name: getattr(engines, name) for name in ("right_row", "checked_generation")}
 
@@ -42,7 +45,8 @@ class RowClock:
         """Reset the clock; without checks, the columns of a row are read as those of a batch that was checked before."""
         self.seconds, self._calls = 0.0, 0
         engines.right_row = self._checks["right_row"] if with_checks else lambda *_: None
-        engines.checked_generation = self._checks["checked_generation"] if with_checks else lambda output, **_: output
+        check = self._checks["checked_generation"] if with_checks else lambda output, **_: output
+        engines.checked_generation = models.checked_generation = check  # of streamed rows, and of whole batches
 
     def per_row(self, rows: int) -> float:
         """Seconds per row since `begin`, without those of reading the clock."""
@@ -64,7 +68,7 @@ class RowClock:
         return call
 
 
-async def sampled_tokens(sampler: engines.RowSampler, prompts: list[torch.Tensor]) -> float:
+async def sampled_tokens(sampler: engines.TurnSampler, prompts: list[torch.Tensor]) -> float:
     """Sample all rows at once; the mean number of new tokens."""
     requests = [
         engines.TurnRequest(token_ids=prompt, stop_strings=None, seed=row, prompt_id=row, position=row, messages=[])
@@ -81,6 +85,7 @@ def main() -> None:
     parser.add_argument("--prompt", help="prompt of all rows; by default each row is a sum of two numbers")
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--whole-batch", action="store_true", help="sample all rows in one call")
     parser.add_argument("--rounds", type=int, default=5, help="of each kind, after one that is not counted")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -95,7 +100,13 @@ def main() -> None:
         with_checks = number % 2 == 0
         clock.begin(with_checks=with_checks)
         begun = time.process_time()
-        sampler = engines.RowSampler(engine, greedy=False, pad_token_id=tokenizer.pad_token_id or 0)
+        sampler: engines.TurnSampler
+        if options.whole_batch:
+            sampler = engines.BatchSampler(
+                engine, rollouts=options.rows, greedy=False, pad_token_id=tokenizer.pad_token_id or 0
+            )
+        else:
+            sampler = engines.RowSampler(engine, greedy=False, pad_token_id=tokenizer.pad_token_id or 0)
         tokens = asyncio.run(sampled_tokens(sampler, prompts))
         if number > 1:
             generation[with_checks].append((time.process_time() - begun) / options.rows)

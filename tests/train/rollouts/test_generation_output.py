@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_backends_hf.policy import HuggingFacePolicy
@@ -14,7 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import GenerationInterface
 from rl_core.testing.outputs.models import checked_generation, generated, right_row, scored
-from rl_train.rollouts.engines import RowSampler, TurnRequest
+from rl_train.rollouts.engines import BatchSampler, RowSampler, TurnRequest
 
 MODEL = str(Path(__file__).parents[3] / "examples/addition/model")
 LENGTHS = [4, 2, 3]
@@ -225,6 +226,43 @@ def test_a_streamed_row_is_checked_as_a_batch_is(engine):
         RLCoreError, match=r"log-probability of 1 outside of the completion of row 0.*Echoes \(.*test_generation_output"
     ):
         asyncio.run(sampler.sample(request))
+
+
+class CountsReadEntries(TorchFunctionMode):
+    """Counts the entries of tensors that become Python numbers."""
+
+    entries = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.tolist, torch.Tensor.item):
+            self.entries += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_call_reads_a_number_of_entries_that_grows_linearly_with_its_rows(engine):
+    async def sample(rows):
+        sampler = BatchSampler(Repeats(), rollouts=rows, greedy=True, pad_token_id=0)
+        requests = [
+            TurnRequest(token_ids=torch.tensor([3]), stop_strings=None, seed=0, prompt_id=0, position=row, messages=[])
+            for row in range(rows)
+        ]
+        return await asyncio.gather(*map(sampler.sample, requests))
+
+    class Repeats(GenerationInterface):
+        """Samples one row and repeats it."""
+
+        prepare_for_generation = finish_generation = None
+
+        def generate(self, data, greedy=False):
+            return engine.generate(data.slice(0, 1), greedy).select_indices([0] * data.size)
+
+    entries = {}
+    for rows in (32, 256):
+        with CountsReadEntries() as counted:
+            turns = asyncio.run(sample(rows))
+        assert len({tuple(turn.token_ids.tolist()) for turn in turns}) == 1
+        entries[rows] = counted.entries
+    assert 0 < entries[256] <= 8 * entries[32]
 
 
 @pytest.mark.parametrize(

@@ -99,12 +99,12 @@ class RowSampler(TurnSampler):
             async for _, output in rows:
                 if "unfinished" in output:
                     assert request.on_tokens is not None
-                    request.on_tokens(_turn(output, 0, len(request.token_ids)))
+                    request.on_tokens(_turns(output, [request])[0])
                     continue
                 if (row := right_row(output, batch, self._generation)) is not None:
                     return _right_turn(row)
                 output = checked_generation(output, data=batch, generation=self._generation)
-                turn = _outcome(output, 0, len(request.token_ids))
+                [turn] = _outcomes(output, [request])
                 if isinstance(turn, StepFailedError):
                     raise turn
                 return turn
@@ -159,7 +159,7 @@ class BatchSampler(TurnSampler):
         try:
             batch = _prompts(requests, self._pad_token_id, with_messages=self._generation.reads_messages)
             output = generated(self._generation, batch, greedy=self._greedy)
-            turns = [_outcome(output, row, len(request.token_ids)) for row, request in enumerate(requests)]
+            turns = _outcomes(output, requests)
         except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
             for _, future in waiting:
                 if not future.done():
@@ -275,11 +275,15 @@ def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_message
     return batch
 
 
-def _outcome(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn | StepFailedError:
-    failures = output.get("failures")
-    if failures is not None and failures[row] is not None:
-        return StepFailedError(RowNotSampledError(failures[row]))
-    return _turn(output, row, start)
+def _outcomes(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> list[SampledTurn | StepFailedError]:
+    """The turn of each row of a call, or why it could not be sampled."""
+    turns, failures = _turns(output, requests), output.get("failures")
+    if failures is None:
+        return list(turns)
+    return [
+        turn if failure is None else StepFailedError(RowNotSampledError(failure))
+        for turn, failure in zip(turns, failures, strict=True)
+    ]
 
 
 def _right_turn(row: RightRow) -> SampledTurn:
@@ -293,12 +297,20 @@ def _right_turn(row: RightRow) -> SampledTurn:
     )
 
 
-def _turn(output: BatchedDataDict[Any], row: int, start: int) -> SampledTurn:
-    end = output["unpadded_sequence_lengths"].tolist()[row]
-    return SampledTurn(
-        token_ids=output["output_ids"][row, start:end].clone(),
-        logprobs=output["logprobs"][row, start:end].clone(),
-        truncated=output["truncated"].tolist()[row],
-        weight_version=output["weight_version"].tolist()[row],
-        token_versions=output["token_versions"][row, start:end].clone() if "token_versions" in output else None,
-    )
+def _turns(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> list[SampledTurn]:
+    # Columns are read once per call: a call may have thousands of rows.
+    ends, truncated, versions = (output[key].tolist() for key in ("unpadded_sequence_lengths", "truncated", "weight_version"))
+    token_versions = output.get("token_versions")
+    turns = []
+    for row, request in enumerate(requests):
+        sampled = slice(len(request.token_ids), ends[row])
+        turns.append(
+            SampledTurn(
+                token_ids=output["output_ids"][row, sampled].clone(),
+                logprobs=output["logprobs"][row, sampled].clone(),
+                truncated=truncated[row],
+                weight_version=versions[row],
+                token_versions=None if token_versions is None else token_versions[row, sampled].clone(),
+            )
+        )
+    return turns
