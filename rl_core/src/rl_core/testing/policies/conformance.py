@@ -84,7 +84,7 @@ class PolicyConformance(Conformance):
             "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5, "momentum": 0.9}},
             "generation": {"backend": "reference", "temperature": TEMPERATURE},
         }
-        return section_of(cls.registered(), PolicyConfig, values | cls.config)
+        return section_of(cls.registered(), PolicyConfig, {**values, **cls.config})
 
     @classmethod
     def create(cls) -> _Subject:
