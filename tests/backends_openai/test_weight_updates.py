@@ -293,6 +293,7 @@ def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeyp
     steps = [row for row in rows if "refit/weight_version" in row]
     assert [row["refit/weight_version"] for row in steps][:2] == [0.0, 1.0]
     assert all(row["refit/canary_error"] < 1e-3 for row in steps)
+    assert not any("rollout/ending_s" in row for row in rows)  # nothing is in progress when a synchronous run refits
     assert KEY.encode() not in written
     assert ADMIN.encode() not in written
     assert b"${oc.env:AN_ADMIN_KEY}" in written

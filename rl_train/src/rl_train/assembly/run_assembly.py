@@ -174,7 +174,7 @@ def assemble_run(
         run.rollouts = _rollout_source(run, collector, loaders, run.weights, replay)
         if run.rollouts is not None:
             builder.exits.callback(run.rollouts.close)
-            if config.rollout.order == "exact" or not _continues_over_refits(builder):
+            if _ends_rollouts_before_refits(builder):
                 run.weights.before_refit = run.rollouts.end_rollouts
         evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
     run.initial_metrics = loaders.metrics()
@@ -197,11 +197,13 @@ def assemble_run(
     return run
 
 
-def _continues_over_refits(builder: Builder) -> bool:
-    """Whether rows in progress may stay in the engine while its weights change."""
-    assert builder.run.policy.generation is not None
-    engine = builder.registry.find(Kind.GENERATION, builder.run.policy.generation.backend)
-    return Capability.REFIT_IN_FLIGHT in capabilities_of(engine)
+def _ends_rollouts_before_refits(builder: Builder) -> bool:
+    """Whether rollouts may be in progress at a refit but must not span it: by the order, or because of the engine."""
+    rollout, generation = builder.run.rollout, builder.run.policy.generation
+    if rollout.max_staleness == 0 or generation is None:
+        return False
+    engine = builder.registry.find(Kind.GENERATION, generation.backend)
+    return rollout.order == "exact" or Capability.REFIT_IN_FLIGHT not in capabilities_of(engine)
 
 
 def _rollout_source(
