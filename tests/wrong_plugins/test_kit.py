@@ -47,3 +47,10 @@ def test_the_kit_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
     names, text = broken(PolicyConformance, f"wrong_plugins.policies.{name}.Policy")
     assert names == [POLICIES[name].promise], text
     assert "Traceback" not in text
+
+
+def test_the_kit_names_a_class_that_is_not_a_policy():
+    names, text = broken(PolicyConformance, "types.SimpleNamespace")
+    assert names == ["test_it_is_created_from_its_section"], text
+    assert "SimpleNamespace is not a subclass of rl_core.interfaces.PolicyInterface" in text
+    assert "Traceback" not in text

@@ -98,9 +98,9 @@ class PolicyConformance(Conformance):
             cls._exits.callback(cluster.shutdown)
         section = cls.section()
         policy = cls.registered().load()(config=section, cluster=cluster, deadlines=DeadlineConfig(), name="policy")
-        cls._exits.callback(policy.shutdown)
         if not isinstance(policy, PolicyInterface):
             raise Found(f"{type(policy).__name__} is not a subclass of rl_core.interfaces.PolicyInterface.")
+        cls._exits.callback(policy.shutdown)
         policy.prepare_for_training()
         return _Subject(policy, ReferenceTrainer(weights, section), weights)
 
