@@ -306,3 +306,32 @@ def test_the_times_of_a_rollouts_steps_are_metrics_and_survive_a_restart(tokeniz
     rows[0].restart(prompt)
     assert (rows[0].retries, rows[0].environment_wait_s, rows[0].environment_step_s) == (1, 1, 2)
     assert environment_times([prompt]) == {}
+
+
+class CountedFuture(asyncio.Future):
+    """Counts how often a future of any row is asked whether it is done."""
+
+    asked = 0
+
+    def done(self):
+        CountedFuture.asked += 1
+        return super().done()
+
+
+def test_a_call_of_a_concurrent_environment_reads_only_the_rows_that_it_starts(environments, monkeypatch):
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_future", lambda loop: CountedFuture(loop=loop))
+    asked = {}
+
+    async def play(queue, number):
+        rows = [
+            Trajectory(message_log=[], metadata=None, task_name="count", group_id=0, index=0, ordinal=0, sample=sample)
+            for sample in range(number)
+        ]
+        await asyncio.gather(*(queue.step(row, [], {"turns": 1}) for row in rows))
+
+    for number in (32, 256):
+        with InProcessPool(type(environments["count"]), max_concurrency=2) as pool:
+            CountedFuture.asked = 0
+            asyncio.run(play(StepQueue(EnvironmentPool(pool, task_name="count"), "count"), number))
+        asked[number] = CountedFuture.asked
+    assert 0 < asked[256] <= 8 * asked[32]
