@@ -24,11 +24,8 @@ class LightCommand(TyperCommand):
     """A command that parses its flags without pydantic, whose import takes as long as all others together."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The `--help` option, with a default: without one, Typer imports pydantic to convert it."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
+        """The option `--help`."""
+        return _with_default(super().get_help_option(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The usage line, with required arguments written without Typer's braces."""
@@ -91,11 +88,8 @@ class LazyGroup(TyperGroup):
                     formatter.write_dl(rows)
 
     def get_help_option(self, ctx: Any) -> Any:
-        """As `LightCommand.get_help_option`."""
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.default = False
-        return option
+        """The option `--help`."""
+        return _with_default(super().get_help_option(ctx))
 
 
 def lazy_app(commands: Mapping[str, tuple[str, str]]) -> typer.Typer:
@@ -174,6 +168,13 @@ class PluginGroup(LazyGroup):
 def with_literal_examples(text: str) -> str:
     """Help text that keeps its line breaks from `Example:` on; Typer would join the lines into a paragraph."""
     return text.replace("\b\nExample:\n", "Example:\n").replace("\nExample:\n", "\n\b\nExample:\n")
+
+
+def _with_default(option: Any) -> Any:
+    """A flag with a default: without one, Typer imports pydantic to convert it."""
+    if option is not None:
+        option.default = False
+    return option
 
 
 def _build_command(name: str, target: Any) -> Any:
