@@ -49,8 +49,11 @@ def test_the_kit_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
     assert "Traceback" not in text
 
 
-def test_the_kit_names_a_class_that_is_not_a_policy():
-    names, text = broken(PolicyConformance, "types.SimpleNamespace")
+@pytest.mark.parametrize(
+    ("base", "interface"), [(PolicyConformance, "PolicyInterface"), (GenerationConformance, "GenerationInterface")]
+)
+def test_the_kit_names_a_class_without_the_interface_of_its_kind(base, interface):
+    names, text = broken(base, "types.SimpleNamespace")
     assert names == ["test_it_is_created_from_its_section"], text
-    assert "SimpleNamespace is not a subclass of rl_core.interfaces.PolicyInterface" in text
+    assert f"SimpleNamespace is not a subclass of rl_core.interfaces.{interface}" in text
     assert "Traceback" not in text

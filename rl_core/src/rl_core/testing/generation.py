@@ -95,9 +95,9 @@ class GenerationConformance(Conformance):
             cls._exits.callback(cluster.shutdown)
         section = cls.section()
         engine = cls.registered().load()(config=section, cluster=cluster, deadlines=DeadlineConfig())
-        cls._exits.callback(engine.shutdown)
         if not isinstance(engine, GenerationInterface):
             raise Found(f"{type(engine).__name__} is not a subclass of rl_core.interfaces.GenerationInterface.")
+        cls._exits.callback(engine.shutdown)
         engine.prepare_for_generation()
         subject = _Subject(engine, sender)
         if not section.has_own_weights:
@@ -200,10 +200,11 @@ class GenerationConformance(Conformance):
 
     @promise("A prompt that is empty or has a token outside of the vocabulary is a `DataError`.")
     def test_impossible_prompts_are_refused(self) -> None:
+        engine = self._engine
         for what, tokens, length in (("an empty prompt", [2], 0), ("a token outside of the vocabulary", [VOCABULARY], 1)):
             rows: BatchedDataDict[Any] = BatchedDataDict(input_ids=torch.tensor([tokens]), input_lengths=torch.tensor([length]))
             try:
-                self._engine.generate(rows)
+                engine.generate(rows)
             except DataError:
                 continue
             except (Exception, SystemExit) as error:
