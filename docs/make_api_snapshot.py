@@ -17,6 +17,8 @@ from pydantic import BaseModel
 
 DOCS = Path(__file__).parent
 SNAPSHOT = DOCS / "api_snapshot.txt"
+_RAY_ARGUMENT = "_ray_trace_ctx"
+"""Ray adds it to the methods of a class, and of its bases, that was an actor in this process."""
 CONFIGS = ("rl_core.config.schema", "rl_train.config.schema")
 
 
@@ -90,7 +92,8 @@ def _signature(value: Any) -> str:
         return "(...)"
     parameters = [
         each.replace(annotation=each.empty, default=each.empty if each.default is each.empty else ...)
-        for each in signature.parameters.values()
+        for name, each in signature.parameters.items()
+        if name != _RAY_ARGUMENT
     ]
     plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return str(plain).replace("Ellipsis", "...")

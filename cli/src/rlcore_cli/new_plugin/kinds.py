@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_core import testing
 from rl_core.plugins.component import Kind
 
 
@@ -15,7 +16,6 @@ class PluginKind:
         kind: Kind of the registered component.
         target: "module:Attribute", with `{cls}` for the class prefix: in the plugin, or in a package of rlcore (`rl_...`).
         summary: What the generated component does, in one line of at most 120 characters.
-        kit: Class of its conformance tests; None if the kind has only those of every plugin.
         requires: Distributions that the plugin needs in addition to rl-core.
         capabilities: Capabilities of the component.
     """
@@ -23,7 +23,6 @@ class PluginKind:
     kind: Kind
     target: str
     summary: str
-    kit: str | None = None
     requires: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
 
@@ -38,12 +37,12 @@ class PluginKind:
         return self.kind not in (Kind.COMMAND, Kind.SANDBOX)
 
     @property
-    def kit_package(self) -> str:
-        """The package of the conformance tests."""
-        return "rl_train" if self.kind in (Kind.ALGORITHM, Kind.DATASET, Kind.LOGGER) else "rl_core"
+    def kit(self) -> str | None:
+        """The class of its conformance tests in `rl_core.testing`; None if the kind has only those of every plugin."""
+        name = "".join(word.capitalize() for word in self.kind.split("_")) + "Conformance"
+        return name if name in testing.__all__ else None
 
 
-_KIT = "EnvironmentConformance"
 _MODEL = ("torch", "transformers")
 _REFIT = ("by_reference", "shared_memory", "disk", "collective")
 _POLICY, _ENGINE = ("in_process", "multiple_ranks", *_REFIT), ("in_process", "held_weight_digests", *_REFIT)
@@ -53,52 +52,32 @@ _AGENT = "An agent that lets the model check its own answer, and a score of the 
 
 PLUGIN_KINDS = {
     "environment": PluginKind(
-        Kind.ENVIRONMENT, _ENVIRONMENT, "Scores whole numbers, with part of the reward for each correct digit", _KIT
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Scores whole numbers, with part of the reward for each correct digit"
     ),
     "session-environment": PluginKind(
-        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model correct a wrong answer, for a smaller reward", _KIT
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model correct a wrong answer, for a smaller reward"
     ),
     "tool-environment": PluginKind(
-        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model call a function that adds numbers before it answers", _KIT
+        Kind.ENVIRONMENT, _ENVIRONMENT, "Lets the model call a function that adds numbers before it answers"
     ),
-    "agent": PluginKind(Kind.ENVIRONMENT, _ENVIRONMENT, _AGENT, _KIT, ("rl-serve", "openai")),
-    "reward-function": PluginKind(Kind.ENVIRONMENT, _REWARDS, "Rewards correct answers, and short ones", _KIT, ("rl-train",)),
+    "agent": PluginKind(Kind.ENVIRONMENT, _ENVIRONMENT, _AGENT, ("rl-serve", "openai")),
+    "reward-function": PluginKind(Kind.ENVIRONMENT, _REWARDS, "Rewards correct answers, and short ones", ("rl-train",)),
     "policy": PluginKind(
-        Kind.POLICY,
-        "policy:{cls}Policy",
-        "Trains a Transformers model that each rank has as a whole",
-        "PolicyConformance",
-        _MODEL,
-        _POLICY,
+        Kind.POLICY, "policy:{cls}Policy", "Trains a Transformers model that each rank has as a whole", _MODEL, _POLICY
     ),
     "generation": PluginKind(
-        Kind.GENERATION,
-        "engine:{cls}Generation",
-        "Samples from a Transformers model without a cache",
-        "GenerationConformance",
-        _MODEL,
-        _ENGINE,
+        Kind.GENERATION, "engine:{cls}Generation", "Samples from a Transformers model without a cache", _MODEL, _ENGINE
     ),
     "weight-transport": PluginKind(
         Kind.WEIGHT_TRANSPORT, "transport:{cls}Transport", "Sends weights through files, one at a time"
     ),
-    "loss": PluginKind(
-        Kind.LOSS, "loss:{cls}Loss", "Likelihood with adjustable length normalization", "LossConformance", ("rl-train",)
-    ),
-    "algorithm": PluginKind(
-        Kind.ALGORITHM, "algorithm:train", "Trains on the best of N samples of each prompt", None, ("rl-train",)
-    ),
+    "loss": PluginKind(Kind.LOSS, "loss:{cls}Loss", "Likelihood with adjustable length normalization", ("rl-train",)),
+    "algorithm": PluginKind(Kind.ALGORITHM, "algorithm:train", "Trains on the best of N samples of each prompt", ("rl-train",)),
     "dataset": PluginKind(Kind.DATASET, "dataset:{cls}Dataset", "Generated subtraction problems"),
-    "logger": PluginKind(Kind.LOGGER, "logger:{cls}Logger", "Writes chosen metrics to a CSV file", None, ("rl-train",)),
-    "command": PluginKind(
-        Kind.COMMAND, "command:best", "Print the step of a run with the best value of a metric", None, ("typer",)
-    ),
+    "logger": PluginKind(Kind.LOGGER, "logger:{cls}Logger", "Writes chosen metrics to a CSV file", ("rl-train",)),
+    "command": PluginKind(Kind.COMMAND, "command:best", "Print the step of a run with the best value of a metric", ("typer",)),
     "sandbox": PluginKind(
-        Kind.SANDBOX,
-        "sandbox:{cls}Sandbox",
-        "The local sandbox, with a record of every program that it ran",
-        None,
-        ("rl-sandbox",),
+        Kind.SANDBOX, "sandbox:{cls}Sandbox", "The local sandbox, with a record of every program that it ran", ("rl-sandbox",)
     ),
 }
 """By the value of `--kind`."""
