@@ -28,6 +28,7 @@ COMMANDS = {
     "report": ("rlcore_cli.report.command:report", "Write an HTML report of a run: curves, rollouts, config."),
     "compare": ("rlcore_cli.compare.command:compare", "Compare runs: curves, configs, final and best values."),
     "validate": ("rlcore_cli.validate:validate", "Check a config and report every error with its line."),
+    "plan": ("rlcore_cli.plan:plan", "Predict the memory of a run, and what to change if it does not fit."),
     "check": ("rlcore_cli.check:app", "Check model, tokenizer, backends or an environment by running them."),
     "env": ("rlcore_cli.env:app", "Play against an environment without a model, or score stored rollouts again."),
     "doctor": ("rlcore_cli.doctor:doctor", "Check the installation: plugins, requirements, open ports."),

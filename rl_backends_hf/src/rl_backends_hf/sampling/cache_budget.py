@@ -24,7 +24,7 @@ class CacheBudget:
     def __init__(self, model: PreTrainedModel, *, max_rows: int, max_bytes: int | None) -> None:
         self.max_rows = max_rows
         self._given = self._max_bytes = max_bytes
-        self._token_bytes = _token_bytes(model)
+        self._token_bytes = token_bytes(model)
         self._device = model.get_input_embeddings().weight.device
 
     @property
@@ -45,7 +45,7 @@ class CacheBudget:
         return max(1, min(self.max_rows, self._max_bytes // (longest * self._token_bytes)))
 
 
-def _token_bytes(model: PreTrainedModel) -> int:
+def token_bytes(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of one token in all layers."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -53,6 +53,14 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
             del layer.forward
 
 
+def packed_bytes(model: nn.Module, *, steps: int) -> int:
+    """Bytes of the packed copies that `packed_linears` makes of a model that is on a CPU; the model may be on any device."""
+    if steps < _MIN_STEPS:
+        return 0
+    layers = (module for module in model.modules() if type(module) is nn.Linear)
+    return min(_MAX_PACKED_BYTES, sum(_packed_dtype(layer).itemsize * layer.weight.numel() for layer in layers))
+
+
 def _groups(model: nn.Module) -> Iterator[Sequence[nn.Linear]]:
     """The layers that can be packed; those that become one product together."""
     grouped: set[nn.Module] = set()

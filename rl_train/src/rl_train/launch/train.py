@@ -36,6 +36,7 @@ from rl_train.metrics.console import ConsoleLogger
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
 from rl_train.metrics.progress import Progress, ProgressPrinter
 from rl_train.metrics.samples import SamplePrinter
+from rl_train.plan.warning import warn_if_too_large
 from rl_train.run import Run
 from rl_train.run_folders.provenance import CONFIG, write_origins
 from rl_train.run_folders.run_folder import ResumePoint, choose_start, lock_again_if_deleted, lock_run_folder
@@ -117,6 +118,7 @@ def train(
                     allow_config_change=allow_config_change,
                 )
                 status.building()
+            warn_if_too_large(config, registry)
             _print_if(console, f"starting {_worker_names(config)}")
 
         with _reporting_start(console):

@@ -1,0 +1,129 @@
+"""`rlcore plan`: predicts the memory of a run, without loading weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
+
+if TYPE_CHECKING:
+    from rl_train.plan.memory_plan import MemoryPlan, ProcessPlan
+    from rl_train.plan.suggestions import Suggestion
+
+_SHOWN = 2**20
+"""Parts below this number of bytes are not printed."""
+
+
+def plan(
+    config: Config = None,
+    overrides: Overrides = None,
+    bases: Bases = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Plan for GPUs of this size, such as 80GiB.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Plan for CPUs and this much memory; by default, what this machine has available."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the memory of a run by process, phase and part, without loading weights.
+
+    If the run does not fit, overrides to copy are printed, each tried by planning again. What the plan cannot know is listed.
+    Exit code: 1 if the run does not fit.
+
+    Example:
+        rlcore plan config.yaml
+        rlcore plan config.yaml --memory 24GiB
+        rlcore plan config.yaml --gpu 80GiB policy.activation_checkpointing=true
+        rlcore plan config.yaml --json
+    """
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+    from rl_train.config.loader import load_config
+    from rl_train.plan.machine import available_memory, parse_size
+    from rl_train.plan.planner import plan_memory
+    from rl_train.plan.suggestions import suggest
+
+    if gpu is not None and memory is not None:
+        raise typer.BadParameter("give --gpu or --memory, not both.", param_hint="--gpu")
+    limit = parse_size(gpu, "--gpu") if gpu else parse_size(memory, "--memory") if memory else available_memory()
+    registry = Registry(discover())
+    files, changes = config_files(config, bases, overrides)
+
+    def planned(more: Sequence[str]) -> MemoryPlan:
+        run = load_config(files, [*changes, *more], registry=registry).run
+        return plan_memory(run, registry, on_gpu=gpu is not None, limit=limit)
+
+    first = planned([])
+    suggestion = None if first.fits else suggest(load_config(files, changes, registry=registry).run, first, planned)
+    if as_json:
+        print(json.dumps(_values(first, suggestion), indent=2))
+    else:
+        print("\n".join(_described(first, suggestion)))
+    if not first.fits:
+        raise typer.Exit(1)
+
+
+def _values(planned: MemoryPlan, suggestion: Suggestion | None) -> dict[str, Any]:
+    return {
+        "computed_not_run": planned.on_gpu,
+        "limit": planned.limit,
+        "peak": planned.peak,
+        "peak_phase": planned.peak_phase,
+        "fits": planned.fits,
+        "processes": [
+            {"name": each.name, "count": each.count, "peak": each.peak, "peak_phase": each.peak_phase, "phases": each.phases}
+            for each in planned.processes
+        ],
+        "not_counted": planned.not_counted,
+        "suggestion": None
+        if suggestion is None
+        else {"overrides": suggestion.overrides, "peak": suggestion.plan.peak, "fits": suggestion.plan.fits},
+    }
+
+
+def _described(planned: MemoryPlan, suggestion: Suggestion | None) -> list[str]:
+    lines = ["Computed, not run on a GPU.", ""] if planned.on_gpu else []
+    for process in planned.processes:
+        lines += [*_described_process(process), ""]
+    where = "of each GPU" if planned.on_gpu else "of all processes"
+    limit = planned.limit or 0
+    lines.append(f"peak {where}: {_size(planned.peak)} in phase {planned.peak_phase}; available: {_size(limit)}")
+    if suggestion is not None:
+        lines += ["", *_described_suggestion(planned, suggestion)]
+    return [*lines, "", "not counted or assumed:", *(f"  - {text}" for text in planned.not_counted)]
+
+
+def _described_process(process: ProcessPlan) -> list[str]:
+    times = f" x {process.count}" if process.count > 1 else ""
+    lines = [f"{process.name}{times}: peak {_size(process.peak)} in phase {process.peak_phase}"]
+    names = list(dict.fromkeys(part for parts in process.phases.values() for part in parts))
+    shown = [name for name in names if max(parts.get(name, 0) for parts in process.phases.values()) >= _SHOWN]
+    rows = [["", *process.phases]]
+    for name in shown:
+        rows.append([name, *(_size(parts[name]) if parts.get(name) else "-" for parts in process.phases.values())])
+    rows.append(["total", *(_size(process.bytes_in(phase)) for phase in process.phases)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([f"  {first:<{widths[0]}}", *cells]))
+    return lines
+
+
+def _described_suggestion(planned: MemoryPlan, suggestion: Suggestion) -> list[str]:
+    process = planned.largest_process
+    lines = [f"The run does not fit. The largest part is {process.largest_part} ({process.name})."]
+    if not suggestion.overrides:
+        return [*lines, "No override that was tried reduces it: use a smaller model, or more memory or ranks."]
+    outcome = "fits" if suggestion.plan.fits else "still does not fit"
+    lines += [f"With these overrides, tried by planning again, it needs {_size(suggestion.plan.peak)} and {outcome}:"]
+    return [*lines, "", f"  {' '.join(suggestion.overrides)}"]
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

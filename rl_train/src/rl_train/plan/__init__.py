@@ -1,0 +1,1 @@
+"""Predicts the memory of a run from its config (`rlcore plan`)."""

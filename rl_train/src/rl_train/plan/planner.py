@@ -1,0 +1,220 @@
+"""Builds the memory plan of a run. The sections of backends describe their own processes; this module combines them.
+
+On GPUs, models and engine use the memory one after the other, as `rl_train.weight_sync.device_memory` arranges it; on CPUs,
+everything stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.config.section import Devices
+from rl_core.plugins.registry import Registry
+from rl_train.assembly.losses import loss_of
+from rl_train.config.rules.models import models_of
+from rl_train.config.schema import RunConfig
+from rl_train.plan.memory_plan import MemoryPlan, Parts, ProcessPlan
+from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step
+
+HELD: Final = "held"
+"""Key of the parts that are in memory in all phases."""
+_MODEL_LIBRARIES: Final = 350 * 2**20
+"""Proportional set size of a process after it has imported torch for CPUs, Transformers and rlcore, measured on Linux."""
+_DRIVER_LIBRARIES: Final = 220 * 2**20
+"""The same without a backend."""
+
+
+@runtime_checkable
+class PlannedModel(Protocol):
+    """A policy section that describes the memory of a rank."""
+
+    def planned_memory(
+        self, *, ranks: int, train: tuple[int, int] | None, several: bool, score: tuple[int, int] | None, reference: bool
+    ) -> Mapping[str, Parts]:
+        """Bytes of one rank by phase (`held`, `score`, `train`, `update`) and part."""
+
+    def not_planned(self) -> list[str]:
+        """What it leaves out."""
+
+
+@runtime_checkable
+class PlannedEngine(Protocol):
+    """A generation section that describes the memory of a replica."""
+
+    def planned_memory(self, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool) -> Mapping[str, Parts]:
+        """Bytes of one replica by phase (`held`, `rollout`) and part."""
+
+    def not_planned(self) -> list[str]:
+        """What it leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Component:
+    """A model or the engine: the parts of one of its processes by phase, and the number of these on a machine."""
+
+    name: str
+    held: Parts
+    phases: Mapping[str, Parts]
+    count: int
+
+
+def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int | None) -> MemoryPlan:
+    """The plan of a run.
+
+    Args:
+        run: The config.
+        registry: Used to look up the loss.
+        on_gpu: Whether models and engine run on GPUs.
+        limit: Bytes that one GPU, or the machine, has for the run; None if unknown.
+
+    Raises:
+        UserError: The model of a section does not exist or cannot be built.
+    """
+    run = _resolved(run, on_gpu=on_gpu)
+    not_counted: list[str] = []
+    components = [*_models(run, registry, not_counted)]
+    engine = _engine(run, not_counted, on_gpu=on_gpu)
+    components += [] if engine is None else [engine]
+    processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
+    not_counted += _assumptions(run, on_gpu=on_gpu)
+    return MemoryPlan(processes=tuple(processes), on_gpu=on_gpu, limit=limit, not_counted=tuple(not_counted))
+
+
+def _resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
+    """The run with the defaults of its devices. That a GPU supports bfloat16 is assumed."""
+    devices = Devices(use_gpus=on_gpu, have_bfloat16=on_gpu, trains=True)
+    models: dict[str, PolicyConfig] = {name: model.for_devices(devices) for name, model in models_of(run).items()}
+    policy = models["policy"]
+    if policy.generation is not None:
+        engine = policy.generation.for_devices(devices).for_policy(policy)
+        models["policy"] = policy.model_copy(update={"generation": engine})
+    return run.model_copy(update=models)
+
+
+def _models(run: RunConfig, registry: Registry, not_counted: list[str]) -> Iterator[_Component]:
+    needed = loss_of(run, registry).required_keys
+    nodes = max(1, run.cluster.num_nodes)
+    for name, model in models_of(run).items():
+        if not isinstance(model, PlannedModel):
+            not_counted.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")
+            continue
+        train = None if model.frozen else microbatch(run, model, training=True)
+        score = microbatch(run, model, training=False) if _scores(run, model) else None
+        phases = dict(
+            model.planned_memory(
+                ranks=_ranks(run),
+                train=None if train is None else train.shape,
+                several=train is not None and train.several,
+                score=None if score is None else score.shape,
+                reference=name == "policy" and "reference_policy_logprobs" in needed,
+            )
+        )
+        held = phases.pop(HELD)
+        not_counted += [f"{name}: {left_out}" for left_out in model.not_planned()]
+        named = {phase if name == "policy" else f"{phase} {name}": parts for phase, parts in phases.items()}
+        yield _Component(name=name, held=held, phases=named, count=-(-_ranks(run) // nodes))
+
+
+def _scores(run: RunConfig, model: PolicyConfig) -> bool:
+    return model.frozen or run.algorithm.runtime_needs.samples
+
+
+def _ranks(run: RunConfig) -> int:
+    cluster = run.cluster
+    return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
+
+
+def _replicas(run: RunConfig, section: GenerationConfig) -> int:
+    if section.num_workers is not None:
+        return section.num_workers
+    own = section.resources
+    return _ranks(run) if own is None else own.num_nodes * own.workers_per_node
+
+
+def _engine(run: RunConfig, not_counted: list[str], *, on_gpu: bool) -> _Component | None:
+    section = run.policy.generation
+    if section is None or not run.algorithm.runtime_needs.samples:
+        return None
+    if not isinstance(section, PlannedEngine):
+        not_counted.append(f"all of the engine: its backend {section.backend} does not describe its memory")
+        return None
+    replicas = _replicas(run, section)
+    in_process = run.cluster.backend == "in_process"
+    rows = -(-rows_of_step(run) // replicas)
+    phases = dict(
+        section.planned_memory(rows=rows, prompt=longest_prompt(run), on_gpu=on_gpu, shares_weights=in_process and not on_gpu)
+    )
+    held = phases.pop(HELD)
+    if not in_process or on_gpu:
+        buffers = min(section.refit_buffer_mib * 2**20, sum(held.values()))
+        phases["refit"] = {"transfer buffers": buffers}
+    not_counted += [f"engine: {left_out}" for left_out in section.not_planned()]
+    return _Component(name="engine", held=held, phases=phases, count=-(-replicas // max(1, run.cluster.num_nodes)))
+
+
+def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:
+    libraries = {"libraries": _MODEL_LIBRARIES}
+    if run.cluster.backend == "in_process":
+        held = _sum(libraries, *(_named(each, each.held, components) for each in components))
+        phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()}
+        yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
+        return
+    yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
+    for each in components:
+        phases = {phase: _sum(libraries, each.held, parts) for phase, parts in each.phases.items()}
+        yield ProcessPlan(name=each.name, count=each.count, phases=phases)
+    workers = sum(section.num_workers for section in run.env.values())
+    if workers:
+        yield ProcessPlan(name="environments", count=workers, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
+
+
+def _named(component: _Component, parts: Parts, components: list[_Component]) -> Parts:
+    """Parts with the name of their component, if several components have parts of the same name."""
+    return parts if component is components[0] else {f"{component.name} {part}": size for part, size in parts.items()}
+
+
+def _on_gpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:
+    """One entry for each GPU of models and engine, or two if the engine has its own."""
+    engine = next((each for each in components if each.name == "engine"), None)
+    models = [each for each in components if each is not engine]
+    separate = run.policy.generation is not None and run.policy.generation.resources is not None
+    phases: dict[str, Parts] = {}
+    for each in models:
+        phases |= {phase: _sum(each.held, parts) for phase, parts in each.phases.items()}
+    engine_phases: dict[str, Parts] = {}
+    if engine is not None:
+        engine_phases = {phase: _sum(engine.held, parts) for phase, parts in engine.phases.items()}
+        if not separate:
+            sent = sum(each.held.get("weights", 0) for each in models if each.name == "policy")
+            engine_phases["refit"] = _sum(engine_phases.get("refit", {}), {"policy weights": sent})
+    if separate and engine is not None:
+        yield ProcessPlan(name="GPU of the engine", count=engine.count, phases=engine_phases)
+        engine_phases = {}
+    if phases | engine_phases:
+        yield ProcessPlan(name="GPU", count=max(each.count for each in components), phases=phases | engine_phases)
+
+
+def _sum(*parts: Parts) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in parts:
+        for part, size in each.items():
+            total[part] = total.get(part, 0) + size
+    return total
+
+
+def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
+    yield f"lengths of the data: every row is counted with {run.policy.max_total_sequence_length} tokens, the maximum"
+    if run.policy.shared_prefix == "auto":
+        yield "savings of `policy.shared_prefix`, which depend on the lengths of prompts"
+    if run.rollout.max_staleness:
+        yield "rollouts in progress during training: phases are counted one after the other"
+    if on_gpu:
+        yield "CUDA contexts, NCCL buffers and fragmentation, often 1 to 3 GiB per GPU"
+        yield "host memory, to which models move while they wait"
+        return
+    yield "memory that the C allocator keeps after tensors are freed"
+    if run.cluster.backend == "ray":
+        yield "Ray's own processes and its object store"

@@ -1,0 +1,70 @@
+"""The rows that a step computes together, from the config alone: numbers of rows and their largest possible length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_core.config.policy_sections import rows_per_optimizer_step
+from rl_core.config.schema import PolicyConfig
+from rl_train.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Rows of one pass, all of the largest possible length.
+
+    Attributes:
+        rows: Number of rows, at least 1.
+        length: Their length in tokens.
+        several: Whether an optimizer step has more than one.
+    """
+
+    rows: int
+    length: int
+    several: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and length."""
+        return self.rows, self.length
+
+
+def rows_of_step(run: RunConfig) -> int:
+    """Number of rows of a step over all ranks; of preference pairs, both rows count."""
+    needs = run.algorithm.runtime_needs
+    if needs.rollouts is not None:
+        return needs.rollouts.rows_per_draw
+    if needs.records is not None:
+        return needs.records.records_per_step * (2 if needs.records.pairs else 1)
+    return 1
+
+
+def longest_row(run: RunConfig) -> int:
+    """Length in tokens of the longest row that the config allows."""
+    return run.policy.max_total_sequence_length
+
+
+def longest_prompt(run: RunConfig) -> int:
+    """Length in tokens of the longest prompt whose completion can still have all of its new tokens; at least 1."""
+    generation = run.policy.generation
+    new_tokens = 0 if generation is None else generation.max_new_tokens
+    return max(1, longest_row(run) - new_tokens)
+
+
+def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microbatch:
+    """The largest microbatch of a model on one rank; with `sequence_packing`, one row of the token budget."""
+    length, ranks = min(longest_row(run), model.max_total_sequence_length), model.data_ranks(run.cluster)
+    rows = rows_of_step(run)
+    if training:
+        rows = rows_per_optimizer_step(rows, batch_size=model.train_global_batch_size, multiple_of=1)
+    on_rank = max(1, -(-rows // ranks))
+    if model.sequence_packing.enabled:
+        budget = model.sequence_packing.train_mb_tokens if training else model.sequence_packing.logprob_mb_tokens
+        tokens = min(budget, on_rank * length)
+        return Microbatch(rows=1, length=tokens, several=on_rank * length > tokens)
+    if model.dynamic_batching.enabled:
+        budget = model.dynamic_batching.train_mb_tokens if training else model.dynamic_batching.logprob_mb_tokens
+        together = max(1, budget // length)
+    else:
+        together = model.train_micro_batch_size if training else model.logprob_batch_size
+    return Microbatch(rows=min(together, on_rank), length=length, several=on_rank > together)

@@ -1,0 +1,77 @@
+"""Overrides that make a run fit into memory. Each is tried by planning again with it; nothing is suggested untried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rl_core.errors import ConfigError
+from rl_train.config.schema import RunConfig
+from rl_train.plan.memory_plan import MemoryPlan
+from rl_train.plan.rows import microbatch
+
+_WORTH_IT = 0.99
+"""An override is kept if it reduces the peak to at most this fraction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Overrides, and the plan with all of them.
+
+    Attributes:
+        overrides: `key=value` each, to be given after the config; empty if none helps.
+        plan: The plan of the run with them.
+    """
+
+    overrides: tuple[str, ...]
+    plan: MemoryPlan
+
+
+def suggest(run: RunConfig, plan: MemoryPlan, plan_with: Callable[[Sequence[str]], MemoryPlan]) -> Suggestion:
+    """The first overrides that make a run fit, or all that reduce its peak if they do not suffice.
+
+    Those that do not change results come first.
+
+    Args:
+        run: The config.
+        plan: Its plan, which does not fit.
+        plan_with: Plans the config with overrides; raises `ConfigError` if they are invalid.
+    """
+    kept: dict[str, str] = {}
+    best = plan
+    for override in _candidates(run):
+        key = override.partition("=")[0]
+        tried = {**kept, key: override}
+        try:
+            planned = plan_with(list(tried.values()))
+        except ConfigError:  # the override does not apply to this config, such as a key that another backend has
+            continue
+        if planned.peak <= _WORTH_IT * best.peak:
+            kept, best = tried, planned
+        if best.fits:
+            break
+    return Suggestion(overrides=tuple(kept.values()), plan=best)
+
+
+def _candidates(run: RunConfig) -> Iterator[str]:
+    """Overrides to try, in this order."""
+    policy = run.policy
+    sections = {"sequence_packing": policy.sequence_packing, "dynamic_batching": policy.dynamic_batching}
+    budgets = [name for name, section in sections.items() if section.enabled]
+    for training, rows_key, tokens_key in (
+        (True, "train_micro_batch_size", "train_mb_tokens"),
+        (False, "logprob_batch_size", "logprob_mb_tokens"),
+    ):
+        batch = microbatch(run, policy, training=training)
+        key, size, least = f"policy.{rows_key}", batch.rows, 1
+        if budgets:
+            key, size, least = f"policy.{budgets[0]}.{tokens_key}", batch.rows * batch.length, policy.max_total_sequence_length
+        while size > least:
+            size = max(least, size // 2)
+            yield f"{key}={size}"
+    if not policy.activation_checkpointing:
+        yield "policy.activation_checkpointing=true"
+    for section in (policy.generation, policy):
+        yield from getattr(section, "memory_saving_overrides", tuple)()
+    if policy.precision != "bfloat16":
+        yield "policy.precision=bfloat16"
