@@ -3,7 +3,7 @@
     python benchmarks/plan_vs_measured.py              # all configs; writes results/plan_vs_measured.json and .md
     python benchmarks/plan_vs_measured.py full lora    # some of them; replaces their rows
 
-Each config trains two steps of a randomly initialized model, whose completions have full length, as a process of its own. The
+Each config trains two steps of a randomly initialized model, whose completions have full length, in a separate process. The
 measured peak of a process is the largest proportional set size (`Pss` in `/proc/PID/smaps_rollup`) of samples
 taken every 0.2 s, so a shorter peak can be missed. Needs Linux.
 """
@@ -74,8 +74,13 @@ CONFIG: dict[str, Any] = {
     "cluster": {"backend": "in_process"},
     "checkpointing": {"enabled": False},
 }
-REWARDS = """def varied(completion: str) -> float:
-    return sum(map(ord, completion)) % 97 / 97
+REWARDS = """import itertools
+
+_calls = itertools.count()
+
+
+def varied(completion: str) -> float:
+    return next(_calls) % 7 / 7
 """
 """Rewards that differ within each group, so that no row is left out of training."""
 CASES = {

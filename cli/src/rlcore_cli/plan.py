@@ -60,7 +60,7 @@ def plan(
         return plan_memory(run, registry, on_gpu=gpu is not None, limit=limit)
 
     first = planned([])
-    suggestion = None if first.fits else suggest(load_config(files, changes, registry=registry).run, first, planned)
+    suggestion = None if first.fits else suggest(load_config(files, changes, registry=registry).run, registry, first, planned)
     if as_json:
         print(json.dumps(_values(first, suggestion), indent=2))
     else:

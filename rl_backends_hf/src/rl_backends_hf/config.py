@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from rl_core.config.schema import RunSections
 
 
-PLANNED_OPTIMIZERS: Final = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.SGD")
-"""Optimizers whose state `rlcore plan` counts."""
-
-
 class HFPolicyConfig(PolicyConfig):
     """`policy` with `backend: hf`."""
 
@@ -37,37 +33,6 @@ class HFPolicyConfig(PolicyConfig):
             return self.generation or HFGenerationConfig()
         shared = set(GenerationConfig.model_fields) - {"backend"}
         return HFGenerationConfig(**{key: getattr(self.generation, key) for key in shared})
-
-    def planned_memory(
-        self, *, ranks: int, train: tuple[int, int] | None, several: bool, score: tuple[int, int] | None, reference: bool
-    ) -> dict[str, dict[str, int]]:
-        """Bytes of one rank by phase and part, for `rlcore plan`; `held` is in memory in all phases.
-
-        Args:
-            ranks: number of ranks.
-            train: rows of a training microbatch and their length in tokens; None if the model is not trained.
-            several: whether an optimizer step has several microbatches.
-            score: the same of a scoring microbatch; None if the model does not score.
-            reference: whether the loss needs a reference policy.
-        """
-        from rl_backends_hf.planned_memory import policy_memory
-
-        return policy_memory(self, ranks=ranks, train=train, several=several, score=score, reference=reference)
-
-    def memory_saving_overrides(self) -> list[str]:
-        """Overrides that save memory, for `rlcore plan` to try."""
-        return ["++policy.hf_cfg.lora.rank=16"] if self.hf_cfg.lora is None and self.head == "tokens" else []
-
-    def not_planned(self) -> list[str]:
-        """What `planned_memory` leaves out."""
-        left_out = []
-        if self.optimizer.name not in PLANNED_OPTIMIZERS:
-            left_out.append(f"state of the optimizer {self.optimizer.name}")
-        if self.hf_cfg.load_in_4bit or self.hf_cfg.load_in_8bit:
-            left_out.append("quantized weights, which are counted unquantized")
-        if self.hf_cfg.data_parallel == "fsdp2":
-            left_out.append("layers that FSDP2 gathers")
-        return left_out
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
@@ -154,28 +119,6 @@ class HFGenerationConfig(GenerationConfig):
         """Report missing models and libraries."""
         yield from super().conflicts(run)
         yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
-
-    def planned_memory(self, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool) -> dict[str, dict[str, int]]:
-        """Bytes of one replica by phase and part, for `rlcore plan`; `held` is in memory in all phases.
-
-        Args:
-            rows: rows that a replica samples in a step.
-            prompt: tokens of the longest prompt.
-            on_gpu: whether it runs on a GPU.
-            shares_weights: whether it computes with the policy's tensors.
-        """
-        from rl_backends_hf.planned_memory import engine_memory
-
-        return engine_memory(self, rows=rows, prompt=prompt, on_gpu=on_gpu, shares_weights=shares_weights)
-
-    def memory_saving_overrides(self) -> list[str]:
-        """Overrides that save memory, for `rlcore plan` to try."""
-        rows = self.hf_cfg.max_batch_rows
-        return [f"policy.generation.hf_cfg.max_batch_rows={size}" for size in (rows // 2, rows // 4, rows // 16) if size]
-
-    def not_planned(self) -> list[str]:
-        """What `planned_memory` leaves out."""
-        return [] if self.hf_cfg.session_cache_mb == 0 else ["keys and values kept between the turns of a conversation"]
 
     def logit_changes(self) -> dict[KeyPath, Any]:
         """The repetition penalty, if it is set."""

@@ -41,6 +41,7 @@ class HuggingFaceGeneration(DistributedGeneration):
     """
 
     config: HFGenerationConfig
+    memory_planner = "rl_backends_hf.planned_memory:EngineMemory"
 
     def __init__(
         self,

@@ -1,12 +1,13 @@
 """Predicts the memory of a policy rank and of an engine replica from the model's config, without weights.
 
 Activations, logits and temporary tensors are not estimated: the worker's own scoring code runs, forward and backward, on
-tensors without data (`torch._subclasses.FakeTensorMode`), and torch's `MemTracker` records their peak. What every layer adds is
+tensors without data (`torch._subclasses.FakeTensorMode`), and the bytes of those that exist are counted. What a layer adds is
 measured with two small depths and multiplied by the depth, because tracing a deep model takes minutes.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
@@ -45,51 +47,104 @@ class _Sizes:
     trained: int
 
 
-def policy_memory(
-    config: HFPolicyConfig,
-    *,
-    ranks: int,
-    train: tuple[int, int] | None,
-    several: bool,
-    score: tuple[int, int] | None,
-    reference: bool,
-) -> dict[str, dict[str, int]]:
-    """`HFPolicyConfig.planned_memory`."""
-    sizes = _sizes(config)
-    held = _state(config, sizes, ranks=ranks)
-    gradients = held.pop("gradients", 0)
-    if reference and config.hf_cfg.lora is None:
-        held["reference weights"] = DTYPES[config.dtype_name].itemsize * sizes.weights
-    phases: dict[str, dict[str, int]] = {"held": held}
-    if score is not None:
-        phases["score"] = _traced(config, *score, training=False)
-    if train is not None and sizes.trained:
-        traced = _traced(config, *train, training=True)
-        # The gradients of the first microbatch exist while the next ones are computed.
-        phases["train"] = traced | ({"gradients": gradients} if several else {})
-        phases["update"] = {"gradients": gradients}
-    return phases
+class PolicyMemory:
+    """The memory of one rank of a policy.
+
+    Args:
+        config: its section.
+    """
+
+    def __init__(self, config: HFPolicyConfig) -> None:
+        self._config = config
+
+    def by_phase(
+        self, *, ranks: int, train: tuple[int, int] | None, several: bool, score: tuple[int, int] | None, reference: bool
+    ) -> dict[str, dict[str, int]]:
+        """Bytes by phase (`held`, which is in memory in all phases, `score`, `train`, `update`) and part.
+
+        Args:
+            ranks: number of ranks.
+            train: rows of a training microbatch and their length in tokens; None if the model is not trained.
+            several: whether an optimizer step has several microbatches.
+            score: the same of a scoring microbatch; None if the model does not score.
+            reference: whether the loss needs a reference policy.
+        """
+        config = self._config
+        sizes = _sizes(config)
+        held = _state(config, sizes, ranks=ranks)
+        gradients = held.pop("gradients", 0)
+        if reference and config.hf_cfg.lora is None:
+            held["reference weights"] = DTYPES[config.dtype_name].itemsize * sizes.weights
+        phases: dict[str, dict[str, int]] = {"held": held}
+        if score is not None:
+            phases["score"] = _traced(config, *score, training=False)
+        if train is not None and sizes.trained:
+            traced = _traced(config, *train, training=True)
+            # The gradients of the first microbatch exist while the next ones are computed.
+            phases["train"] = traced | ({"gradients": gradients} if several else {})
+            phases["update"] = {"gradients": gradients}
+        return phases
+
+    def not_counted(self) -> list[str]:
+        """What `by_phase` leaves out."""
+        hf, left_out = self._config.hf_cfg, []
+        if self._config.optimizer.name not in _MOMENTS:
+            left_out.append(f"state of the optimizer {self._config.optimizer.name}")
+        if hf.load_in_4bit or hf.load_in_8bit:
+            left_out.append("quantization: weights are counted as if they were not quantized")
+        if hf.data_parallel == "fsdp2":
+            left_out.append("layers that FSDP2 gathers")
+        return left_out
+
+    def saving_overrides(self) -> list[str]:
+        """Overrides that save memory and change what is trained, for `rlcore plan` to try."""
+        config = self._config
+        return ["++policy.hf_cfg.lora.rank=16"] if config.hf_cfg.lora is None and config.head == "tokens" else []
 
 
-def engine_memory(
-    config: HFGenerationConfig, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool
-) -> dict[str, dict[str, int]]:
-    """`HFGenerationConfig.planned_memory`."""
-    assert config.model_name is not None
-    options = config.hf_cfg
-    dtype = DTYPES[options.precision or "float32"]
-    model = model_without_weights(config.model_name, options=options).to(dtype)
-    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
-    per_token = token_bytes(model)
-    together = min(rows, options.max_batch_rows)
-    if options.kv_cache_gib is not None:
-        together = max(1, min(together, int(options.kv_cache_gib * 2**30) // (longest * per_token)))
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    rollout = {"keys and values": together * longest * per_token, "logits": together * vocabulary * 4}
-    if not on_gpu:
-        rollout["packed weights"] = packed_bytes(model, steps=config.max_new_tokens)
-    return {"held": {} if shares_weights else {"weights": weights}, "rollout": rollout}
+class EngineMemory:
+    """The memory of one replica of the engine.
+
+    Args:
+        config: its section, with the values that it takes from the policy.
+    """
+
+    def __init__(self, config: HFGenerationConfig) -> None:
+        self._config = config
+
+    def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool) -> dict[str, dict[str, int]]:
+        """Bytes by phase (`held`, which is in memory in all phases, and `rollout`) and part.
+
+        Args:
+            rows: rows that a replica samples in a step.
+            prompt: tokens of the longest prompt.
+            on_gpu: whether it runs on a GPU.
+            shares_weights: whether it computes with the policy's tensors.
+        """
+        config, options = self._config, self._config.hf_cfg
+        assert config.model_name is not None
+        dtype = DTYPES[options.precision or "float32"]
+        model = model_without_weights(config.model_name, options=options).to(dtype)
+        weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
+        per_token = token_bytes(model)
+        together = min(rows, options.max_batch_rows)
+        if options.kv_cache_gib is not None:
+            together = max(1, min(together, int(options.kv_cache_gib * 2**30) // (longest * per_token)))
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        rollout = {"keys and values": together * longest * per_token, "logits": together * vocabulary * 4}
+        if not on_gpu:
+            rollout["packed weights"] = packed_bytes(model, steps=config.max_new_tokens)
+        return {"held": {} if shares_weights else {"weights": weights}, "rollout": rollout}
+
+    def not_counted(self) -> list[str]:
+        """What `by_phase` leaves out."""
+        return [] if self._config.hf_cfg.session_cache_mb == 0 else ["keys and values kept between the turns of a conversation"]
+
+    def saving_overrides(self) -> list[str]:
+        """Overrides that save memory, for `rlcore plan` to try."""
+        rows = self._config.hf_cfg.max_batch_rows
+        return [f"policy.generation.hf_cfg.max_batch_rows={size}" for size in (rows // 2, rows // 4, rows // 16) if size]
 
 
 def _sizes(config: HFPolicyConfig) -> _Sizes:
@@ -132,14 +187,10 @@ def _traced(config: HFPolicyConfig, rows: int, length: int, *, training: bool) -
     """Peak bytes of activations and of temporary tensors of one microbatch; see the module."""
     depth, replaced = _layers(config)
     if depth <= _DEPTHS[1]:
-        return _named(_trace(config, rows, length, {}, training=training))
+        return _trace(config, rows, length, {}, training=training)
     few, more = (_trace(config, rows, length, replaced(layers), training=training) for layers in _DEPTHS)
     steps = (depth - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0])
-    return _named({part: int(more[part] + steps * (more[part] - few[part])) for part in more})
-
-
-def _named(traced: Mapping[str, int]) -> dict[str, int]:
-    return {"activations": traced["Activation"], "logits and temporary tensors": traced["Temp"]}
+    return {part: int(more[part] + steps * (more[part] - few[part])) for part in more}
 
 
 def _layers(config: HFPolicyConfig) -> tuple[int, Any]:
@@ -167,10 +218,10 @@ def _trace(config: HFPolicyConfig, rows: int, length: int, replaced: Mapping[str
     ids, lengths = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows,), length)
     shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
     given = padded_input(ids, lengths, device=_CPU, shift=shift)
+    _adapt(model, config)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)
-        _adapt(model, config)
         if config.activation_checkpointing and training:
             checkpoint_activations(model)
         scoring: nn.Module = (
@@ -180,10 +231,60 @@ def _trace(config: HFPolicyConfig, rows: int, length: int, replaced: Mapping[str
         )
         scoring.train(training)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
-        tracker = MemTracker()
-        with tracker, torch.set_grad_enabled(training):
+        live = _LiveBytes(model)
+        with live, torch.set_grad_enabled(training):
             scores = scoring(*tokens, given.attention)
             if training:
+                live.end_forward()
                 scores.sum().backward()
-    peak = tracker.get_tracker_snapshot("peak")[_CPU]
-    return {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
+    return {"activations": live.saved, "logits and temporary tensors": live.peak - live.saved}
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that are created while it is active, as long as they exist, without gradients.
+
+    Attributes:
+        saved: bytes at the end of the forward pass.
+        peak: largest number of bytes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved = self.peak = 0
+        self._live = 0
+        self._known = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+        self._sizes: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[Any]] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for each in tree_leaves(output):
+            if isinstance(each, torch.Tensor):
+                self._add(each.untyped_storage())
+        self.peak = max(self.peak, self._live)
+        return output
+
+    def end_forward(self) -> None:
+        """Record what the forward pass has saved for the backward pass."""
+        self.saved = self._live
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        self._known.add(key)
+        self._sizes[key] = storage.nbytes()
+        self._live += storage.nbytes()
+        self._ends[key] = weakref.ref(storage, lambda _: self._remove(key))
+
+    def _remove(self, key: int) -> None:
+        self._known.discard(key)
+        self._live -= self._sizes.pop(key, 0)
+        self._ends.pop(key, None)
+
+    def _leave_out_gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._live -= self._sizes.pop(id(parameter.grad.untyped_storage()), 0)

@@ -39,6 +39,7 @@ class HuggingFacePolicy(DistributedPolicy):
     """
 
     checkpoint_conversions = {"hf": "rl_backends_hf.convert:to_folder"}  # noqa: RUF012
+    memory_planner = "rl_backends_hf.planned_memory:PolicyMemory"
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ def packed_linears(model: nn.Module, *, rows: int, steps: int) -> Iterator[None]
 
 
 def packed_bytes(model: nn.Module, *, steps: int) -> int:
-    """Bytes of the packed copies that `packed_linears` makes of a model that is on a CPU; the model may be on any device."""
+    """Bytes of the packed copies of linear layers if the model is on a CPU; `model` may be on any device."""
     if steps < _MIN_STEPS:
         return 0
     layers = (module for module in model.modules() if type(module) is nn.Linear)

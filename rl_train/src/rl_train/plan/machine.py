@@ -28,4 +28,4 @@ def parse_size(text: str, option: str) -> int:
 
 def available_memory() -> int:
     """Bytes that processes can use on this machine now, without those that others use."""
-    return psutil.virtual_memory().available
+    return int(psutil.virtual_memory().available)

@@ -1,17 +1,18 @@
-"""Builds the memory plan of a run. The sections of backends describe their own processes; this module combines them.
+"""Builds the memory plan of a run. Backends describe their own processes; this module combines them.
 
 On GPUs, models and engine use the memory one after the other, as `rl_train.weight_sync.device_memory` arranges it; on CPUs,
-everything stays where it is.
+nothing moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
+from rl_core.plugins.import_path import resolve
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.losses import loss_of
 from rl_train.config.rules.models import models_of
@@ -21,34 +22,46 @@ from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step
 
 HELD: Final = "held"
 """Key of the parts that are in memory in all phases."""
+GRADIENTS: Final = "gradients"
+"""Name of the part that each microbatch adds to."""
 _MODEL_LIBRARIES: Final = 350 * 2**20
 """Proportional set size of a process after it has imported torch for CPUs, Transformers and rlcore, measured on Linux."""
 _DRIVER_LIBRARIES: Final = 220 * 2**20
 """The same without a backend."""
+_KEPT: Final = 0.3
+"""Fraction of the memory that phases allocate and free which glibc's allocator keeps at the peak. Measured with the configs
+`full` and `long_rows` of benchmarks/plan_vs_measured.py; with MALLOC_MMAP_THRESHOLD_=131072 it was below 0.05."""
 
 
-@runtime_checkable
-class PlannedModel(Protocol):
-    """A policy section that describes the memory of a rank."""
+class ModelMemory(Protocol):
+    """Describes the memory of one rank of a policy; created with the section of the policy.
 
-    def planned_memory(
+    A backend names its class in the attribute `memory_planner` of its policy class, as `module:name`.
+    """
+
+    def by_phase(
         self, *, ranks: int, train: tuple[int, int] | None, several: bool, score: tuple[int, int] | None, reference: bool
     ) -> Mapping[str, Parts]:
         """Bytes of one rank by phase (`held`, `score`, `train`, `update`) and part."""
 
-    def not_planned(self) -> list[str]:
-        """What it leaves out."""
+    def not_counted(self) -> list[str]:
+        """What `by_phase` leaves out."""
+
+    def saving_overrides(self) -> list[str]:
+        """Overrides that save memory."""
 
 
-@runtime_checkable
-class PlannedEngine(Protocol):
-    """A generation section that describes the memory of a replica."""
+class EngineMemory(Protocol):
+    """Describes the memory of one replica of an engine; created with the section of the engine. See `ModelMemory`."""
 
-    def planned_memory(self, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool) -> Mapping[str, Parts]:
+    def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool) -> Mapping[str, Parts]:
         """Bytes of one replica by phase (`held`, `rollout`) and part."""
 
-    def not_planned(self) -> list[str]:
-        """What it leaves out."""
+    def not_counted(self) -> list[str]:
+        """What `by_phase` leaves out."""
+
+    def saving_overrides(self) -> list[str]:
+        """Overrides that save memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +89,23 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     run = _resolved(run, on_gpu=on_gpu)
     not_counted: list[str] = []
     components = [*_models(run, registry, not_counted)]
-    engine = _engine(run, not_counted, on_gpu=on_gpu)
+    engine = _engine(run, registry, not_counted, on_gpu=on_gpu)
     components += [] if engine is None else [engine]
     processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
     not_counted += _assumptions(run, on_gpu=on_gpu)
     return MemoryPlan(processes=tuple(processes), on_gpu=on_gpu, limit=limit, not_counted=tuple(not_counted))
+
+
+def memory_planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig) -> Any:
+    """The `ModelMemory` or `EngineMemory` of a section; None if its backend has none.
+
+    Args:
+        registry: Used to look up the backend.
+        kind: `policy` or `generation`.
+        section: Section of the model or engine.
+    """
+    target = getattr(registry.find(kind, section.backend).load(), "memory_planner", None)
+    return None if target is None else resolve(target, key=f"{section.backend}.memory_planner")(section)
 
 
 def _resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
@@ -98,13 +123,14 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str]) -> Itera
     needed = loss_of(run, registry).required_keys
     nodes = max(1, run.cluster.num_nodes)
     for name, model in models_of(run).items():
-        if not isinstance(model, PlannedModel):
+        planner = memory_planner(registry, "policy", model)
+        if planner is None:
             not_counted.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")
             continue
         train = None if model.frozen else microbatch(run, model, training=True)
         score = microbatch(run, model, training=False) if _scores(run, model) else None
         phases = dict(
-            model.planned_memory(
+            planner.by_phase(
                 ranks=_ranks(run),
                 train=None if train is None else train.shape,
                 several=train is not None and train.several,
@@ -113,7 +139,7 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str]) -> Itera
             )
         )
         held = phases.pop(HELD)
-        not_counted += [f"{name}: {left_out}" for left_out in model.not_planned()]
+        not_counted += [f"{name}: {left_out}" for left_out in planner.not_counted()]
         named = {phase if name == "policy" else f"{phase} {name}": parts for phase, parts in phases.items()}
         yield _Component(name=name, held=held, phases=named, count=-(-_ranks(run) // nodes))
 
@@ -134,24 +160,25 @@ def _replicas(run: RunConfig, section: GenerationConfig) -> int:
     return _ranks(run) if own is None else own.num_nodes * own.workers_per_node
 
 
-def _engine(run: RunConfig, not_counted: list[str], *, on_gpu: bool) -> _Component | None:
+def _engine(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool) -> _Component | None:
     section = run.policy.generation
     if section is None or not run.algorithm.runtime_needs.samples:
         return None
-    if not isinstance(section, PlannedEngine):
+    planner = memory_planner(registry, "generation", section)
+    if planner is None:
         not_counted.append(f"all of the engine: its backend {section.backend} does not describe its memory")
         return None
     replicas = _replicas(run, section)
     in_process = run.cluster.backend == "in_process"
     rows = -(-rows_of_step(run) // replicas)
     phases = dict(
-        section.planned_memory(rows=rows, prompt=longest_prompt(run), on_gpu=on_gpu, shares_weights=in_process and not on_gpu)
+        planner.by_phase(rows=rows, prompt=longest_prompt(run), on_gpu=on_gpu, shares_weights=in_process and not on_gpu)
     )
     held = phases.pop(HELD)
     if not in_process or on_gpu:
         buffers = min(section.refit_buffer_mib * 2**20, sum(held.values()))
         phases["refit"] = {"transfer buffers": buffers}
-    not_counted += [f"engine: {left_out}" for left_out in section.not_planned()]
+    not_counted += [f"engine: {left_out}" for left_out in planner.not_counted()]
     return _Component(name="engine", held=held, phases=phases, count=-(-replicas // max(1, run.cluster.num_nodes)))
 
 
@@ -159,16 +186,24 @@ def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPla
     libraries = {"libraries": _MODEL_LIBRARIES}
     if run.cluster.backend == "in_process":
         held = _sum(libraries, *(_named(each, each.held, components) for each in components))
-        phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()}
+        kept = _kept_by_allocator(*components)
+        phases = {phase: _sum(held, kept, parts) for each in components for phase, parts in each.phases.items()}
         yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
         return
     yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
     for each in components:
-        phases = {phase: _sum(libraries, each.held, parts) for phase, parts in each.phases.items()}
+        kept = _kept_by_allocator(each)
+        phases = {phase: _sum(libraries, each.held, kept, parts) for phase, parts in each.phases.items()}
         yield ProcessPlan(name=each.name, count=each.count, phases=phases)
     workers = sum(section.num_workers for section in run.env.values())
     if workers:
         yield ProcessPlan(name="environments", count=workers, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
+
+
+def _kept_by_allocator(*components: _Component) -> Parts:
+    """What one process keeps of tensors that its phases have freed; gradients reuse their memory."""
+    freed = (size for each in components for parts in each.phases.values() for part, size in parts.items() if part != GRADIENTS)
+    return {"kept by the allocator": int(_KEPT * sum(freed))}
 
 
 def _named(component: _Component, parts: Parts, components: list[_Component]) -> Parts:
@@ -215,6 +250,6 @@ def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
         yield "CUDA contexts, NCCL buffers and fragmentation, often 1 to 3 GiB per GPU"
         yield "host memory, to which models move while they wait"
         return
-    yield "memory that the C allocator keeps after tensors are freed"
+    yield "memory that the allocator keeps of freed tensors: an average of measured runs"
     if run.cluster.backend == "ray":
         yield "Ray's own processes and its object store"

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rl_core.errors import ConfigError
+from rl_core.plugins.registry import Registry
 from rl_train.config.schema import RunConfig
 from rl_train.plan.memory_plan import MemoryPlan
+from rl_train.plan.planner import memory_planner
 from rl_train.plan.rows import microbatch
 
 _WORTH_IT = 0.99
@@ -27,19 +29,22 @@ class Suggestion:
     plan: MemoryPlan
 
 
-def suggest(run: RunConfig, plan: MemoryPlan, plan_with: Callable[[Sequence[str]], MemoryPlan]) -> Suggestion:
+def suggest(
+    run: RunConfig, registry: Registry, plan: MemoryPlan, plan_with: Callable[[Sequence[str]], MemoryPlan]
+) -> Suggestion:
     """The first overrides that make a run fit, or all that reduce its peak if they do not suffice.
 
     Those that do not change results come first.
 
     Args:
         run: The config.
+        registry: Used to look up the backends, which suggest overrides as well.
         plan: Its plan, which does not fit.
         plan_with: Plans the config with overrides; raises `ConfigError` if they are invalid.
     """
     kept: dict[str, str] = {}
     best = plan
-    for override in _candidates(run):
+    for override in _candidates(run, registry):
         key = override.partition("=")[0]
         tried = {**kept, key: override}
         try:
@@ -53,11 +58,11 @@ def suggest(run: RunConfig, plan: MemoryPlan, plan_with: Callable[[Sequence[str]
     return Suggestion(overrides=tuple(kept.values()), plan=best)
 
 
-def _candidates(run: RunConfig) -> Iterator[str]:
+def _candidates(run: RunConfig, registry: Registry) -> Iterator[str]:
     """Overrides to try, in this order."""
     policy = run.policy
-    sections = {"sequence_packing": policy.sequence_packing, "dynamic_batching": policy.dynamic_batching}
-    budgets = [name for name, section in sections.items() if section.enabled]
+    enabled = {"sequence_packing": policy.sequence_packing.enabled, "dynamic_batching": policy.dynamic_batching.enabled}
+    budgets = [name for name, is_enabled in enabled.items() if is_enabled]
     for training, rows_key, tokens_key in (
         (True, "train_micro_batch_size", "train_mb_tokens"),
         (False, "logprob_batch_size", "logprob_mb_tokens"),
@@ -71,7 +76,8 @@ def _candidates(run: RunConfig) -> Iterator[str]:
             yield f"{key}={size}"
     if not policy.activation_checkpointing:
         yield "policy.activation_checkpointing=true"
-    for section in (policy.generation, policy):
-        yield from getattr(section, "memory_saving_overrides", tuple)()
+    planners = [] if policy.generation is None else [memory_planner(registry, "generation", policy.generation)]
+    for planner in (*planners, memory_planner(registry, "policy", policy)):
+        yield from () if planner is None else planner.saving_overrides()
     if policy.precision != "bfloat16":
         yield "policy.precision=bfloat16"

@@ -1,0 +1,104 @@
+"""`rlcore plan`: memory by process, overrides that were tried, and exit codes; the warning of `rlcore train`."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from command_line import rlcore
+
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.loader import load_config
+from rl_train.plan import warning
+from rl_train.plan.machine import parse_size
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GRPO = EXAMPLES / "grpo_addition.yaml"
+MODEL = EXAMPLES / "addition" / "model"
+IN_PROCESS = "cluster.backend=in_process"
+
+
+def plan(*arguments):
+    """Exit code and JSON of the command."""
+    result = rlcore("plan", GRPO, *arguments, "--json")
+    assert result.stderr == ""
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_the_quickstart_is_planned_by_process_and_phase():
+    code, planned = plan("--memory", "24GiB")
+    assert (code, planned["fits"], planned["suggestion"]) == (0, True, None)
+    processes = {process["name"]: process for process in planned["processes"]}
+    assert list(processes) == ["driver", "policy", "engine", "environments"]
+    assert list(processes["policy"]["phases"]) == ["score", "train", "update"]
+    phases = processes["policy"]["phases"]
+    assert processes["policy"]["peak"] == max(sum(parts.values()) for parts in phases.values())
+    assert any("every row is counted with 16 tokens" in text for text in planned["not_counted"])
+
+
+def test_overrides_that_make_a_run_fit_make_it_fit_when_they_are_applied():
+    _, planned = plan("--memory", "24GiB", IN_PROCESS)
+    limit = f"{planned['peak'] * 0.8 / 2**20:.0f}MiB"
+    code, too_large = plan("--memory", limit, IN_PROCESS)
+    assert (code, too_large["fits"]) == (1, False)
+    overrides = too_large["suggestion"]["overrides"]
+    assert overrides == ["policy.train_micro_batch_size=256"]
+    code, applied = plan("--memory", limit, IN_PROCESS, *overrides)
+    assert (code, applied["fits"]) == (0, True)
+    assert applied["peak"] == too_large["suggestion"]["peak"]
+
+
+def test_what_does_not_fit_is_printed_with_the_overrides_to_copy():
+    result = rlcore("plan", GRPO, "--memory", "700MiB", IN_PROCESS)
+    assert result.returncode == 1
+    assert "The run does not fit. The largest part is" in result.stdout
+    assert "policy.train_micro_batch_size=" in result.stdout
+
+
+def test_a_plan_for_gpus_is_marked_as_computed_and_names_a_backend_that_does_not_describe_its_memory():
+    result = rlcore("plan", EXAMPLES / "grpo_smollm2_vllm.yaml", f"policy.model_name={MODEL}", "--gpu", "80GiB")
+    assert result.returncode == 0
+    assert result.stdout.startswith("Computed, not run on a GPU.")
+    assert "all of the engine: its backend vllm does not describe its memory" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory", "24"), "--memory 24 is not a size"),
+        (("--gpu", "0GiB"), "--gpu 0GiB is not a size"),
+        (("--gpu", "80GiB", "--memory", "24GiB"), "not both"),
+        (("policy.model_name=nowhere/at/all",), "nowhere/at/all"),
+        (("policy.nothing=1",), "nothing"),
+    ],
+)
+def test_wrong_input_ends_with_2(arguments, message):
+    result = rlcore("plan", GRPO, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_sizes_have_binary_and_decimal_units():
+    assert parse_size("1.5 gib", "--gpu") == 3 * 2**29
+    assert parse_size("80GB", "--gpu") == 80 * 10**9
+
+
+def test_a_run_that_is_too_large_for_the_machine_is_warned_about(monkeypatch, caplog):
+    registry = Registry(discover())
+    run = load_config(GRPO, [IN_PROCESS], registry=registry).run
+    monkeypatch.setattr(warning, "available_memory", lambda: 2**29)
+    with caplog.at_level(logging.WARNING):
+        warning.warn_if_too_large(run, registry)
+    [record] = caplog.records
+    assert "0.5 GiB are available" in record.getMessage()
+    assert "phase train" in record.getMessage()
+
+
+def test_a_small_run_is_not_planned_before_it_starts(monkeypatch):
+    registry = Registry(discover())
+    run = load_config(GRPO, [IN_PROCESS], registry=registry).run
+    monkeypatch.setattr(warning, "available_memory", lambda: 2**35)
+    monkeypatch.setattr(warning, "plan_memory", lambda *_, **__: pytest.fail("planned"))
+    warning.warn_if_too_large(run, registry)
