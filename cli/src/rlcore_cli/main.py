@@ -26,6 +26,7 @@ COMMANDS = {
     "train": ("rlcore_cli.train:train", "Train with a config, resuming from its last checkpoint if any."),
     "eval": ("rlcore_cli.eval:evaluate", "Evaluate a model or checkpoint on the validation data."),
     "report": ("rlcore_cli.report.command:report", "Write an HTML report of a run: curves, rollouts, config."),
+    "runs": ("rlcore_cli.runs:runs", "List the runs in a folder: status, steps, best metric, disk use."),
     "compare": ("rlcore_cli.compare.command:compare", "Compare runs: curves, configs, final and best values."),
     "validate": ("rlcore_cli.validate:validate", "Check a config and report every error with its line."),
     "plan": ("rlcore_cli.plan:plan", "Predict the memory of a run, and what to change if it does not fit."),

@@ -125,14 +125,15 @@ def _reject_other_folders(path: Path) -> None:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}. Give a run folder, such as runs/NAME; `rlcore train` prints its run folder.")
-    if _is_run(path):
+    if is_run(path):
         return
-    runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder))
+    runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and is_run(folder))
     below = f" Run folders inside it: {', '.join(map(str, runs[:8]))}." if runs else " Give a run folder, such as runs/NAME."
     raise UserError(f"{path} is not a run folder: it has neither {METRICS} nor {STATUS}.{below}")
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run folder."""
     return any((path / name).is_file() for name in (METRICS, STATUS))
 
 
