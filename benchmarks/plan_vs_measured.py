@@ -2,6 +2,7 @@
 
     python benchmarks/plan_vs_measured.py              # all configs; writes results/plan_vs_measured.json and .md
     python benchmarks/plan_vs_measured.py full lora    # some of them; replaces their rows
+    python benchmarks/plan_vs_measured.py --return-freed
 
 Each config trains two steps of a randomly initialized model, whose completions have full length, in a separate process. The
 measured peak of a process is the largest proportional set size (`Pss` in `/proc/PID/smaps_rollup`) of samples
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -118,30 +120,37 @@ def write_inputs(case: Case, folder: Path) -> list[str]:
     return ["run.yaml", *(f"{key}={str(value).lower()}" for key, value in case.overrides.items())]
 
 
-def measure(command: list[str], folder: Path) -> dict[str, int]:
-    """Peak proportional set size in bytes of the command's process (`driver`) and of each of its descendants, by title.
+def measure(command: list[str], folder: Path, *, keeps_freed: bool) -> dict[str, int]:
+    """Peak proportional set size in bytes of the command's process (`driver`) and of its policy and engine.
+
+    Args:
+        command: the command.
+        folder: where it runs.
+        keeps_freed: whether glibc chooses what it keeps of freed tensors; otherwise, it returns all larger than 128 KiB.
 
     Raises:
         RuntimeError: the command failed.
     """
-    peaks: dict[tuple[int, str], int] = {}
+    peaks: dict[int, int] = {}
+    titles: dict[int, set[str]] = {}
+    environment = {**os.environ} if keeps_freed else {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, env=environment)
         deadline = time.monotonic() + LIMIT_S
         while process.poll() is None:
             if time.monotonic() > deadline:
                 process.terminate()
             for pid in [process.pid, *_descendants(process.pid)]:
-                title = "driver" if pid == process.pid else _title(pid)
-                if (size := _proportional_size(pid)) is not None:
-                    peaks[pid, title] = max(peaks.get((pid, title), 0), size)
+                titles.setdefault(pid, set()).add(_title(pid))
+                peaks[pid] = max(peaks.get(pid, 0), _proportional_size(pid) or 0)
             time.sleep(SAMPLE_S)
     if process.returncode:
         raise RuntimeError((folder / "output").read_text(encoding="utf-8", errors="replace")[-3000:])
-    largest: dict[str, int] = {}
-    for (_, title), size in peaks.items():
-        largest[title] = max(largest.get(title, 0), size)
-    return largest
+    found = {"driver": peaks[process.pid]}
+    for name, title in TITLES.items():
+        sizes = [peaks[pid] for pid, seen in titles.items() if title in seen]
+        found |= {name: max(sizes)} if sizes else {}
+    return found
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -179,40 +188,51 @@ def predict(arguments: list[str], registry: Registry) -> dict[str, int]:
     return {process.name: process.peak for process in plan.processes}
 
 
-def compare(case: Case, registry: Registry) -> list[dict[str, Any]]:
-    """A row for each process of the models: its name, and its predicted and measured peak in bytes."""
+def compare(case: Case, registry: Registry, *, keeps_freed: bool) -> dict[str, dict[str, int]]:
+    """Predicted and measured peak in bytes of each process with a model, and of the driver."""
     with TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         folder = Path(temporary)
         given = write_inputs(case, folder)
         predicted = predict(given, registry)
-        measured = measure([str(Path(sys.executable).with_name("rlcore")), "train", *given], folder)
-    rows = []
-    for name, size in predicted.items():
-        titles = [title for title in measured if any(word in title.lower() for word in TITLES.get(name, ("driver",)))]
-        if name != "environments":
-            rows.append({"process": name, "predicted": size, "measured": max(measured[title] for title in titles)})
-    return rows
+        measured = measure([str(Path(sys.executable).with_name("rlcore")), "train", *given], folder, keeps_freed=keeps_freed)
+    key = "measured" if keeps_freed else "measured_without_freed"
+    return {
+        name: {"predicted": size, key: measured[name.partition(" + ")[0]]}
+        for name, size in predicted.items()
+        if name != "environments"
+    }
 
 
-TITLES = {"policy": ("policy",), "engine": ("generation",)}
-"""Words in the titles of Ray's processes, by the name in the plan."""
+TITLES = {"policy": "ray::train", "engine": "ray::generate"}
+"""A title that the process of each component has while it works."""
+MEASURED = {"measured": "measured", "measured_without_freed": "returning freed memory"}
 
 
-def table(results: Mapping[str, list[dict[str, Any]]]) -> str:
+def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     """The results as Markdown, in MiB."""
-    lines = ["| config | process | predicted | measured | predicted / measured |", "|---|---|---|---|---|"]
-    for name, rows in results.items():
-        for row in rows:
-            sizes = [f"{row[key] / 2**20:.0f}" for key in ("predicted", "measured")]
-            lines.append(f"| {name} | {row['process']} | {sizes[0]} | {sizes[1]} | {row['predicted'] / row['measured']:.2f} |")
-    ratios = [row["predicted"] / row["measured"] for rows in results.values() for row in rows if row["process"] != "driver"]
-    within = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
-    return "\n".join(lines) + f"\n\n{within} of {len(ratios)} processes with models are within {TOLERANCE:.0%}.\n"
+    lines = [
+        "| config | process | predicted | measured | ratio | returning freed memory | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ratios: dict[str, list[float]] = {key: [] for key in MEASURED}
+    for case, processes in results.items():
+        for name, row in processes.items():
+            cells = [case, name, f"{row['predicted'] / 2**20:.0f}"]
+            for key in MEASURED:
+                ratio = row["predicted"] / row[key] if key in row else None
+                cells += ["-", "-"] if ratio is None else [f"{row[key] / 2**20:.0f}", f"{ratio:.2f}"]
+                ratios[key] += [ratio] if ratio is not None and name != "driver" else []
+            lines.append(f"| {' | '.join(cells)} |")
+    for key, title in MEASURED.items():
+        within = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios[key])
+        lines.append(f"\n{title}: {within} of {len(ratios[key])} processes with a model are within {TOLERANCE:.0%}.")
+    return "\n".join(lines) + "\n"
 
 
 HEAD = """# Predicted and measured memory
 
-Peak proportional set size in MiB, written by `benchmarks/plan_vs_measured.py`; see there for the configs. Measured on CPUs.
+Peak proportional set size in MiB, written by `benchmarks/plan_vs_measured.py`; see there for the configs. Measured on CPUs;
+"returning freed memory" with `MALLOC_MMAP_THRESHOLD_=131072` in the environment, so that glibc keeps no freed tensors.
 
 """
 
@@ -221,18 +241,22 @@ def main() -> None:
     """Compare the chosen configs, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CONFIG", help=f"any of {', '.join(CASES)}; all by default")
-    chosen = parser.parse_args().cases or list(CASES)
+    parser.add_argument("--return-freed", action="store_true", help="measure with an allocator that keeps no freed tensors")
+    options = parser.parse_args()
+    chosen = options.cases or list(CASES)
     if unknown := set(chosen) - set(CASES):
         parser.error(f"unknown configs: {', '.join(sorted(unknown))}")
     registry = Registry(discover())
     path = RESULTS.with_suffix(".json")
     for name in chosen:
-        rows = compare(CASES[name], registry)
-        results = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | {name: rows}
+        found = compare(CASES[name], registry, keeps_freed=not options.return_freed)
+        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        earlier = results.get(name, {})
+        results[name] = {process: earlier.get(process, {}) | row for process, row in found.items()}
         results = {case: results[case] for case in CASES if case in results}
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         RESULTS.with_suffix(".md").write_text(HEAD + table(results), encoding="utf-8")
-        print(name, rows, flush=True)
+        print(name, found, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from command_line import rlcore
 
 @pytest.fixture
 def folder(write_run, tmp_path):
-    """A finished run that ranks checkpoints by a loss, a failed one, one with a corrupt status, and a folder that is not a run."""
+    """A finished run that ranks checkpoints by a loss, a failed one, one with a corrupt status, and another folder."""
     config = {"grpo": {"max_num_steps": 3}, "checkpointing": {"metric_name": "own/loss", "higher_is_better": False}}
     write_run(tmp_path / "a", steps=3, metrics=lambda step: {"own/loss": abs(step - 2) + 0.5}, config=config)
     write_run(tmp_path / "b", steps=2, metrics=lambda step: {"reward/mean": step / 4}, status={"state": "failed", "error": "x"})

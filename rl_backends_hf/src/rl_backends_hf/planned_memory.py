@@ -85,6 +85,11 @@ class PolicyMemory:
             phases["update"] = {"gradients": gradients}
         return phases
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether an engine in the same process can compute with its tensors; adapters are merged into new ones."""
+        return self._config.hf_cfg.lora is None
+
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""
         hf, left_out = self._config.hf_cfg, []

@@ -22,15 +22,10 @@ from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step
 
 HELD: Final = "held"
 """Key of the parts that are in memory in all phases."""
-GRADIENTS: Final = "gradients"
-"""Name of the part that each microbatch adds to."""
 _MODEL_LIBRARIES: Final = 350 * 2**20
 """Proportional set size of a process after it has imported torch for CPUs, Transformers and rlcore, measured on Linux."""
 _DRIVER_LIBRARIES: Final = 220 * 2**20
 """The same without a backend."""
-_KEPT: Final = 0.3
-"""Fraction of the memory that phases allocate and free which glibc's allocator keeps at the peak. Measured with the configs
-`full` and `long_rows` of benchmarks/plan_vs_measured.py; with MALLOC_MMAP_THRESHOLD_=131072 it was below 0.05."""
 
 
 class ModelMemory(Protocol):
@@ -49,6 +44,10 @@ class ModelMemory(Protocol):
 
     def saving_overrides(self) -> list[str]:
         """Overrides that save memory."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether an engine in the same process can compute with its tensors."""
 
 
 class EngineMemory(Protocol):
@@ -89,7 +88,9 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     run = _resolved(run, on_gpu=on_gpu)
     not_counted: list[str] = []
     components = [*_models(run, registry, not_counted)]
-    engine = _engine(run, registry, not_counted, on_gpu=on_gpu)
+    policy = memory_planner(registry, "policy", run.policy)
+    shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
+    engine = _engine(run, registry, not_counted, on_gpu=on_gpu, shares_weights=shares)
     components += [] if engine is None else [engine]
     processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
     not_counted += _assumptions(run, on_gpu=on_gpu)
@@ -160,7 +161,9 @@ def _replicas(run: RunConfig, section: GenerationConfig) -> int:
     return _ranks(run) if own is None else own.num_nodes * own.workers_per_node
 
 
-def _engine(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool) -> _Component | None:
+def _engine(
+    run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool, shares_weights: bool
+) -> _Component | None:
     section = run.policy.generation
     if section is None or not run.algorithm.runtime_needs.samples:
         return None
@@ -169,13 +172,10 @@ def _engine(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gp
         not_counted.append(f"all of the engine: its backend {section.backend} does not describe its memory")
         return None
     replicas = _replicas(run, section)
-    in_process = run.cluster.backend == "in_process"
     rows = -(-rows_of_step(run) // replicas)
-    phases = dict(
-        planner.by_phase(rows=rows, prompt=longest_prompt(run), on_gpu=on_gpu, shares_weights=in_process and not on_gpu)
-    )
+    phases = dict(planner.by_phase(rows=rows, prompt=longest_prompt(run), on_gpu=on_gpu, shares_weights=shares_weights))
     held = phases.pop(HELD)
-    if not in_process or on_gpu:
+    if not shares_weights:
         buffers = min(section.refit_buffer_mib * 2**20, sum(held.values()))
         phases["refit"] = {"transfer buffers": buffers}
     not_counted += [f"engine: {left_out}" for left_out in planner.not_counted()]
@@ -186,24 +186,16 @@ def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPla
     libraries = {"libraries": _MODEL_LIBRARIES}
     if run.cluster.backend == "in_process":
         held = _sum(libraries, *(_named(each, each.held, components) for each in components))
-        kept = _kept_by_allocator(*components)
-        phases = {phase: _sum(held, kept, parts) for each in components for phase, parts in each.phases.items()}
+        phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()}
         yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
         return
     yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
     for each in components:
-        kept = _kept_by_allocator(each)
-        phases = {phase: _sum(libraries, each.held, kept, parts) for phase, parts in each.phases.items()}
+        phases = {phase: _sum(libraries, each.held, parts) for phase, parts in each.phases.items()}
         yield ProcessPlan(name=each.name, count=each.count, phases=phases)
     workers = sum(section.num_workers for section in run.env.values())
     if workers:
         yield ProcessPlan(name="environments", count=workers, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
-
-
-def _kept_by_allocator(*components: _Component) -> Parts:
-    """What one process keeps of tensors that its phases have freed; gradients reuse their memory."""
-    freed = (size for each in components for parts in each.phases.values() for part, size in parts.items() if part != GRADIENTS)
-    return {"kept by the allocator": int(_KEPT * sum(freed))}
 
 
 def _named(component: _Component, parts: Parts, components: list[_Component]) -> Parts:
@@ -250,6 +242,6 @@ def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
         yield "CUDA contexts, NCCL buffers and fragmentation, often 1 to 3 GiB per GPU"
         yield "host memory, to which models move while they wait"
         return
-    yield "memory that the allocator keeps of freed tensors: an average of measured runs"
+    yield "freed tensors that glibc keeps, up to as much again; MALLOC_MMAP_THRESHOLD_=131072 in the environment avoids it"
     if run.cluster.backend == "ray":
         yield "Ray's own processes and its object store"
