@@ -48,9 +48,9 @@ COMMANDS = {
 }
 """Command name: import path of its function or application, and its line in `rlcore --help`."""
 SECTIONS = {
-    "Set up": ("init", "data", "prompt", "validate", "check", "explain", "schema", "import-config", "doctor"),
+    "Set up": ("init", "data", "prompt", "validate", "check", "plan", "explain", "schema", "import-config", "doctor"),
     "Train": ("train", "eval"),
-    "Look": ("report", "compare", "env"),
+    "Look": ("report", "compare", "runs", "env"),
     "Serve": ("chat", "serve", "convert"),
     "Extend": ("new-plugin", "list-backends", "list-plugins"),
 }
