@@ -15,7 +15,7 @@ from tiny_models import take_step
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
-from rl_backends_vllm import VllmGeneration
+from rl_backends_vllm import VllmGeneration, async_engine
 from rl_backends_vllm.async_engine import AsyncEngine
 from rl_core.errors import EngineDiedError, WorkerDiedError
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
@@ -148,3 +148,22 @@ def test_a_core_that_failed_is_not_reported_as_exited(has_exited, words):
     dead._finished = queue.SimpleQueue()
     with pytest.raises(EngineDiedError, match=words):
         dead.finished(wait_s=0.0)
+
+
+def test_the_error_of_an_engine_that_does_not_start_is_kept_if_its_event_loop_is_blocked(monkeypatch, own_messages):
+    monkeypatch.setattr(async_engine, "STOP_LOOP_TIMEOUT_S", 0.01)
+    release, loops = threading.Event(), []
+
+    class Blocked(AsyncEngine):
+        async def _start(self, arguments):
+            loops.append(asyncio.get_running_loop())
+            loops[0].call_soon(loops[0].call_soon, release.wait)  # after the result of this coroutine is set
+            raise ValueError("max_num_seqs must be positive")
+
+    try:
+        with pytest.raises(ValueError, match="max_num_seqs must be positive"):
+            Blocked({})
+        assert not loops[0].is_closed()
+        assert any("did not stop" in message for message in own_messages())
+    finally:
+        release.set()

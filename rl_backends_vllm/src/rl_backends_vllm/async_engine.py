@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import multiprocessing.connection
 import queue
@@ -13,9 +14,13 @@ from typing import Any
 from rl_backends_vllm.engine import Engine, FailedRequest
 from rl_core.errors import EngineDiedError
 
+_log = logging.getLogger(__name__)
+
 SHUTDOWN_TIMEOUT_S = 10.0
 """Timeout for the core process to exit; then it is killed. It needs about two seconds on an idle machine. A worker has
 `rl_core.cluster.deadlines.Deadlines.stop_s` for all of its shutdown."""
+STOP_LOOP_TIMEOUT_S = 2.0
+"""Timeout for the event loop to end its current callback; then its thread is left to the end of the process."""
 _EXITED = "The core process of the vLLM engine exited."
 _FAILED = "vLLM reports that the core of its engine failed. The log of the run has its error."
 
@@ -168,5 +173,8 @@ class AsyncEngine(Engine):
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10.0)
-        self._loop.close()
+        self._thread.join(timeout=STOP_LOOP_TIMEOUT_S)
+        if self._thread.is_alive():  # a running loop cannot be closed
+            _log.warning("The event loop of the vLLM engine did not stop within %g s.", STOP_LOOP_TIMEOUT_S)
+        else:
+            self._loop.close()
