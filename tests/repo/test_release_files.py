@@ -32,7 +32,8 @@ def test_the_changelog_starts_with_unreleased_changes_and_uses_the_known_section
     assert [heading for heading in versions if not re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading)] == []
     assert set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE)) <= SECTIONS
     unreleased = text.split("## [Unreleased]")[1].split("\n## ")[0]
-    assert "(docs/changes.md)" in unreleased
+    assert "(#results)" in unreleased
+    assert "\n#### Results\n" in unreleased
 
 
 @pytest.mark.parametrize("path", ["/nonexistent", os.environ["PATH"]])

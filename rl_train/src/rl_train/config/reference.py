@@ -15,8 +15,10 @@ from rl_train.config.slots import ANY, SLOTS, slots_of
 
 _HEAD = """# Config reference
 
-Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`. A component has the
-keys of its own table and of each table above it that names it or all components of its kind; if both have a key, its own counts.
+Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`.
+
+A component has the keys of its own table and of each table above that names it or all components of its kind. If both have a
+key, its own counts.
 
 This page is generated from the models: `rlcore schema --markdown --plugins {plugins} --output docs/config_reference.md`.
 """
