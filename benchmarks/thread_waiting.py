@@ -2,7 +2,7 @@
 
     python benchmarks/thread_waiting.py --rounds 2
 
-Each measurement is a process of its own, because OpenMP reads its settings when it is loaded. The settings take turns in each
+Each measurement is a separate process, because OpenMP reads its settings when it is loaded. The settings take turns in each
 round. Reported are wall-clock and CPU-milliseconds per token step, and how often a thread of the process went to sleep.
 """
 

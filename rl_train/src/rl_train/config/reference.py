@@ -17,7 +17,7 @@ _HEAD = """# Config reference
 
 Every section and key, with its default and allowed values. See `docs/config.md` for files, overrides and `${...}`.
 
-A component has the keys of its own table and of each table above that names it or all components of its kind. If both have a
+A component has the keys of its table and of each table above that names it or all components of its kind. If both have a
 key, its own counts.
 
 This page is generated from the models: `rlcore schema --markdown --plugins {plugins} --output docs/config_reference.md`.
