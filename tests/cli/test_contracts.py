@@ -1,4 +1,4 @@
-"""Classes without their contract are refused before a model loads, by `train`, `validate --deep` and `doctor --deep`."""
+"""Classes without their contract are refused before a model loads: `train`, `eval`, `validate --deep` and `doctor --deep`."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def config(tmp_path, monkeypatch):
         content = {
             algorithm: {"max_num_steps": 1, **sizes},
             "policy": policy_section,
-            "data": {"train": {"dataset_name": "arithmetic", "num_samples": 8}},
+            "data": {name: {"dataset_name": "arithmetic", "num_samples": 8} for name in ("train", "validation")},
             "cluster": {"backend": "in_process"},
             "logger": {"log_dir": str(tmp_path / "runs")},
             **({"env": {"arithmetic": env or {}}} if samples else {}),
@@ -125,13 +125,52 @@ WRONG = {
 def test_a_class_without_its_contract_is_refused_with_key_and_remedy(config, wrong, command):
     changes, words = WRONG[wrong]
     name, *options = command
-    done = rlcore(name, config(**changes), *options)
+    assert_refused(rlcore(name, config(**changes), *options), words)
+
+
+def assert_refused(done, words):
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert "starting policy" not in done.stdout  # no model was loaded
+    assert "starting" not in done.stdout + done.stderr  # no model was loaded
     flat = " ".join(done.stderr.split())
     assert [word for word in words if word not in flat] == [], done.stderr
     assert "run.yaml:" in done.stderr
+
+
+@pytest.mark.parametrize("wrong", [name for name in WRONG if name != "a logger"])
+def test_an_evaluation_refuses_the_same_classes(config, wrong):
+    changes, words = WRONG[wrong]
+    if wrong == "a policy that sends no weights":
+        words = [
+            "policy.backend",
+            "ColocatablePolicyInterface",
+            "weight_version, which an evaluation calls",
+        ]
+    assert_refused(rlcore("eval", config(**changes)), words)
+
+
+def test_an_evaluation_checks_neither_training_classes_nor_training_data(config, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    data = {
+        "train": {"dataset_name": "jsonl", "path": str(tmp_path / "empty.jsonl")},
+        "validation": {"dataset_name": "arithmetic", "num_samples": 2, "split": "validation"},
+    }
+    changes = {"data": data, "logger": {"loggers": {f"{OF}Silent": {}}}, "loss_fn": {"name": f"{OF}NoInterface"}}
+    done = rlcore("eval", config(**changes))
+    assert done.returncode == 0, done.stderr
+    done = rlcore("validate", config(**changes), "--deep")
+    assert all(key in done.stderr for key in ("data.train", "loss_fn", "logger.loggers")), done.stderr
+
+
+def test_an_evaluation_reports_all_problems_of_classes_models_and_data_together(config, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    changes = {
+        "generation": f"{OF}WrongConstructor",
+        "env": {"env_cls": f"{OF}Greedy"},
+        "data": {"validation": {"dataset_name": "jsonl", "path": str(tmp_path / "empty.jsonl")}},
+    }
+    words = ["policy.generation.backend", "env.arithmetic.env_cls", "empty.jsonl has no"]
+    assert_refused(rlcore("eval", config(**changes)), words)
 
 
 def test_only_the_methods_that_the_algorithm_calls_are_required(config):

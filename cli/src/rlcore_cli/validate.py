@@ -60,7 +60,7 @@ def validate(
     except InvalidConfigError as error:
         _print_errors(error, " + ".join(str(file) for file in files), as_json=as_json)
         raise typer.Exit(error.exit_code) from None
-    texts = [str(warning) for warning in warnings]
+    texts = list(dict.fromkeys(map(str, warnings)))
     if as_json:
         print(json.dumps({"valid": True, "warnings": texts, "config": loaded.redacted}, indent=2))
     elif resolved:

@@ -8,12 +8,13 @@ import pytest
 from later_rules import report_of
 from transformers import GPT2Config
 
-from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.model_checks import check_models
+from rl_train.assembly.rules import check_before_start
+from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.loader import load_config
+from rl_train.config.rules.rule import CheckedConfig
 from rl_train.launch.train import train
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -59,9 +60,6 @@ def test_more_tokens_than_learned_positions_are_refused_by_validate_and_at_the_s
     message = found(report_of(loaded).problems)["policy.max_total_sequence_length"]
     assert message.startswith("129 tokens are more than the 128 positions (`max_position_embeddings`) of ")
     assert "Lower it to 128 or less" in message
-    with pytest.raises(ConfigError, match="129 tokens are more than the 128 positions") as caught:
-        check_models(loaded.run, load_tokenizer(MODEL))
-    assert caught.value.key == "policy.max_total_sequence_length"
     with pytest.raises(ConfigError, match=r"config.yaml:\d+:\d+: policy.max_total_sequence_length: 129 tokens"):
         train(tmp_path / "config.yaml", console=False)
 
@@ -77,7 +75,8 @@ def test_more_tokens_than_rotary_positions_are_a_warning_of_validate_and_of_the_
     assert not found(report_of(loaded).problems)
     warning = found(report_of(loaded).warnings)["policy.max_total_sequence_length"]
     assert warning.startswith("129 tokens are more than the 128 positions (`max_position_embeddings`) ")
-    check_models(loaded.run, load_tokenizer(MODEL))
+    check_before_start(RunFacts.of(CheckedConfig(run=loaded.run, registry=Registry(discover()))))
+    assert caplog.text.count("128 positions") == 1
     assert "policy.max_total_sequence_length: 129 tokens are more than the 128 positions" in caplog.text
 
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rl_backends_hf import HuggingFaceGeneration, HuggingFacePolicy
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.loss import LossFunction
 from rl_envs import ArithmeticEnvironment
 from rl_train.algorithms import DPOTrainer, GRPOTrainer, PPOTrainer, SFTTrainer
@@ -118,6 +118,28 @@ def test_a_trainer_refuses_more_tokens_than_the_model_has_learned_positions_for(
     GPT2LMHeadModel(config).save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"policy\.max_total_sequence_length: 129 tokens are more than the 128 positions"):
         SFTTrainer(HuggingFacePolicy(str(folder), max_total_sequence_length=129))
+
+
+def test_a_trainer_refuses_an_end_of_sequence_token_that_the_model_does_not_have():
+    engine = HuggingFaceGeneration(MODEL, max_new_tokens=5)
+    engine.config = engine.config.model_copy(update={"eos_token_id": 3})
+    with pytest.raises(ConfigError, match=r"eos_token_id is 3, but the end-of-sequence tokens of the model are \[1\]"):
+        GRPOTrainer(policy(), generation=engine, environments=ArithmeticEnvironment())
+
+
+def test_a_trainer_checks_its_data_before_it_creates_its_folder(tmp_path):
+    rows = [{"prompt": "1+2=", "chosen": "3", "rejected": "4"}]
+    trainer = DPOTrainer(policy(), config={"global_batch_size": 1, "max_num_steps": 1}, folder=tmp_path / "run")
+    with pytest.raises(DataError, match="record 0 has 20 tokens, but 16 are allowed"):
+        trainer.train([{**rows[0], "prompt": "1+2+3+4+5+6+7+8+9="}])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_trainer_warns_once_of_a_warm_up_that_does_not_end(own_messages):
+    scheduler = {"name": "linear", "kwargs": {"num_warmup_steps": 9, "num_training_steps": 20}}
+    rows = [{"prompt": "1+2=", "chosen": "3", "rejected": "4"}] * 2
+    DPOTrainer(policy(scheduler=scheduler), config={"global_batch_size": 2, "max_num_steps": 2}).train(rows)
+    assert sum("the warm-up of 9 optimizer steps does not end before the run" in text for text in own_messages()) == 1
 
 
 class FailingLoss(LossFunction):

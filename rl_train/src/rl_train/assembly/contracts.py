@@ -1,7 +1,7 @@
 """Checks the classes of a run against their contracts before a model is loaded: base class, methods, constructor.
 
-Only the methods that the configured run calls are required. `rlcore train`, `validate --deep`, `doctor --deep` and the Python
-trainers use the same checks.
+Only the methods that the configured run calls are required. `rlcore train`, `eval`, `validate --deep`, `doctor --deep` and the
+Python trainers use the same checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from rl_train.config.schema import RunConfig
 from rl_train.metrics.logger import Logger
 
 _REFERENCE = "get_reference_policy_logprobs"
-_REFIT = ("prepare_refit_info", "weight_fingerprint", "invalidate_kv_cache", "weight_version")
+_WEIGHT_STATE = ("weight_version", "weight_fingerprint")
+_REFIT = ("prepare_refit_info", "invalidate_kv_cache", *_WEIGHT_STATE)
 """What weight synchronization calls on every engine."""
 
 
@@ -74,6 +75,10 @@ CONTRACTS: Mapping[Kind, Contract] = {
     Kind.LOGGER: Contract(bases=(Logger,)),
 }
 """The contract of each kind, for any run."""
+EVALUATION_CONTRACTS: Mapping[str, Contract] = {
+    "policy": Contract(bases=(ColocatablePolicyInterface,), methods=("get_logprobs", *_WEIGHT_STATE), caller="an evaluation")
+}
+"""The contract of the policy in an evaluation, which sends its weights to the engine and is not trained."""
 
 
 def kind_problem(component: Any, kind: Kind | None) -> str | None:
@@ -105,7 +110,7 @@ def model_contracts(run: RunConfig, loss_fn: LossFunction | None, *, own_weights
     saved = ("save_checkpoint",) if saves else ()
     policy = ["train", *saved]
     if samples:
-        policy += ["get_logprobs", "weight_version", "weight_fingerprint"]
+        policy += ["get_logprobs", *_WEIGHT_STATE]
     if "reference_policy_logprobs" in needed:
         policy.append(_REFERENCE)
     teacher = ["get_logprobs"] if "teacher_logprobs" in needed else []

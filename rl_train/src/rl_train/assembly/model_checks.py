@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.config.diagnostics import Problem
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import Section
-from rl_core.config.source_tree import KeyPath, dotted
+from rl_core.config.source_tree import KeyPath
 from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
 from rl_core.errors import ConfigError, with_key
 from rl_core.interfaces.generation import GenerationInterface
@@ -21,21 +21,6 @@ from rl_train.diagnostics.model_files import read_model_files
 from rl_train.diagnostics.position_limit import PositionLimit, position_limit
 
 _log = logging.getLogger("rlcore")
-
-
-def check_models(config: RunConfig, tokenizer: Any) -> None:
-    """Check tokenizers and lengths at the start of a run; lengths that a model may be able to handle are warnings.
-
-    Raises:
-        ConfigError: a companion has another tokenizer, or rows may be longer than the positions of a model.
-    """
-    refuse_other_tokenizers(config, tokenizer)
-    if conflicts := list(length_conflicts(config)):
-        error = ConfigError("\n".join(map(str, conflicts)))
-        error.key = dotted(conflicts[0].path)
-        raise error
-    for problem in length_warnings(config):
-        _log.warning("%s", problem)
 
 
 def refuse_other_tokenizers(config: RunConfig, tokenizer: Any) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from rl_core.config.diagnostics import InvalidConfigError
-from rl_core.errors import with_key
+from rl_core.errors import ConfigError, with_key
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.data import (
     BadRows,
@@ -23,7 +22,6 @@ from rl_train.assembly.data import (
 from rl_train.assembly.model_checks import tokenizer_key
 from rl_train.assembly.reward_checks import check_reward_functions, resolve_completion_formats
 from rl_train.config.rules.required_sections import validates
-from rl_train.config.rules.schedules import schedule_problems, schedule_warnings
 from rl_train.config.schema import DataConfig, RunConfig
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
@@ -56,6 +54,7 @@ class DataLoaders:
         train: the training data; None if the algorithm needs none.
         validation: the validation data by the name of its set, '' for `data.validation`; empty if validation is disabled.
         tools: the tools of the environments; rows without `tools` are shown those of their task.
+        trains: False if the validation data is only sampled from, whatever the algorithm does with it.
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class DataLoaders:
         train: Source | None,
         validation: Mapping[str, Source],
         tools: TaskTools | None = None,
+        trains: bool = True,
     ) -> None:
         self.prompts: BatchedDataLoader | None = None
         self.validation_prompts: dict[str, BatchedDataLoader] = {}
@@ -78,9 +78,11 @@ class DataLoaders:
         answers = partial(_answer_batches, config=config, tokenizer=tokenizer)
         for name, source in validation.items():
             with with_key(f"data.validation_sets.{name}" if name else "data"):
-                if needs.samples:
+                if not trains:
+                    _refuse_rows_without_prompts(source)
+                if needs.samples or not trains:
                     self.validation_prompts[name] = prompts(source, batch_size=val_size, shuffle=False)
-                if needs.records is not None:
+                if needs.records is not None and trains:
                     self.validation_batches[name] = answers(source, batch_size=val_size, shuffle=False)
         if needs.rollouts is not None and train is not None:
             self.prompts = prompts(train, batch_size=needs.rollouts.prompts_per_draw, shuffle=config.data.shuffle)
@@ -117,11 +119,7 @@ class DataLoaders:
         return counts
 
     def resolve_steps(self, config: RunConfig) -> RunConfig:
-        """The config with epochs converted to steps, after checking that learning-rate schedules fit the run.
-
-        Raises:
-            ConfigError: a schedule ends before the run.
-        """
+        """The config with epochs converted to steps."""
         algorithm = config.algorithm
         epochs = algorithm.max_num_epochs
         if epochs is not None and (self.prompts is not None or self.batches is not None):
@@ -129,10 +127,6 @@ class DataLoaders:
             last = min(algorithm.max_num_steps, num_batches)
             counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
             config = config.model_copy(update={"algorithm": counted})
-        if problems := list(schedule_problems(config)):
-            raise InvalidConfigError(problems)
-        for warning in schedule_warnings(config):
-            _log.warning("%s", warning)
         return config
 
 
@@ -142,8 +136,8 @@ class Preparation:
     Args:
         config: the run, as it was loaded.
         registry: used to look up components.
-        datasets: the datasets to read; by default those of a training run: the training data if the algorithm needs it, and
-            the validation data if validation is enabled.
+        datasets: the datasets to read, for a command that only samples and scores; by default those of a training run: the
+            training data if the algorithm needs it, and the validation data if validation is enabled.
     """
 
     def __init__(self, config: RunConfig, registry: Registry, *, datasets: DataConfig | None = None) -> None:
@@ -153,11 +147,21 @@ class Preparation:
 
     @classmethod
     def of_objects(
-        cls, config: RunConfig, registry: Registry, *, tokenizer: Any, tools: TaskTools, data: RunData
+        cls,
+        config: RunConfig,
+        registry: Registry,
+        *,
+        tokenizer: Any,
+        tools: TaskTools | None = None,
+        data: RunData | None = None,
     ) -> Preparation:
         """A preparation with existing objects instead of those that the config names."""
         prepared = cls(config, registry)
-        prepared.tokenizer, prepared.tools, prepared.data = tokenizer, tools, data
+        prepared.tokenizer = tokenizer
+        if tools is not None:
+            prepared.tools = tools
+        if data is not None:
+            prepared.data = data
         return prepared
 
     @cached_property
@@ -184,10 +188,17 @@ class Preparation:
 
     @cached_property
     def loaders(self) -> DataLoaders:
-        """The data as batches of token ids, for a training run."""
-        tokenizer, tools, data = self.tokenizer, self.tools, self.data
+        """The data as batches of token ids."""
+        tokenizer, tools, data, trains = self.tokenizer, self.tools, self.data, self._datasets is None
         with with_key("data"):
-            return DataLoaders(self.config, tokenizer, train=data.train, validation=data.validation, tools=tools)
+            return DataLoaders(
+                self.config,
+                tokenizer,
+                train=data.train if trains else None,
+                validation=data.validation,
+                tools=tools,
+                trains=trains,
+            )
 
     def prompts(self, source: Source, *, batch_size: int) -> BatchedDataLoader:
         """The prompts of a dataset in their order, for a command that only samples."""
@@ -195,16 +206,22 @@ class Preparation:
 
     @cached_property
     def scoring_config(self) -> RunConfig:
-        """The config with the completion formats that fit the data, for a command that only scores."""
+        """The config with the completion formats that fit the data, for a command that only scores and checks no rules."""
         check_reward_functions(self.config, self.data.train, *self.data.validation.values())
-        return self._with_completion_formats(self.config)
+        return self.with_completion_formats(self.config)
+
+    @cached_property
+    def config_in_steps(self) -> RunConfig:
+        """The config with epochs converted to steps."""
+        return self.loaders.resolve_steps(self.config)
 
     @cached_property
     def training_config(self) -> RunConfig:
         """The config with epochs converted to steps, and with the completion formats that fit the data."""
-        return self._with_completion_formats(self.loaders.resolve_steps(self.config))
+        return self.with_completion_formats(self.config_in_steps)
 
-    def _with_completion_formats(self, config: RunConfig) -> RunConfig:
+    def with_completion_formats(self, config: RunConfig) -> RunConfig:
+        """A config with the completion formats that fit the data."""
         return resolve_completion_formats(config, self.data.train, *self.data.validation.values())
 
 
@@ -213,6 +230,14 @@ def _read(datasets: DataConfig, registry: Registry) -> RunData:
         train, validation = read_data(datasets, registry)
     first = {} if validation is None else {"": validation}
     return RunData(train=train, validation=first | read_validation_sets(datasets, registry))
+
+
+def _refuse_rows_without_prompts(source: Source) -> None:
+    if len(source.records) and "messages" not in source.records[0]:
+        raise ConfigError(
+            f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
+            "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
+        )
 
 
 def _answer_batches(source: Source, config: RunConfig, tokenizer: Any, *, batch_size: int, shuffle: bool) -> TrainingBatches:

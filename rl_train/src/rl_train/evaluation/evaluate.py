@@ -16,12 +16,17 @@ from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.collector import make_collector
+from rl_train.assembly.error_locations import with_location
 from rl_train.assembly.preparation import Preparation
+from rl_train.assembly.rules import check_before_start
+from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.workers import Builder
 from rl_train.config.loader import LoadedConfig, load_config
-from rl_train.config.rules.rule import Use
+from rl_train.config.rules.components import sections_of
+from rl_train.config.rules.rule import CheckedConfig, Use
 from rl_train.config.rules.sampling import declares_own_weights
-from rl_train.config.schema import DataConfig, RunConfig
+from rl_train.config.schema import RunConfig
+from rl_train.config.slots import COMPANIONS
 from rl_train.config.sources import ConfigFiles
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.rollouts.collect import Collector
@@ -231,34 +236,38 @@ def plan_evaluation(
     loaded = load_config(config_path, overrides, registry=registry, use=Use.EVAL)
     config = loaded.run
     _check_requirements(config, validation_set)
-    _check_whose_weights(config, checkpoint, registry)
     modes = _eval_modes(config, samples=samples, greedy=greedy, ks=ks)
-    prepared = Preparation(config, registry, datasets=_datasets_of(config.data, validation_set))
-    source = prepared.data.validation[""]
-    if len(source.records) and "messages" not in source.records[0]:
-        raise ConfigError(
-            f"The validation data ({source.name}) has {', '.join(sorted(source.records[0]))} but no messages; it may have "
-            "preference pairs. An evaluation needs prompts, whose answers an environment scores: use a dataset of prompts."
-        )
+    facts = _facts(loaded, validation_set, registry)
+    with with_location(loaded):
+        check_before_start(facts)
+    _check_whose_weights(facts, checkpoint)
+    config, prepared, name = facts.run, facts.prepared, validation_set or ""
+    source = prepared.data.validation[name]
     return EvaluationPlan(
-        loaded=replace(loaded, run=prepared.scoring_config),
+        loaded=replace(loaded, run=prepared.with_completion_formats(config)),
         manager=manager,
         checkpoint=paths,
         prepared=prepared,
-        prompts=prepared.prompts(source, batch_size=config.algorithm.val_batch_size),
-        dataset_name=source.name,
+        prompts=prepared.loaders.validation_prompts[name],
+        dataset_name=source.component or source.name,
         validation_set=validation_set,
         modes=modes,
         reward_above=reward_above,
     )
 
 
-def _datasets_of(data: DataConfig, validation_set: str | None) -> DataConfig:
-    """The sections of the evaluated data: its own, and those that it is held out of."""
+def _facts(loaded: LoadedConfig, validation_set: str | None, registry: Registry) -> RunFacts:
+    """What an evaluation uses: the config without companion models, and without data that is not read."""
+    config = loaded.run
+    unused: dict[str, Any] = {"validation_sets": {}}
     if validation_set is not None:
-        data = data.model_copy(update={"validation": data.validation_sets[validation_set], "split": None})
-    unused: dict[str, Any] = {"validation_sets": {}} if data.split else {"validation_sets": {}, "train": None, "mix": {}}
-    return data.model_copy(update=unused)
+        unused = {"validation_sets": {validation_set: config.data.validation_sets[validation_set]}, "validation": None}
+    if validation_set is not None or config.data.split is None:
+        unused |= {"split": None, "train": None, "mix": {}}
+    run = config.model_copy(update={"data": config.data.model_copy(update=unused), **dict.fromkeys(COMPANIONS)})
+    sections = {path: loaded.layout.sections[path] for path, _ in sections_of(run, trains=False)}
+    checked = CheckedConfig(run=run, registry=registry, use=Use.EVAL, layout=replace(loaded.layout, sections=sections))
+    return RunFacts.of(checked, located=loaded, prepared=Preparation(run, registry, datasets=run.data))
 
 
 def _check_requirements(config: RunConfig, validation_set: str | None) -> None:
@@ -273,9 +282,9 @@ def _check_requirements(config: RunConfig, validation_set: str | None) -> None:
         raise ConfigError(f"data.validation is required. Add `data: {{validation: {{dataset_name: ...}}}}`.{choose}")
 
 
-def _check_whose_weights(config: RunConfig, checkpoint: Path | None, registry: Registry) -> None:
-    section = config.policy.generation
-    if checkpoint is not None and section is not None and declares_own_weights(section, registry):
+def _check_whose_weights(facts: RunFacts, checkpoint: Path | None) -> None:
+    section = facts.run.policy.generation
+    if checkpoint is not None and section is not None and not facts.starts_policy:
         raise ConfigError(
             f"--checkpoint {checkpoint}: the engine {section.backend!r} has its own weights and cannot receive those of a "
             "checkpoint. Remove --checkpoint, or choose another policy.generation.backend."

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.config.schema import EnvironmentConfig, PolicyConfig
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.worker_facade import WorkerFacade
@@ -27,16 +26,16 @@ from rl_core.plugins.registry import Registry
 from rl_train.assembly.contracts import model_contracts
 from rl_train.assembly.data import Source
 from rl_train.assembly.losses import loss_of
-from rl_train.assembly.model_checks import check_models
 from rl_train.assembly.preparation import Preparation, RunData
 from rl_train.assembly.reward_checks import check_weights, is_conversational, try_functions
+from rl_train.assembly.rules import check_before_start
+from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.assembly.run_assembly import assemble_run
 from rl_train.assembly.worker_code_errors import reporting_lines
 from rl_train.assembly.workers import Builder, Workers
 from rl_train.config.loader import load_config
-from rl_train.config.rules import RULES
 from rl_train.config.rules.required_sections import validates
-from rl_train.config.rules.rule import CheckedConfig, Stage, Use, run_rules
+from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 from rl_train.config.rules.sampling import own_weights_refused
 from rl_train.config.schema import AlgorithmConfig, CheckpointingConfig, LossConfig, RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
@@ -136,7 +135,7 @@ class Trainer:
                 "tokenizer.chat_template = rl_core.data.tokenizer.with_template_kwargs(tokenizer.chat_template, {...}) instead"
             )
         self._tokenizer = tokenizer or load_policy_tokenizer(self.config.policy)
-        check_models(self.config, self._tokenizer)
+        self._check(self.config, Stage.STATIC, Stage.IMPORTED)
         if cluster is not None:
             self._move_to(cluster)
 
@@ -168,7 +167,7 @@ class Trainer:
         tools = tools_of_instances(self._environments, self._tokenizer)
         sets = {"": held_out} if is_validated and held_out is not None else {}
         run_data = RunData(train=train, validation=sets)
-        prepared = Preparation.of_objects(config, self._registry, tokenizer=self._tokenizer, tools=tools, data=run_data)
+        prepared = self._check(config, Stage.DATA, tools=tools, data=run_data)
         history: list[dict[str, float]] = []
         with ExitStack() as exits:
             folder = Path(self.folder) if self.folder is not None else Path(exits.enter_context(TemporaryDirectory()))
@@ -262,9 +261,13 @@ class Trainer:
             )
         self._check_temperatures()
         self._check_turns()
-        checked = CheckedConfig(run=self.config, registry=self._registry, use=Use.PYTHON)
-        if problems := run_rules(RULES, checked, Stage.STATIC).problems:
-            raise InvalidConfigError(problems)
+
+    def _check(self, config: RunConfig, *stages: Stage, **objects: Any) -> Preparation:
+        """What a config and existing objects give a run, after checking the rules of some stages."""
+        prepared = Preparation.of_objects(config, self._registry, tokenizer=self._tokenizer, **objects)
+        checked = CheckedConfig(run=config, registry=self._registry, use=Use.PYTHON)
+        check_before_start(RunFacts.of(checked, prepared=prepared), *stages)
+        return prepared
 
     def _check_turns(self) -> None:
         for task, environment in self._environments.items():

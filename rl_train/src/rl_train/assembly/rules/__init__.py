@@ -1,7 +1,7 @@
 """All rules of a config, one page per subject: those of `rl_train.config.rules`, and those of later stages.
 
-The pages here need the classes that a config names, the files of its models (`Stage.IMPORTED`), its tokenizer or its data
-(`Stage.DATA`). No rule starts a worker or loads weights.
+The pages here need the classes that a config names and the files of its models (`Stage.IMPORTED`), or its data (`Stage.DATA`).
+No rule starts a worker or loads weights.
 """
 
 import logging
@@ -18,14 +18,18 @@ RULES = tuple(rule for page in PAGES for rule in rules_in(page))
 _log = logging.getLogger("rlcore")
 
 
-def check_before_start(facts: RunFacts) -> None:
-    """Check the rules that need classes, models and data, and log their warnings.
+def check_before_start(facts: RunFacts, *stages: Stage) -> None:
+    """Check the rules of some stages, and log their warnings.
+
+    Args:
+        facts: What the rules read.
+        stages: The stages; those that need classes, models and data by default.
 
     Raises:
         InvalidConfigError: Lists all problems.
         UserError: The only problem is an error that a rule raised.
     """
-    report = run_rules(RULES, facts, Stage.IMPORTED, Stage.DATA)
+    report = run_rules(RULES, facts, *(stages or (Stage.IMPORTED, Stage.DATA)))
     for warning in report.warnings:
         _log.warning("%s", warning)
     if len(report.problems) == len(report.errors) == 1:

@@ -1,4 +1,7 @@
-"""Classes that a config names: they can be imported, and keep the contracts of their kinds."""
+"""Classes that a config names: they can be imported, and keep the contracts of their kinds.
+
+A Python trainer checks the contracts of its objects instead.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,35 @@ from rl_core.config.source_tree import KeyPath
 from rl_core.errors import ConfigError, UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.component import Component, Kind
-from rl_train.assembly.contracts import CONTRACTS, MODEL_ARGUMENTS, check_environment_class, model_contracts
+from rl_train.assembly.contracts import (
+    CONTRACTS,
+    EVALUATION_CONTRACTS,
+    MODEL_ARGUMENTS,
+    check_environment_class,
+    model_contracts,
+)
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.config_layout import SectionSchema
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.components import each_component
 from rl_train.config.rules.environments import each_task
 from rl_train.config.rules.models import MODELS, each_model
-from rl_train.config.rules.rule import TRAINING, Stage, rule
+from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, Stage, Use, rule
 from rl_train.config.rules.sampling import declares_own_weights
 
 
 @rule("every component", stage=Stage.IMPORTED, each=each_component)
 def components_can_be_imported(config: RunFacts, path: KeyPath, part: SectionSchema, component: Component) -> Iterator[Problem]:
     """The class or function of each component can be imported."""
+    if path == ("policy",) and not config.starts_policy:
+        return
     try:
         component.load()
     except UserError as error:
         yield Problem(path, str(error))
 
 
-@rule("loss_fn", "algorithm", stage=Stage.IMPORTED, applies_to=TRAINING)
+@rule("loss_fn", "algorithm", stage=Stage.IMPORTED, applies_to=TRAIN_ONLY)
 def loss_can_be_created(config: RunFacts) -> None:
     """The class of the loss is a loss, and its constructor accepts the section."""
     config.load(Kind.LOSS, config.run.loss_fn.name or config.run.algorithm.default_loss or "")
@@ -45,20 +56,23 @@ def _loss_of(config: RunFacts) -> LossFunction | None:
         return None
 
 
-@rule("algorithm", "loss_fn", *MODELS, stage=Stage.IMPORTED, applies_to=TRAINING, each=each_model)
+@rule("algorithm", "loss_fn", *MODELS, stage=Stage.IMPORTED, applies_to=TRAIN_ONLY | {Use.EVAL}, each=each_model)
 def policy_classes_keep_their_contract(config: RunFacts, name: str, model: PolicyConfig) -> Iterator[Problem]:
-    """The class of a model has the base class, the methods and the constructor that the algorithm needs."""
+    """The class of a model has the base class, the methods and the constructor that the algorithm or an evaluation needs."""
+    if not config.starts_policy:
+        return
     named = () if name == "policy" else ("name",)
-    contract = replace(model_contracts(config.run, _loss_of(config))[name], arguments=(*MODEL_ARGUMENTS, *named))
+    contracts = model_contracts(config.run, _loss_of(config)) if config.use is Use.TRAIN else EVALUATION_CONTRACTS
+    contract = replace(contracts[name], arguments=(*MODEL_ARGUMENTS, *named))
     if (problem := contract.problem(config.load(Kind.POLICY, model.backend))) is not None:
         yield Problem((name, "backend"), problem)
 
 
-@rule("algorithm", "policy.generation.backend", stage=Stage.IMPORTED)
+@rule("algorithm", "policy.generation.backend", stage=Stage.IMPORTED, applies_to=CONFIG_FILE)
 def engine_class_keeps_its_contract(config: RunFacts) -> Iterator[Problem]:
     """The class of the engine has the base class, the methods and the constructor that a run needs."""
     engine, run = config.run.policy.generation, config.run
-    if engine is None or not run.algorithm.runtime_needs.samples:
+    if engine is None or not config.samples:
         return
     engine_class = config.load(Kind.GENERATION, engine.backend)
     contracts = model_contracts(run, None, own_weights=declares_own_weights(engine, config.registry))
@@ -66,7 +80,7 @@ def engine_class_keeps_its_contract(config: RunFacts) -> Iterator[Problem]:
         yield Problem(("policy", "generation", "backend"), problem)
 
 
-@rule("env", stage=Stage.IMPORTED, each=each_task)
+@rule("env", stage=Stage.IMPORTED, applies_to=CONFIG_FILE, each=each_task)
 def environment_classes_keep_their_contract(config: RunFacts, task: str, section: EnvironmentConfig) -> Iterator[Problem]:
     """The class of an environment has a method `step`, and a constructor that takes at most its section."""
     name = section.env_cls or section.name or task
@@ -76,7 +90,7 @@ def environment_classes_keep_their_contract(config: RunFacts, task: str, section
         yield Problem(("env", task, "env_cls" if section.env_cls is not None else "name"), str(error))
 
 
-@rule("logger", stage=Stage.IMPORTED, applies_to=TRAINING)
+@rule("logger", stage=Stage.IMPORTED, applies_to=TRAIN_ONLY)
 def logger_classes_keep_their_contract(config: RunFacts) -> Iterator[Problem]:
     """The class of an enabled logger has the base class and the constructor that a run needs."""
     contract = replace(CONTRACTS[Kind.LOGGER], arguments=("config", "folder"))

@@ -21,7 +21,7 @@ from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.components import each_section
 from rl_train.config.rules.models import MODELS, models_of
-from rl_train.config.rules.rule import Stage, rule
+from rl_train.config.rules.rule import CONFIG_FILE, Stage, rule
 
 _FILES = tuple(f"{name}.{key}" for name in MODELS for key in ("model_name", "tokenizer.name"))
 
@@ -36,7 +36,7 @@ def _each_source(config: RunFacts) -> Iterator[tuple[KeyPath, str]]:
     yield from ((path, source) for source, path in sources.items())
 
 
-@rule(*_FILES, stage=Stage.IMPORTED, each=_each_source)
+@rule(*_FILES, stage=Stage.IMPORTED, applies_to=CONFIG_FILE, each=_each_source)
 def model_exists(config: RunFacts, path: KeyPath, source: str) -> Iterator[Problem]:
     """A model or tokenizer is a path that exists, or a name on the hub."""
     if (problem := config.missing_source(source)) is not None:
@@ -49,6 +49,8 @@ def component_supports_what_it_names(config: RunFacts, path: KeyPath, section: C
     for name, model in models_of(config.run).items():
         if path[0] == name:
             config.require_model(name, model)
+    if path == ("policy",) and not config.starts_policy:
+        return
     try:
         for inner, message in section.deep_conflicts(config.run):
             yield Problem((*path, *inner), message)
@@ -60,23 +62,23 @@ def component_supports_what_it_names(config: RunFacts, path: KeyPath, section: C
 def rows_fit_the_positions(config: RunFacts) -> Iterator[Problem]:
     """A model without rotary embeddings has positions for the longest rows."""
     config.require_models()
-    yield from length_conflicts(config.run)
+    yield from length_conflicts(config.run) if config.starts_policy else ()
 
 
 @rule(*_FILES, "policy.generation.model_name", stage=Stage.IMPORTED, warns=True)
 def rows_fit_the_trained_positions(config: RunFacts) -> Iterator[Problem]:
     """A model with rotary embeddings was trained for the positions of the longest rows."""
     config.require_models()
-    yield from length_warnings(config.run)
+    yield from length_warnings(config.run) if config.starts_policy else ()
 
 
-@rule(*_FILES, stage=Stage.DATA)
+@rule(*_FILES, stage=Stage.IMPORTED)
 def companions_have_the_tokenizer_of_the_policy(config: RunFacts) -> None:
     """A value model and a teacher have the tokenizer of the policy, because they receive its token ids."""
     refuse_other_tokenizers(config.run, config.tokenizer)
 
 
-@rule(*_FILES, "policy.generation", stage=Stage.DATA)
+@rule(*_FILES, "policy.generation", stage=Stage.IMPORTED)
 def end_of_sequence_token_is_of_the_model(config: RunFacts) -> None:
     """The end-of-sequence token that `policy.generation` repeats is one of the model's."""
     config.require_models()

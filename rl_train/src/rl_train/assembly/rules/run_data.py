@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from rl_core.config.diagnostics import Problem
 from rl_core.config.schema import EnvironmentConfig
 from rl_train.assembly.reward_checks import check_reward_functions_of
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.rules.environments import each_task
-from rl_train.config.rules.rule import TRAINING, Stage, rule
+from rl_train.config.rules.rule import TRAINING, Stage, Use, rule
+from rl_train.config.rules.schedules import schedule_problems, schedule_warnings
+
+_SCHEDULES = ("data", "algorithm", "policy.scheduler", "value.scheduler", "policy.train_global_batch_size", "cluster")
 
 
-@rule("data", "policy", "algorithm", "env", stage=Stage.DATA, applies_to=TRAINING)
+@rule("data", "policy", "algorithm", "env", stage=Stage.DATA, applies_to=TRAINING | {Use.EVAL})
 def data_can_be_read(config: RunFacts) -> None:
     """All data can be read, and its first rows can be rendered and tokenized."""
     _ = config.loaders
 
 
-@rule("data", "algorithm", "policy.scheduler", "value.scheduler", stage=Stage.DATA, applies_to=TRAINING)
-def schedules_last_until_the_end_of_the_data(config: RunFacts) -> None:
+@rule(*_SCHEDULES, stage=Stage.DATA, applies_to=TRAINING)
+def schedules_last_until_the_end_of_the_data(config: RunFacts) -> Iterator[Problem]:
     """With a number of epochs, a learning-rate schedule is not certain to reach 0 before they end."""
-    config.loaders.resolve_steps(config.run)
+    yield from schedule_problems(config.in_steps)
+
+
+@rule(*_SCHEDULES, stage=Stage.DATA, applies_to=TRAINING, warns=True)
+def schedules_fit_the_data(config: RunFacts) -> Iterator[Problem]:
+    """A learning-rate schedule does not end before the run, and its warm-up does."""
+    yield from schedule_warnings(config.in_steps)
 
 
 @rule("env", "data", stage=Stage.DATA, each=each_task)

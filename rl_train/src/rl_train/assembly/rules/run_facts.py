@@ -11,13 +11,16 @@ from rl_core.config.schema import PolicyConfig
 from rl_core.data.hub import require_model
 from rl_core.errors import DataError, UserError
 from rl_core.interfaces.loss import LossFunction
+from rl_core.plugins.component import Kind
 from rl_train.assembly.losses import loss_of
 from rl_train.assembly.model_checks import tokenizer_key
 from rl_train.assembly.preparation import DataLoaders, Preparation, RunData
 from rl_train.config.loader import LocatedConfig
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.models import models_of
-from rl_train.config.rules.rule import CheckedConfig
+from rl_train.config.rules.rule import CheckedConfig, Use
+from rl_train.config.rules.sampling import declares_own_weights
+from rl_train.config.schema import RunConfig
 
 _Fact = TypeVar("_Fact")
 
@@ -40,14 +43,16 @@ class RunFacts(CheckedConfig):
     _missing: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, config: CheckedConfig, *, located: LocatedConfig | None = None) -> RunFacts:
-        """The facts of a config, of which nothing is loaded yet."""
+    def of(
+        cls, config: CheckedConfig, *, located: LocatedConfig | None = None, prepared: Preparation | None = None
+    ) -> RunFacts:
+        """The facts of a config, loaded when they are first read: those of a training run, unless `prepared` is given."""
         return cls(
             run=config.run,
             registry=config.registry,
             use=config.use,
             layout=config.layout,
-            prepared=Preparation(config.run, config.registry),
+            prepared=prepared or Preparation(config.run, config.registry),
             located=located,
         )
 
@@ -55,6 +60,15 @@ class RunFacts(CheckedConfig):
     def loss_fn(self) -> LossFunction:
         """The loss."""
         return self._load("the loss", lambda: loss_of(self.run, self.registry))
+
+    @cached_property
+    def starts_policy(self) -> bool:
+        """Whether the policy is started. An engine with its own weights is evaluated without it."""
+        engine = self.run.policy.generation
+        if self.use is not Use.EVAL or engine is None:
+            return True
+        self.load(Kind.GENERATION, engine.backend)
+        return not declares_own_weights(engine, self.registry)
 
     @property
     def tokenizer(self) -> Any:
@@ -73,6 +87,12 @@ class RunFacts(CheckedConfig):
         _ = self.tokenizer, self.data
         return self._load("a row of the data", lambda: self.prepared.loaders)
 
+    @property
+    def in_steps(self) -> RunConfig:
+        """The config with epochs converted to steps."""
+        _ = self.loaders
+        return self.prepared.config_in_steps
+
     def missing_source(self, source: str) -> str | None:
         """Why there is no such model or tokenizer; None if there is."""
         if source not in self._missing:
@@ -86,10 +106,12 @@ class RunFacts(CheckedConfig):
     def require_model(self, section: str, model: PolicyConfig) -> None:
         """Stop a rule that needs the files of a model that does not exist, which another rule reports.
 
+        The models of a Python trainer are objects, and need no files.
+
         Raises:
             UnavailableError: It does not exist.
         """
-        if self.missing_source(model.tokenizer.name or model.model_name) is not None:
+        if self.use is not Use.PYTHON and self.missing_source(model.tokenizer.name or model.model_name) is not None:
             raise UnavailableError(f"{section}.{tokenizer_key(model)}")
 
     def require_models(self) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem
-from rl_train.config.rules.rule import TRAINING, CheckedConfig, Use, rule
+from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, Use, rule
 from rl_train.config.schema import RolloutConfig, RunConfig
 from rl_train.config.slots import COMPANIONS
 
-TRAIN_ONLY = frozenset({Use.TRAIN})
 _WHY_AN_ENGINE = {
     Use.EVAL: "An evaluation samples completions. Choose a generation `backend`, for example ++policy.generation.backend=hf.",
     Use.COMPARE: "Without it there is no engine to compare with the policy. Choose a generation `backend`, for example "
@@ -29,9 +28,7 @@ def validates(run: RunConfig) -> bool:
 def what_samples_has_an_engine(config: CheckedConfig) -> Iterator[Problem]:
     """A run whose algorithm samples, an evaluation and a server have a section `policy.generation`."""
     run = config.run
-    if config.use is Use.TRAIN and not run.algorithm.runtime_needs.samples:
-        return
-    if run.policy.generation is None:
+    if config.samples and run.policy.generation is None:
         trains = f"{run.algorithm_name} samples from the policy. Choose a generation `backend`."
         yield Problem(("policy", "generation"), f"is required. {_WHY_AN_ENGINE.get(config.use, trains)}")
 

@@ -40,9 +40,9 @@ class Stage(StrEnum):
     MACHINE = "machine"
     """The machine that the run will start on."""
     IMPORTED = "imported"
-    """The classes that the config names, and the files of its models, without their weights."""
+    """The classes that the config names, and the files of its models: tokenizers and configs, no weights."""
     DATA = "data"
-    """The tokenizer and the data."""
+    """The data."""
 
 
 class Use(StrEnum):
@@ -61,7 +61,8 @@ class Use(StrEnum):
 
 
 ANY_USE = frozenset(Use)
-TRAINING = frozenset({Use.TRAIN, Use.PYTHON})
+TRAIN_ONLY = frozenset({Use.TRAIN})
+TRAINING = TRAIN_ONLY | {Use.PYTHON}
 CONFIG_FILE = ANY_USE - {Use.PYTHON}
 """Uses with a config file, which has a section for everything that the command uses."""
 
@@ -81,6 +82,11 @@ class CheckedConfig:
     registry: Registry
     use: Use = Use.TRAIN
     layout: ConfigLayout | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled: by the algorithm, or by a command that does not train."""
+        return self.use not in TRAINING or self.run.algorithm.runtime_needs.samples
 
     def load(self, kind: Kind | str, name: str) -> Any:
         """The class of a component.

@@ -11,7 +11,7 @@ from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config.rules.models import each_engine
-from rl_train.config.rules.rule import CONFIG_FILE, TRAINING, CheckedConfig, Stage, rule
+from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, CheckedConfig, Stage, rule
 from rl_train.config.static_attribute import static_attribute
 
 IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
@@ -102,7 +102,7 @@ def engine_samples_from_the_policy(config: CheckedConfig, generation: Generation
     yield from _own_weights(config, generation, None)
 
 
-@rule("algorithm", "policy.generation", applies_to=TRAINING, stage=Stage.IMPORTED, each=each_engine)
+@rule("algorithm", "policy.generation", applies_to=TRAIN_ONLY, stage=Stage.IMPORTED, each=each_engine)
 def imported_engine_samples_from_the_policy(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
     """A run that trains on samples does not use an engine whose class has its own weights."""
     config.load(Kind.GENERATION, generation.backend)

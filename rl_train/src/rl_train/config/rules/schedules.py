@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem
 from rl_core.config.schema import SchedulerConfig
-from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
+from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, rule
 from rl_train.config.schedule_lengths import LENGTH, TRAINED, arguments, factor, is_number, named_schedules
 from rl_train.config.schema import RunConfig
 
@@ -36,9 +36,9 @@ def schedule_problems(run: RunConfig) -> Iterator[Problem]:
             )
 
 
-@rule(*_READS, applies_to=TRAINING, warns=True)
+@rule(*_READS, applies_to=TRAIN_ONLY, warns=True)
 def schedules_fit_the_run(config: CheckedConfig) -> Iterator[Problem]:
-    """A learning-rate schedule does not end before the run, and its warm-up does."""
+    """A learning-rate schedule does not end before the run, and its warm-up does. With data, a later rule knows more."""
     yield from schedule_warnings(config.run)
 
 
