@@ -150,26 +150,26 @@ def test_an_evaluation_refuses_the_same_classes(config, wrong):
 
 
 def test_an_evaluation_checks_neither_training_classes_nor_training_data(config, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "expected_answer": "2"}\n{"question": 3}\n')
     data = {
-        "train": {"dataset_name": "jsonl", "path": str(tmp_path / "empty.jsonl")},
+        "train": {"dataset_name": "jsonl", "path": str(tmp_path / "rows.jsonl")},
         "validation": {"dataset_name": "arithmetic", "num_samples": 2, "split": "validation"},
     }
     changes = {"data": data, "logger": {"loggers": {f"{OF}Silent": {}}}, "loss_fn": {"name": f"{OF}NoInterface"}}
     done = rlcore("eval", config(**changes))
     assert done.returncode == 0, done.stderr
     done = rlcore("validate", config(**changes), "--deep")
-    assert all(key in done.stderr for key in ("data.train", "loss_fn", "logger.loggers")), done.stderr
+    assert all(key in done.stderr for key in ("rows.jsonl", "loss_fn", "logger.loggers")), done.stderr
 
 
 def test_an_evaluation_reports_all_problems_of_classes_models_and_data_together(config, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "expected_answer": "2"}\n{"question": 3}\n')
     changes = {
         "generation": f"{OF}WrongConstructor",
         "env": {"env_cls": f"{OF}Greedy"},
-        "data": {"validation": {"dataset_name": "jsonl", "path": str(tmp_path / "empty.jsonl")}},
+        "data": {"validation": {"dataset_name": "jsonl", "path": str(tmp_path / "rows.jsonl")}},
     }
-    words = ["policy.generation.backend", "env.arithmetic.env_cls", "empty.jsonl has no"]
+    words = ["policy.generation.backend", "env.arithmetic.env_cls", "rows.jsonl"]
     assert_refused(rlcore("eval", config(**changes)), words)
 
 
