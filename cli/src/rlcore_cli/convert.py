@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rl_core.errors import UserError
+
 
 def convert(
     checkpoint: Annotated[
@@ -25,6 +27,15 @@ def convert(
         bool, typer.Option("--merge", help="Merge LoRA adapters into the base model and write a full model.")
     ] = False,
     model: Annotated[str | None, typer.Option(help="Path of the initial model of the run, if it has moved.")] = None,
+    push_to: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Write a model card from the run and upload OUTPUT to the Hugging Face Hub, as a private repository.",
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
     trust_checkpoint: Annotated[
         bool,
         typer.Option(
@@ -37,15 +48,23 @@ def convert(
     `--to hf` writes a folder that Transformers, vLLM and other libraries load by its path. If the run trained LoRA adapters, it
     writes the adapter in peft's format, or a full model with `--merge`.
 
+    `--push` adds a model card (settings, results and versions of the run; nothing private) and uploads the
+    folder with `huggingface_hub`. Not run against the hub itself.
+
     Example:
         rlcore convert runs/sums sums-model
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
         rlcore convert runs/sums/checkpoints/step_000120 --to hf --merge sums-model
+        rlcore convert runs/sums sums-model --push acme/sums-model
     """
     from rl_train.run_folders.checkpoint_paths import newest_step
     from rl_train.run_folders.convert import convert as run
 
     source = newest_step(checkpoint)
+    if push_to is not None:
+        _check_push(push_to, source)
+    elif public:
+        raise UserError("--public is an option of an upload. Add --push OWNER/NAME.")
     if source != checkpoint:
         print(f"Newest checkpoint of {checkpoint}: {source}")
     done = run(source, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
@@ -60,3 +79,24 @@ def convert(
             f"The model needs {', '.join(done.needed_code)}, which a config names in `auto_map`. Read the code; if you trust "
             "it, copy it too."
         )
+    if push_to is not None:
+        _push(done.output, push_to, source, public=public)
+
+
+def _check_push(name: str, step: Path) -> None:
+    from rlcore_cli.publishing.hub import check_repository_name
+
+    check_repository_name(name)
+    if step.parent.name != "checkpoints":
+        raise UserError(f"--push writes a model card from the run, and {step} is not a checkpoint in a run folder.")
+
+
+def _push(folder: Path, name: str, step: Path, *, public: bool) -> None:
+    from rlcore_cli.publishing.hub import push
+    from rlcore_cli.publishing.model_card import FILE, model_card
+    from rlcore_cli.report.run_folder import read_run_folder
+
+    run = read_run_folder(step.parent.parent)
+    (folder / FILE).write_text(model_card(run, int(step.name.removeprefix("step_")), name), encoding="utf-8")
+    print(f"Wrote {folder / FILE}; uploading to {name} ...", flush=True)
+    print(f"Uploaded: {push(folder, name, public=public)}")

@@ -87,7 +87,7 @@ class Secrets:
         return text
 
     def _take_in(self, name: str, value: Any, path: KeyPath) -> None:
-        if isinstance(value, str) and value and _is_secret(name, value, path):
+        if isinstance(value, str) and value and is_secret(name, value, path):
             self.values[value] = f"${{oc.env:{name}}}"
             self.paths.add(path)
 
@@ -123,7 +123,8 @@ def escaped(text: str) -> str:
     return text if isinstance(text, Unresolved) else text.replace("${", "\\${")
 
 
-def _is_secret(name: str, value: str, path: KeyPath) -> bool:
+def is_secret(name: str, value: str, path: KeyPath) -> bool:
+    """Whether a value that was read from the variable `name`, or is written at `path`, may be a secret; see the module."""
     named = _words(name) | (_words(str(path[-1])) if path else frozenset())
     if _is_number(value):
         named -= _COUNTED
