@@ -54,9 +54,10 @@ SHAPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A config: overrides of the common one, and of the shape of the model."""
+    """A config: overrides of the common one, its sections that are replaced (None: left out), and the model's shape."""
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Any] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -94,6 +95,20 @@ CASES = {
     ),
     "lora": Case(overrides={"++policy.hf_cfg.lora.rank": 16, "policy.train_micro_batch_size": 16}),
     "large_vocabulary": Case(shape={"vocab_size": 65536, "num_hidden_layers": 4}),
+    "bfloat16": Case(overrides={"policy.precision": "bfloat16", "grpo.num_prompts_per_step": 2}),
+    "ppo": Case(
+        sections={
+            "grpo": None,
+            "ppo": {"num_prompts_per_step": 16, "num_generations_per_prompt": 1, "max_num_steps": 2, "val_period": 0},
+            "value": {
+                "backend": "hf",
+                "model_name": "model",
+                "max_total_sequence_length": 128,
+                "train_micro_batch_size": 8,
+                "logprob_batch_size": 8,
+            },
+        }
+    ),
     "reference": Case(overrides={"++loss_fn.reference_policy_kl_penalty": 0.01}),
     "ray": Case(overrides={"cluster.backend": "ray"}),
 }
@@ -116,7 +131,8 @@ def write_inputs(case: Case, folder: Path) -> list[str]:
     """Write model, config and reward function of a case; returns the arguments after the command's name."""
     make_model(folder / "model", case.shape)
     (folder / "varied_rewards.py").write_text(REWARDS, encoding="utf-8")
-    (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False), encoding="utf-8")
+    config = {name: section for name, section in {**CONFIG, **case.sections}.items() if section is not None}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return ["run.yaml", *(f"{key}={str(value).lower()}" for key, value in case.overrides.items())]
 
 

@@ -244,6 +244,6 @@ def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
         yield "CUDA contexts, NCCL buffers and fragmentation, often 1 to 3 GiB per GPU"
         yield "host memory, to which models move while they wait"
         return
-    yield "freed tensors that glibc keeps, up to as much again; MALLOC_MMAP_THRESHOLD_=131072 in the environment avoids it"
+    yield "freed tensors that glibc keeps, up to as much again; MALLOC_MMAP_THRESHOLD_=4194304 in the environment avoids most"
     if run.cluster.backend == "ray":
         yield "Ray's own processes and its object store"
