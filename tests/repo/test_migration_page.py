@@ -1,0 +1,33 @@
+"""The tables that translate settings of other libraries name keys that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rl_core.config.source_tree import dotted
+from rl_core.plugins.manager import discover
+from rl_core.plugins.registry import Registry
+from rl_train.config.schema_index import schema_index
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "migrate.md").read_text()
+ROWS = re.findall(r"^\| .+ \| (.+) \|$", PAGE, flags=re.MULTILINE)
+KEYS = sorted({key for row in ROWS for key in re.findall(r"`([a-z_]+(?:\.[a-z_<>]+)+)(?::[^`]*)?`", row)})
+
+
+@pytest.fixture(scope="module")
+def known():
+    sections = schema_index(Registry(discover())).sections
+    fields = {dotted(field.path) for section in sections for field in section.fields()}
+    return {field.replace("env.<name>", "env.<task>") for field in fields} | {dotted(each.path) for each in sections}
+
+
+def test_the_rows_of_both_tables_are_read():
+    assert len(ROWS) == PAGE.count("\n| `") + PAGE.count("\n| a `") + 2  # and the two headings
+    assert len(KEYS) > 30
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_key_exists(known, key):
+    assert key in known or key.rpartition(".kwargs")[0] + ".kwargs" in known
