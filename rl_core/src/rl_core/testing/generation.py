@@ -87,14 +87,8 @@ class GenerationConformance(Conformance):
         save_model(cls._folder / "model", weights)
         sender = ReferenceSender(weights, cls._folder)
         cls._exits.callback(sender.leave_refit)
-        cluster: Any = None
-        if cls.uses_ray:
-            from rl_core.cluster.virtual_cluster import RayVirtualCluster
-
-            cluster = RayVirtualCluster([2])
-            cls._exits.callback(cluster.shutdown)
         section = cls.section()
-        engine = cls.registered().load()(config=section, cluster=cluster, deadlines=DeadlineConfig())
+        engine = cls.registered().load()(config=section, cluster=cls.cluster(), deadlines=DeadlineConfig())
         if not isinstance(engine, GenerationInterface):
             raise Found(f"{type(engine).__name__} is not a subclass of rl_core.interfaces.GenerationInterface.")
         cls._exits.callback(engine.shutdown)

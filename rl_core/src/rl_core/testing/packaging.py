@@ -87,13 +87,13 @@ class PackagingConformance(Conformance):
 
     @promise("Importing its entry point prints nothing, and imports none of the heavy libraries.")
     def test_registration_is_silent_and_light(self) -> None:
-        _check_import([self._plugin.module])
+        check_import([self._plugin.module])
 
     @promise("Importing its config models prints nothing, and imports none of the heavy libraries.")
     def test_config_models_are_silent_and_light(self) -> str:
         modules = sorted({c.config.partition(":")[0] for _, c in self._plugin.components if c.config is not None})
         if modules:
-            _check_import(modules)
+            check_import(modules)
         return ", ".join(modules)
 
     @promise("Every config model can be imported, extends the base model of its kind, and documents each key.")
@@ -159,7 +159,8 @@ def plugin_named(name: str, manager: PluginManager) -> Plugin:
     raise Found(f"{len(matches)} installed plugins have this name; there are {names}.")
 
 
-def _check_import(modules: list[str]) -> None:
+def check_import(modules: list[str]) -> None:
+    """Raise Found if importing these modules prints something or imports heavy libraries."""
     code = _IMPORT.format(modules=", ".join(modules), heavy=HEAVY_MODULES)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S, check=False)
     names = ", ".join(modules)

@@ -210,6 +210,17 @@ class Conformance:
         return cls._subject
 
     @classmethod
+    def cluster(cls, *, needs_ray: bool = False) -> Any:
+        """Two ranks over Ray until the component is shut down, or None if workers run in this process."""
+        if not (cls.uses_ray or needs_ray):
+            return None
+        from rl_core.cluster.virtual_cluster import RayVirtualCluster
+
+        cluster = RayVirtualCluster([2], max_colocated_worker_groups=2)
+        cls._exits.callback(cluster.shutdown)
+        return cluster
+
+    @classmethod
     def title(cls) -> str:
         """What is tested, in reports."""
         return cls.kind.label

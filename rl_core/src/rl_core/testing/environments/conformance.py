@@ -101,10 +101,7 @@ class EnvironmentConformance(Conformance):
     def test_step_returns_one_valid_entry_per_row(self) -> str:
         return self._checks.step()
 
-    @promise(
-        "`step` does not change the messages and the metadata that it is passed.",
-        after=_STEP,
-    )
+    @promise("`step` does not change the messages and the metadata that it is passed.", after=_STEP)
     def test_step_does_not_change_its_arguments(self) -> str:
         return self._checks.unchanged_arguments()
 
@@ -112,10 +109,7 @@ class EnvironmentConformance(Conformance):
     def test_equal_calls_have_equal_results(self) -> str:
         return self._checks.repeated_calls()
 
-    @promise(
-        "Two instances have equal results, because several workers score the rows of a step.",
-        after=_EQUAL,
-    )
+    @promise("Two instances have equal results, because several workers score the rows of a step.", after=_EQUAL)
     def test_instances_have_equal_results(self) -> str:
         return self._checks.instances()
 
@@ -123,17 +117,11 @@ class EnvironmentConformance(Conformance):
     def test_rows_are_independent(self) -> str:
         return self._checks.independence()
 
-    @promise(
-        "Metadata, observations and answers can be pickled, because they move between processes.",
-        after=_STEP,
-    )
+    @promise("Metadata, observations and answers can be pickled, because they move between processes.", after=_STEP)
     def test_results_can_be_pickled(self) -> str:
         return self._checks.pickling()
 
-    @promise(
-        "`global_post_process_and_metrics` returns the batch, and numbers by name.",
-        after=_STEP,
-    )
+    @promise("`global_post_process_and_metrics` returns the batch, and numbers by name.", after=_STEP)
     def test_metrics_are_numbers(self) -> str:
         return self._checks.metrics()
 
@@ -154,25 +142,15 @@ class EnvironmentConformance(Conformance):
         environment.shutdown()
         environment.shutdown()
 
-    @promise(
-        "A call of an unknown tool is answered, not an error.",
-        applies=_TOOLS,
-    )
+    @promise("A call of an unknown tool is answered, not an error.", applies=_TOOLS)
     def test_an_unknown_tool_is_answered(self) -> str:
         return self._checks.tool_calls()
 
-    @promise(
-        "`close` accepts the name of a session whose `reset` failed or was not called.",
-        applies=_SESSIONS,
-    )
+    @promise("`close` accepts the name of a session whose `reset` failed or was not called.", applies=_SESSIONS)
     def test_close_accepts_an_unknown_session(self) -> None:
         self.subject().environment.close("never-opened")
 
-    @promise(
-        "A session that is opened again after `close` starts from the beginning.",
-        applies=_SESSIONS,
-        after=_EQUAL,
-    )
+    @promise("A session that is opened again after `close` starts from the beginning.", applies=_SESSIONS, after=_EQUAL)
     def test_a_closed_session_starts_from_the_beginning(self) -> str:
         subject = self.subject()
         openings = []

@@ -90,14 +90,8 @@ class PolicyConformance(Conformance):
     def create(cls) -> _Subject:
         weights = make_weights()
         save_model(cls._folder / "model", weights)
-        cluster: Any = None
-        if cls.uses_ray:
-            from rl_core.cluster.virtual_cluster import RayVirtualCluster
-
-            cluster = RayVirtualCluster([2])
-            cls._exits.callback(cluster.shutdown)
         section = cls.section()
-        policy = cls.registered().load()(config=section, cluster=cluster, deadlines=DeadlineConfig(), name="policy")
+        policy = cls.registered().load()(config=section, cluster=cls.cluster(), deadlines=DeadlineConfig(), name="policy")
         if not isinstance(policy, PolicyInterface):
             raise Found(f"{type(policy).__name__} is not a subclass of rl_core.interfaces.PolicyInterface.")
         cls._exits.callback(policy.shutdown)
@@ -170,8 +164,7 @@ class PolicyConformance(Conformance):
         return f"norm {self._stepped(make_rows(seed=5)).grad_norm:.4f}"
 
     @promise(
-        "A step clips the gradient at `max_grad_norm`, and moves the weights with the section's optimizer.",
-        after=_GRADIENT,
+        "A step clips the gradient at `max_grad_norm`, and moves the weights with the section's optimizer.", after=_GRADIENT
     )
     def test_a_step_moves_the_weights_as_that_of_the_reference(self) -> str:
         for seed in (6, 7):

@@ -13,6 +13,7 @@ from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.testing.reference.model import Weights
 from rl_core.weights.fingerprint import Kind
+from rl_core.weights.manifest import manifest_of
 from rl_core.weights.source import WeightSource
 
 
@@ -34,7 +35,7 @@ class ReferenceSender(WeightSource):
         yield from ((name, self.weights[name]) for name in (names if names is not None else self.weights))
 
     def weight_manifest(self) -> RefitManifest:
-        return {name: (tuple(tensor.shape), "float32") for name, tensor in self.weights.items()}
+        return manifest_of(self.weights)
 
     def get_weight_version(self) -> int:
         return self._version
