@@ -32,7 +32,7 @@ class TestPackage(PackagingConformance):
 ```
 
 `pip install 'rl-core[testing]'` installs pytest. `rlcore check plugin acme` runs the same tests with default configs, without
-a test file. Weight transports, sandboxes, commands, algorithms, datasets and loggers have no conformance tests yet.
+a test file. Algorithms, datasets and loggers have no conformance tests yet.
 
 - A broken promise is shown as the promise, what was found, and a link to this page. Tests that would fail for the same reason
   are skipped.

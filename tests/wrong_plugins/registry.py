@@ -170,3 +170,30 @@ ENVIRONMENTS = {
         promise="test_step_does_not_change_its_arguments", marker="check", words=("changed the metadata or the messages",)
     ),
 }
+
+TRANSPORTS = {
+    "sends_float16": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
+    "leaves_out_the_last_bucket": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
+    "returns_the_number_of_buckets": Wrong(promise="test_push_returns_the_bytes_moved"),
+    "ignores_the_buffer": Wrong(promise="test_the_buffer_limits_the_bytes_in_transit"),
+    "ignores_errors_of_the_engine": Wrong(promise="test_a_failed_push_is_an_error_and_the_next_one_is_complete"),
+    "leaves_its_files": Wrong(promise="test_no_file_is_left"),
+    "has_no_deadline": Wrong(promise="test_a_slow_push_ends_at_its_deadline"),
+}
+
+SANDBOXES = {
+    "joins_both_outputs": Wrong(promise="test_a_result_has_what_a_program_printed"),
+    "starts_a_new_interpreter_for_each_call": Wrong(promise="test_run_keeps_variables"),
+    "reports_a_timeout_as_an_error": Wrong(promise="test_a_timeout_ends_the_call"),
+    "cuts_output_silently": Wrong(promise="test_output_is_limited"),
+    "gives_every_rollout_one_session": Wrong(promise="test_sessions_share_nothing"),
+    "runs_code_after_close": Wrong(promise="test_a_closed_session_is_an_error"),
+}
+
+COMMANDS = {
+    "has_no_example": Wrong(promise="test_its_help_describes_every_argument"),
+    "imports_torch": Wrong(promise="test_its_import_is_silent_and_light"),
+    "ignores_unknown_options": Wrong(promise="test_an_unknown_option_is_refused"),
+    "fails_with_a_traceback": Wrong(promise="test_a_wrong_argument_is_a_user_error"),
+    "prints_a_heading_before_json": Wrong(promise="test_json_is_json"),
+}

@@ -1,9 +1,18 @@
 """The conformance kit finds every wrong plugin, by the test of the promise that it breaks and no other."""
 
-import pytest
-from wrong_plugins.registry import ENGINES, ENVIRONMENTS, POLICIES
+import os
 
-from rl_core.testing import EnvironmentConformance, GenerationConformance, PolicyConformance
+import pytest
+from wrong_plugins.registry import COMMANDS, ENGINES, ENVIRONMENTS, POLICIES, SANDBOXES, TRANSPORTS
+
+from rl_core.testing import (
+    CommandConformance,
+    EnvironmentConformance,
+    GenerationConformance,
+    PolicyConformance,
+    SandboxConformance,
+    WeightTransportConformance,
+)
 from rl_core.testing.promises import Status
 
 ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for number in range(4)]
@@ -29,6 +38,34 @@ def test_the_kit_finds_a_wrong_engine_by_the_promise_that_it_breaks(name):
     names, text = broken(GenerationConformance, f"wrong_plugins.engines.{name}.Engine")
     # These engines differ in `generate` only, so `generate_async`, which is right, differs from it.
     assert [each for each in names if each != "test_generate_async_equals_generate"] == [ENGINES[name].promise], text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["right", *TRANSPORTS])
+def test_the_kit_finds_a_wrong_weight_transport_by_the_promise_that_it_breaks(name):
+    names, text = broken(WeightTransportConformance, f"wrong_plugins.transports.{name}.Transport")
+    assert names == ([] if name == "right" else [TRANSPORTS[name].promise]), text
+    assert "Traceback" not in text
+
+
+SLOW = pytest.mark.full("every call starts an interpreter; another sandbox here, and tests/sandbox, run in `make test`")
+
+
+@pytest.mark.parametrize(
+    "name", ["joins_both_outputs", *(pytest.param(name, marks=SLOW) for name in SANDBOXES if name != "joins_both_outputs")]
+)
+def test_the_kit_finds_a_wrong_sandbox_by_the_promise_that_it_breaks(name):
+    names, text = broken(SandboxConformance, f"wrong_plugins.sandboxes.{name}.Sandbox")
+    if "SandboxUnavailableError" in text and not os.environ.get("RLCORE_REQUIRE_SANDBOX"):
+        pytest.skip(text)
+    assert names == [SANDBOXES[name].promise], text
+
+
+@pytest.mark.parametrize("name", ["right", *COMMANDS])
+def test_the_kit_finds_a_wrong_command_by_the_promise_that_it_breaks(name):
+    path = f"wrong_plugins.commands.{name}.command"
+    names, text = broken(CommandConformance, path, arguments=() if name == "ignores_unknown_options" else (__file__,))
+    assert names == ([] if name == "right" else [COMMANDS[name].promise]), text
     assert "Traceback" not in text
 
 

@@ -3,10 +3,19 @@
 from pathlib import Path
 
 import pytest
-from wrong_plugins.registry import ENGINES, ENVIRONMENTS, POLICIES
+from wrong_plugins.registry import COMMANDS, ENGINES, ENVIRONMENTS, POLICIES, SANDBOXES, TRANSPORTS
+
+FOLDERS = {
+    "engines": ENGINES,
+    "policies": POLICIES,
+    "environments": ENVIRONMENTS,
+    "transports": TRANSPORTS,
+    "sandboxes": SANDBOXES,
+    "commands": COMMANDS,
+}
 
 
-@pytest.mark.parametrize(("folder", "plugins"), [("engines", ENGINES), ("policies", POLICIES), ("environments", ENVIRONMENTS)])
+@pytest.mark.parametrize(("folder", "plugins"), FOLDERS.items())
 def test_the_registry_has_every_plugin(folder, plugins):
     files = (Path(__file__).parent / folder).glob("*.py")
     assert {file.stem for file in files} - {"base", "right"} == plugins.keys()

@@ -11,22 +11,28 @@
 from rl_core.first_use import import_on_first_use
 
 __all__ = [
+    "CommandConformance",
     "EnvironmentConformance",
     "GenerationConformance",
     "LossConformance",
     "PackagingConformance",
     "PolicyConformance",
+    "SandboxConformance",
+    "WeightTransportConformance",
     "xfail",
 ]
 
 __getattr__ = import_on_first_use(
     __name__,
     {
+        ".command": "CommandConformance",
         ".environments.conformance": "EnvironmentConformance",
         ".generation": "GenerationConformance",
         ".loss": "LossConformance",
         ".packaging": "PackagingConformance",
         ".policies.conformance": "PolicyConformance",
         ".promises": "xfail",
+        ".sandbox": "SandboxConformance",
+        ".weight_transport": "WeightTransportConformance",
     },
 )

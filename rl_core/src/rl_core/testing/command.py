@@ -74,7 +74,9 @@ class CommandConformance(Conformance):
             if (code := self._run(*names, "--no-such-option")[0]) != 2:
                 raise Found(f"`{' '.join((self.component, *names))} --no-such-option` has the exit code {code}.")
 
-    @promise("A wrong value of a required argument is a user error: exit code 2, and a text without a traceback.", after=_PARSES)
+    @promise(
+        "A wrong value of a required argument is a user error: exit code 2, and a text without a traceback.", after=_PARSES
+    )
     def test_a_wrong_argument_is_a_user_error(self) -> None:
         for names, leaf in _leaves(self.subject()):
             wrong = [f"{self._folder}/no-such-{each.name}" for each in leaf.params if each.required]

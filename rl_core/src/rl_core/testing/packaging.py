@@ -43,6 +43,7 @@ _SECTIONS = {
 }
 _IMPORT = """
 import sys
+sys.path[:] = {path}
 import {modules}
 print("HEAVY", *sorted(set({heavy}) & sys.modules.keys()))
 """
@@ -161,7 +162,7 @@ def plugin_named(name: str, manager: PluginManager) -> Plugin:
 
 def check_import(modules: list[str]) -> None:
     """Raise Found if importing these modules prints something or imports heavy libraries."""
-    code = _IMPORT.format(modules=", ".join(modules), heavy=HEAVY_MODULES)
+    code = _IMPORT.format(modules=", ".join(modules), heavy=HEAVY_MODULES, path=sys.path)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S, check=False)
     names = ", ".join(modules)
     if done.returncode:

@@ -1,0 +1,7 @@
+"""The right control: files as they are."""
+
+from wrong_plugins.transports.base import Files
+
+
+class Transport(Files):
+    pass
