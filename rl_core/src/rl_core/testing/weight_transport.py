@@ -142,10 +142,11 @@ class WeightTransportConformance(Conformance):
             raise Found(problem)
         cluster = None if "by_reference" in chosen.requires else cls.cluster(needs_ray="collective" in chosen.requires)
         sections = PolicyConfig(backend="kit", model_name="kit"), GenerationConfig(backend="kit")
+        engine_end: Any = EngineEnd
         policy = DistributedPolicy(worker_class=PolicyEnd, config=sections[0], cluster=cluster)
         cls._exits.callback(policy.shutdown)
         engine = DistributedGeneration(
-            worker_class=EngineEnd, config=sections[1], cluster=cluster, num_workers=1 if cluster is None else 2
+            worker_class=engine_end, config=sections[1], cluster=cluster, num_workers=1 if cluster is None else 2
         )
         cls._exits.callback(engine.shutdown)
         return _Subject(policy, engine, chosen)
