@@ -112,7 +112,7 @@ class SandboxConformance(Conformance):
         with patch.dict(os.environ, {_SECRET: "secret"}):
             self._expect(self._session().run_program(f"import os; print(os.environ.get('{_SECRET}'))"), "ok", "None\n")
 
-    @promise("Sessions may run at the same time, from several threads, and each result is that of its own call.", after=_RUNS)
+    @promise("Sessions may run at the same time, from several threads, and each call has its result.", after=_RUNS)
     def test_sessions_run_at_the_same_time(self) -> None:
         sessions = [self._session() for _ in range(4)]
         with ThreadPoolExecutor(len(sessions)) as threads:
