@@ -8,7 +8,7 @@ class EngineOf(DistributedGeneration):
     """An engine of `worker`, which a subclass sets; its section is that of the backend `hf`."""
 
     worker = None
-    capabilities = ("in_process", "async_rows", "shared_memory", "held_weight_digests")
+    capabilities = ("in_process", "async_rows", "refit_in_flight", "shared_memory", "held_weight_digests")
 
     def __init__(self, *, config, **kwargs):
         super().__init__(worker_class=self.worker, config=HFGenerationConfig(**{**dict(config), "backend": "hf"}), **kwargs)

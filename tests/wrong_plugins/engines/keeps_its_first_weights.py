@@ -5,12 +5,14 @@ import copy
 from wrong_plugins.engines.base import EngineOf
 
 from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
 
 
 class Worker(HFGenerationWorker):
     def setup(self):
         facts = super().setup()
         self._sampler.model = copy.deepcopy(self._sampler.model)
+        self._rows = RowsInFlight(self._sampler, session_bytes=0)
         return facts
 
 
