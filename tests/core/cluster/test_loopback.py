@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import stat
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import ray
 
 from rl_core.cluster import RayVirtualCluster, RayWorkerGroup, WorkerContext
-from rl_core.rendezvous.loopback import interface_variables, is_loopback
+from rl_core.rendezvous.interfaces import interface_variables, is_loopback
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -94,7 +95,20 @@ def test_interface_variables_keep_what_the_user_set(monkeypatch):
     variables = interface_variables("127.0.0.1")
     assert variables["GLOO_SOCKET_IFNAME"] == "eth7"
     assert {address.address for address in psutil.net_if_addrs()[variables["NCCL_SOCKET_IFNAME"]]} >= {"127.0.0.1"}
-    assert interface_variables("10.1.2.3") == {}
+
+
+def test_gloo_uses_the_interface_towards_the_other_nodes(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    outside = {
+        one.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET and not is_loopback(one.address)
+    }
+    if not outside:
+        pytest.skip("this machine has no interface except loopback")
+    for address, name in outside.items():
+        assert interface_variables(address) == {"GLOO_SOCKET_IFNAME": name}
 
 
 @pytest.mark.parametrize(("address", "expected"), [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("node7", False)])

@@ -22,6 +22,7 @@ from rl_core.cluster.ports import free_port
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError, frames_of
 from rl_core.interfaces.worker_context import WorkerContext, construct
+from rl_core.rendezvous.interfaces import interface_variables
 
 MARKER = "RLCORE_WORKER"
 
@@ -100,7 +101,8 @@ class ActorHost:
     def build(self, pickled: bytes, context: WorkerContext, env: Mapping[str, str]) -> Any | Failure:
         """Build the worker; `pickled` contains (class, keyword arguments)."""
         try:
-            os.environ.update(env)
+            meeting = context.master_address  # a pool has none
+            os.environ.update({**(interface_variables(meeting) if meeting else {}), **env})
             worker_class, kwargs = cloudpickle.loads(pickled)
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(context.num_threads)

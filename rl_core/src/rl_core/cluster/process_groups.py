@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.rendezvous.loopback import interface_variables
+from rl_core.rendezvous.interfaces import interface_variables
 from rl_core.rendezvous.stores import open_store
 
 

@@ -23,8 +23,9 @@ from ray._private.node import Node
 from ray.job_config import JobConfig
 
 from rl_core.cluster import daemons, orphan_reaper
+from rl_core.errors import UserError
 from rl_core.plugins.import_path import MODULE_FOLDERS
-from rl_core.rendezvous import loopback
+from rl_core.rendezvous import interfaces
 
 MARKER = "RLCORE_RAY"
 _UNUSED = ("start_monitor", "start_api_server")
@@ -98,7 +99,10 @@ class _Runtime:
         logging.getLogger("ray").setLevel(logging.ERROR)  # before `init`, which logs before it applies its argument
         address, job = os.environ.get("RAY_ADDRESS"), JobConfig(_py_driver_sys_path=list(MODULE_FOLDERS))
         if address:
-            ray.init(address=address, job_config=job, logging_level=logging.ERROR)
+            try:
+                ray.init(address=address, job_config=job, logging_level=logging.ERROR)
+            except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+                raise UserError(f"RAY_ADDRESS={address}: {error}. To find the cause: rlcore doctor --cluster") from error
             return
         # Readable only by this user. Ray makes the folder that it is given world-readable, so it gets one inside.
         self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
@@ -116,7 +120,7 @@ class _Runtime:
                 object_store_memory=_object_store_bytes(),
                 logging_level=logging.ERROR,
                 _temp_dir=str(self._temp_dir / "ray"),
-                _node_ip_address=loopback.ADDRESS,
+                _node_ip_address=interfaces.LOOPBACK,
                 _system_config={
                     # Every actor has its own runtime environment, so prestarted workers are never used.
                     "prestart_worker_first_driver": False,

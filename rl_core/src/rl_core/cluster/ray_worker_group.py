@@ -21,7 +21,6 @@ from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.rendezvous.loopback import interface_variables
 from rl_core.thread_waiting import thread_waiting
 
 _log = logging.getLogger(__name__)
@@ -195,7 +194,6 @@ class RayWorkerGroup(WorkerGroup):
         env = {
             # Ray makes all GPUs of the node visible to a process without any.
             **({} if share["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}),
-            **interface_variables(self._allocator.own_bundle(0).node.address),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self._local_rank(rank)),

@@ -78,7 +78,7 @@ class RayVirtualCluster:
         self._bundles: list[Bundle] = []
         self._lease = RayLease()
         try:
-            nodes = _nodes()
+            nodes = live_nodes()
             self.use_gpus = any(node.gpus >= 1 for node in nodes) if use_gpus is None else use_gpus
             request = Request(
                 entries=tuple(bundle_ct_per_node_list),
@@ -172,13 +172,13 @@ class RayVirtualCluster:
         distinct = list(dict.fromkeys(node.node_id for node in nodes))
         for count, group, node in zip(request.entries, self._groups, nodes, strict=True):
             if not group.wait(_PLACE_S):
-                raise insufficient(request, _nodes(), free=True)
+                raise insufficient(request, live_nodes(), free=True)
             node_rank = distinct.index(node.node_id)
             self._bundles += [Bundle(group, at, node, node_rank) for at in range(count)]
 
 
 def _choose_nodes(request: Request) -> list[Node]:
-    nodes = _nodes()
+    nodes = live_nodes()
     if plan(request, nodes, free=False) is None:
         raise insufficient(request, nodes, free=False)
     until = time.monotonic() + _SETTLE_S
@@ -186,11 +186,11 @@ def _choose_nodes(request: Request) -> list[Node]:
         if time.monotonic() > until:
             raise insufficient(request, nodes, free=True)
         time.sleep(0.1)
-        nodes = _nodes()
+        nodes = live_nodes()
     return chosen
 
 
-def _nodes() -> list[Node]:
+def live_nodes() -> list[Node]:
     """The live nodes, the driver's own first."""
     free: dict[str, dict[str, Any]] = ray._private.state.available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rl_core.rendezvous.loopback import is_loopback
+from rl_core.rendezvous.interfaces import is_loopback
 
 
 def open_store(ip: str, port: int, *, is_master: bool, timeout: timedelta) -> TCPStore:

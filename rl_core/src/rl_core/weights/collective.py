@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
+from rl_core.rendezvous.interfaces import own_address
 from rl_core.rendezvous.stores import open_store
 from rl_core.weights.manifest import ALIGNMENT, Placement, fill, lay_out
 
@@ -285,7 +285,7 @@ def _make_group(
         return torch.device("cuda", torch.cuda.current_device()), group
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = min(timeout, timedelta(seconds=_MESH_S))
-    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(ip, port))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=own_address(ip))]
     return torch.device("cpu"), ProcessGroupGloo(prefixed, rank, world_size, options)
 
 
@@ -318,10 +318,3 @@ def _devices_of_all(store: TCPStore, world_size: int, timeout: timedelta) -> lis
             raise RuntimeError(f"rank {', '.join(missing)} did not join")
         time.sleep(0.01)
     return [store.get(key).decode() for key in keys]
-
-
-def _own_address(ip: str, port: int) -> str:
-    """This machine's address on the route to `ip`; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((ip, port))
-        return str(probe.getsockname()[0])

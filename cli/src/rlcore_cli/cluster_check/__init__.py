@@ -1,0 +1,1 @@
+"""`rlcore doctor --cluster`: compares the nodes of a Ray cluster before a run."""

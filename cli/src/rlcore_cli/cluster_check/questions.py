@@ -1,0 +1,85 @@
+"""What `rlcore doctor --cluster` takes from a config: paths that nodes read, folders that a run writes, and its workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.config.paths import PathRule
+from rl_core.config.source_tree import dotted
+
+if TYPE_CHECKING:
+    from rl_core.cluster.placement import Request
+    from rl_core.config.cluster_section import ResourcesConfig
+    from rl_train.config.loader import LoadedConfig
+
+_RUNS = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What to check on every node.
+
+    Attributes:
+        inputs: Existing files and folders that the config names, by key.
+        outputs: Folders that a run writes to, by key.
+        requests: Workers of the run, by section.
+    """
+
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=lambda: {"logger.log_dir": os.path.abspath(_RUNS)})
+    requests: Mapping[str, Request] = field(default_factory=dict)
+
+
+def questions_of(config: Path | None) -> Questions:
+    """What to check for a config; without one, the default run folder only."""
+    if config is None:
+        return Questions()
+    from rl_train.config.loader import load_config
+
+    loaded = load_config([config])
+    run = loaded.run
+    outputs = {"logger.log_dir": run.logger.log_dir}
+    if run.checkpointing.enabled and run.checkpointing.checkpoint_dir is not None:
+        outputs["checkpointing.checkpoint_dir"] = run.checkpointing.checkpoint_dir
+    return Questions(
+        inputs=_inputs(loaded),
+        outputs={key: os.path.abspath(os.path.expanduser(path)) for key, path in outputs.items()},
+        requests=_requests(loaded),
+    )
+
+
+def _inputs(loaded: LoadedConfig) -> dict[str, str]:
+    paths = {}
+    for field_ in loaded.layout.fields():
+        if any(isinstance(item, PathRule) for item in field_.info.metadata):
+            value = _value(loaded.resolved, field_.path)
+            if isinstance(value, str) and os.path.isabs(value) and os.path.exists(value):
+                paths[dotted(field_.path)] = value
+    return paths
+
+
+def _value(values: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _requests(loaded: LoadedConfig) -> dict[str, Request]:
+    from rl_core.cluster.placement import Request
+
+    run = loaded.run
+    sections: dict[str, ResourcesConfig] = {"cluster": run.cluster}
+    if run.policy.generation is not None and run.policy.generation.resources is not None:
+        sections["policy.generation.resources"] = run.policy.generation.resources
+    return {
+        key: Request(
+            entries=(section.workers_per_node,) * section.num_nodes,
+            cpus_per_bundle=float(section.cpus_per_worker or 1),
+            gpus_per_bundle=1.0 if section.use_gpus else 0.0,
+        )
+        for key, section in sections.items()
+    }
