@@ -26,11 +26,13 @@ class Problem:
         path: The key it is about; empty for the file as a whole.
         message: What is wrong, without location and key, and what to do.
         location: The location of the value; None if nothing was read, or until the key is looked up.
+        is_missing: Whether the key is missing. The message then starts with "is required", and the key is its subject.
     """
 
     path: KeyPath
     message: str
     location: SourceLocation | None = None
+    is_missing: bool = False
 
     def __str__(self) -> str:
         location = "" if self.location is None else str(self.location)
@@ -41,9 +43,7 @@ class Problem:
         """The problem without its location."""
         if not self.path:
             return self.message
-        # The key is the subject of the sentence "is required".
-        separator = " " if self.message.startswith("is required") else ": "
-        return f"{dotted(self.path)}{separator}{self.message}"
+        return f"{dotted(self.path)}{' ' if self.is_missing else ': '}{self.message}"
 
 
 class InvalidConfigError(ConfigError):
@@ -89,9 +89,13 @@ class Problems:
     is_partial: bool = False
     redact: Callable[[str], str] = str
 
-    def add(self, message: str, *, location: SourceLocation | None, path: KeyPath = ()) -> None:
-        """Adds a problem."""
-        problem = Problem(path, self.redact(message), location)
+    def add(self, message: str, *, location: SourceLocation | None, path: KeyPath = (), is_missing: bool = False) -> None:
+        """Adds a problem; see `Problem`."""
+        self.include(Problem(path, message, location, is_missing))
+
+    def include(self, problem: Problem) -> None:
+        """Adds a problem unless it has been reported."""
+        problem = replace(problem, message=self.redact(problem.message))
         if problem not in self.found:
             self.found.append(problem)
 
@@ -102,7 +106,7 @@ class Problems:
             yield
         except InvalidConfigError as error:
             for problem in error.problems:
-                self.add(problem.message, location=problem.location, path=problem.path)
+                self.include(problem)
 
     def mark_invalid(self, message: str, *, location: SourceLocation | None, path: KeyPath) -> None:
         """Adds a problem, and marks its value as invalid so that it is not checked again."""

@@ -107,7 +107,7 @@ class Validator:
             doc = " ".join((field.info.description or "").split()).partition(". ")[0].rstrip(".")
             message += f" {doc}." if doc else ""
             message += f" Allowed: {field.allowed}." if field.allowed != "text" else ""
-        self.problems.add(message, location=self.written.nearest(path[:-1]).key_location, path=path)
+        self.problems.add(message, location=self.written.nearest(path[:-1]).key_location, path=path, is_missing=True)
 
     def _wrong_value(
         self, field: Field | None, path: KeyPath, value: Any, *, model: Model | None = None, section: KeyPath = ()

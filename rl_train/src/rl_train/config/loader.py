@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,7 +87,7 @@ class LoadedConfig(LocatedConfig):
         """
         located = Problems()
         for problem in problems:
-            located.add(problem.message, location=self.location_of(problem.path), path=problem.path)
+            located.include(replace(problem, location=self.location_of(problem.path)))
         located.raise_if_any()
 
     def to_yaml(self) -> str:
@@ -229,7 +229,7 @@ def draft_config(
 
 def _add(report: RuleReport, problems: Problems, written: Node) -> None:
     for problem in report.problems:
-        problems.add(problem.message, location=problem.location or _location(written, problem.path), path=problem.path)
+        problems.include(replace(problem, location=problem.location or _location(written, problem.path)))
     problems.not_checked += [text for text in map(str, report.not_checked) if text not in problems.not_checked]
 
 

@@ -149,9 +149,9 @@ class _SectionResolver:
             return
         installed = ", ".join(self._registry.names(slot.kind)) or "none"
         reason = "The algorithm's model has no `default_loss`. " if slot.kind is Kind.LOSS else ""
-        self._problems.mark_invalid(
-            f"is required. {reason}Installed: {installed}.", location=self._written.nearest(path).key_location, path=where
-        )
+        location = self._written.nearest(path).key_location
+        self._problems.add(f"is required. {reason}Installed: {installed}.", location=location, path=where, is_missing=True)
+        self._problems.poisoned.add(where)
 
     def _find(self, slot: Slot, path: KeyPath, key: str | None, name: Any) -> Component | None:
         """The component with a name, which a key of the section sets, or else the section's own key or another of its keys."""

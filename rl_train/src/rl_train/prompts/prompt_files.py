@@ -246,6 +246,7 @@ def _check_texts(prompt: PromptFile, written: Node, problems: Problems) -> None:
             "is required. It is the text of one example, with `{name}` for its fields.",
             location=written.nearest(template).key_location,
             path=template,
+            is_missing=True,
         )
 
 

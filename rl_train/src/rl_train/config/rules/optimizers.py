@@ -100,7 +100,7 @@ def _scheduler_problems(scheduler: SchedulerConfig, at: KeyPath) -> Iterator[Pro
         yield from _unknown(scheduler.kwargs, (*required, *optional), at, of=name)
         for key in required:
             if key not in scheduler.kwargs:
-                yield Problem((*at, "kwargs", key), f"is required by {name}.")
+                yield Problem((*at, "kwargs", key), f"is required by {name}.", is_missing=True)
 
 
 def _class_of(name: str, module: str) -> str:

@@ -30,7 +30,7 @@ def what_samples_has_an_engine(config: CheckedConfig) -> Iterator[Problem]:
     run = config.run
     if config.samples and run.policy.generation is None:
         trains = f"{run.algorithm_name} samples from the policy. Choose a generation `backend`."
-        yield Problem(("policy", "generation"), f"is required. {_WHY_AN_ENGINE.get(config.use, trains)}")
+        yield Problem(("policy", "generation"), f"is required. {_WHY_AN_ENGINE.get(config.use, trains)}", is_missing=True)
 
 
 @rule("algorithm", "env", applies_to=frozenset({Use.TRAIN, Use.EVAL}))
@@ -43,11 +43,14 @@ def samples_are_scored(config: CheckedConfig) -> Iterator[Problem]:
                 ("env",),
                 "is required. An evaluation scores completions with an environment. Add one, such as `math:`, or "
                 "++env.math.num_workers=1.",
+                is_missing=True,
             )
     elif run.algorithm.runtime_needs.samples and run.algorithm.needs_rewards and not run.env:
         aim = "trains on" if run.algorithm.needs_generation else "validates with"
         yield Problem(
-            ("env",), f"is required. {run.algorithm_name} {aim} rewards from an environment. Add one, such as `math:`."
+            ("env",),
+            f"is required. {run.algorithm_name} {aim} rewards from an environment. Add one, such as `math:`.",
+            is_missing=True,
         )
 
 
@@ -59,6 +62,7 @@ def training_has_data(config: CheckedConfig) -> Iterator[Problem]:
         yield Problem(
             ("data", "train"),
             f"is required. {run.algorithm_name} needs training data. Set `dataset_name`, or `data.train_data_path`.",
+            is_missing=True,
         )
 
 
@@ -116,4 +120,5 @@ def companions_are_those_of_the_algorithm(config: CheckedConfig, companion: str)
         yield Problem(
             (companion,),
             f"is required. {run.algorithm_name} needs a {companion} model. Set its `backend` and `model_name`.",
+            is_missing=True,
         )

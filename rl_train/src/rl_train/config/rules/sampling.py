@@ -262,7 +262,9 @@ def refit_folder_is_for_the_disk_transport(config: CheckedConfig, generation: Ge
         where = (
             f"on {nodes} nodes" if nodes > 1 else "and policy.generation.resources, because the engine may be on another node"
         )
-        yield Problem(at, f"is required with refit_transport: disk {where}. Set a folder that all nodes can access.")
+        yield Problem(
+            at, f"is required with refit_transport: disk {where}. Set a folder that all nodes can access.", is_missing=True
+        )
     if transport != "disk" and folder is not None:
         yield Problem(
             at,

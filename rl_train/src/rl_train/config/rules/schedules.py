@@ -26,7 +26,9 @@ def schedule_problems(run: RunConfig) -> Iterator[Problem]:
         length = scheduler.kwargs.get(LENGTH)
         at = (model, "scheduler", "kwargs", LENGTH)
         if length is None and LENGTH in arguments(scheduler) and steps is None:
-            yield Problem(at, f"is required. {run.algorithm_name} does not declare its number of optimizer steps.")
+            yield Problem(
+                at, f"is required. {run.algorithm_name} does not declare its number of optimizer steps.", is_missing=True
+            )
         elif steps is not None and is_number(length) and _is_over(scheduler, steps.fewest):
             yield Problem(
                 at,
