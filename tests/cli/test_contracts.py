@@ -27,6 +27,9 @@ class Scratch(GenerationInterface):
     def generate(self, data, greedy=False): ...
     def prepare_for_generation(self, *args, **kwargs): ...
 
+class Transforms(HuggingFaceGeneration):
+    capabilities = ("in_process", "by_reference")
+
 class NoInterface:
     def __init__(self, *, config, cluster=None, deadlines=None): ...
 
@@ -60,12 +63,12 @@ def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def write(*, policy="hf", generation="hf", env=None, algorithm="grpo", **sections):
+    def write(*, policy="hf", generation="hf", generation_keys=None, env=None, algorithm="grpo", **sections):
         samples = algorithm == "grpo"
         sizes = {"num_prompts_per_step": 2, "num_generations_per_prompt": 2} if samples else {"global_batch_size": 2}
         policy_section = {"backend": policy, "model_name": MODEL, "max_total_sequence_length": 32}
         if generation is not None:
-            policy_section["generation"] = {"backend": generation, "max_new_tokens": 4}
+            policy_section["generation"] = {"backend": generation, "max_new_tokens": 4, **(generation_keys or {})}
         content = {
             algorithm: {"max_num_steps": 1, **sizes},
             "policy": policy_section,
@@ -100,6 +103,10 @@ WRONG = {
             "does not define finish_generation, invalidate_kv_cache, prepare_refit_info, weight_",
             "grpo",
         ],
+    ),
+    "an engine that digests the weights that it received, without the canary": (
+        {"generation": f"{OF}Transforms", "generation_keys": {"refit_canary": False}},
+        ["policy.generation.refit_canary: the engine 'contract_classes.Transforms' requires the canary", "held_weight_digests"],
     ),
     "base class": ({"generation": f"{OF}NoInterface"}, ["not a subclass of rl_core.interfaces.generation.GenerationInterface"]),
     "a policy that sends no weights": (

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
+from rl_core.config.schema import EnvironmentConfig, PolicyConfig
 from rl_core.config.section import Devices
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
@@ -30,8 +30,9 @@ from rl_train.assembly.placement import make_cluster, make_engine_cluster, resol
 from rl_train.config.rules.sampling import (
     IN_PROCESS_TRANSPORTS,
     digests_are_held,
+    missing_canary,
+    uses_canary,
     with_transports_of_plugins,
-    without_canary,
 )
 from rl_train.config.schedule_lengths import with_schedule_lengths
 from rl_train.config.schema import RunConfig
@@ -286,8 +287,9 @@ class Builder:
         transports = self._transports(section.refit_transport)
         engine_capabilities = capabilities_of(self.registry.find("generation", section.backend))
         calibration = CanaryCalibration()
-        is_held = digests_are_held(engine_capabilities)
-        uses_canary = tokenizer is not None and self._uses_canary(section, digests_are_held=is_held)
+        if tokenizer is not None and (problem := missing_canary(section, engine_capabilities)) is not None:
+            raise ConfigError(str(problem))  # `rlcore serve` does not import an engine given by its path before
+        has_canary = tokenizer is not None and uses_canary(section)
         synchronizer = WeightSynchronizer(
             policy,
             generation,
@@ -298,9 +300,9 @@ class Builder:
             buffer_bytes=section.refit_buffer_mib * 2**20,
             deadline_s=self.run.cluster.deadlines.refit_s,
             folder=Path(section.refit_folder).expanduser() if section.refit_folder is not None else None,
-            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if uses_canary else None,
+            canary=(lambda: self._canary(policy, generation, tokenizer, calibration)) if has_canary else None,
             calibration=calibration,
-            digests_are_held=is_held,
+            digests_are_held=digests_are_held(engine_capabilities),
             num_receivers=generation.num_workers,
             wait=wait_together,
             rendezvous=self.cluster.get_master_address_and_port if self.cluster else None,
@@ -308,22 +310,6 @@ class Builder:
         )
         self.exits.callback(synchronizer.close)
         return synchronizer
-
-    @staticmethod
-    def _uses_canary(section: GenerationConfig, *, digests_are_held: bool) -> bool:
-        """Whether the canary is enabled and possible.
-
-        Raises:
-            ConfigError: no check would cover the tensors that the engine computes with.
-        """
-        # Only the engine changes logits, so its log-probabilities would differ from the policy's for equal weights.
-        changes = section.logit_changes()
-        if digests_are_held:
-            return section.refit_canary and not changes
-        off = [("refit_canary",)] if not section.refit_canary else list(changes)
-        if off:
-            raise ConfigError(f"{dotted(('policy', 'generation', *off[0]))}: {without_canary(section.backend)}")
-        return True
 
     def _canary(
         self,

@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rl_core.config.diagnostics import Problem
-from rl_core.config.schema import EnvironmentConfig, PolicyConfig
+from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import ConfigError, UserError
 from rl_core.interfaces.loss import LossFunction
-from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.component import Component, Kind, is_path
 from rl_train.assembly.contracts import (
     CONTRACTS,
     EVALUATION_CONTRACTS,
     MODEL_ARGUMENTS,
+    capabilities_of,
     check_environment_class,
     model_contracts,
 )
@@ -26,9 +27,9 @@ from rl_train.config.config_layout import SectionSchema
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.components import each_component
 from rl_train.config.rules.environments import each_task
-from rl_train.config.rules.models import MODELS, each_model
+from rl_train.config.rules.models import MODELS, each_engine, each_model
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, Stage, Use, rule
-from rl_train.config.rules.sampling import declares_own_weights
+from rl_train.config.rules.sampling import declares_own_weights, unverified_weights
 
 
 @rule("every component", stage=Stage.IMPORTED, each=each_component)
@@ -78,6 +79,16 @@ def engine_class_keeps_its_contract(config: RunFacts) -> Iterator[Problem]:
     contracts = model_contracts(run, None, own_weights=declares_own_weights(engine, config.registry))
     if (problem := replace(contracts["policy.generation"], arguments=MODEL_ARGUMENTS).problem(engine_class)) is not None:
         yield Problem(("policy", "generation", "backend"), problem)
+
+
+@rule("algorithm", "policy.generation", stage=Stage.IMPORTED, each=each_engine)
+def synced_weights_of_an_imported_engine_are_verified(config: RunFacts, generation: GenerationConfig) -> Iterator[Problem]:
+    """As `synced_weights_are_verified`, for an engine given by its path, whose capabilities are declared on its class."""
+    if is_path(generation.backend):
+        config.load(Kind.GENERATION, generation.backend)
+        if not declares_own_weights(generation, config.registry):
+            capabilities = capabilities_of(config.registry.find(Kind.GENERATION, generation.backend))
+            yield from unverified_weights(config, generation, capabilities)
 
 
 @rule("env", stage=Stage.IMPORTED, applies_to=CONFIG_FILE, each=each_task)

@@ -11,7 +11,7 @@ from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config.rules.models import each_engine
-from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, CheckedConfig, Stage, rule
+from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, CheckedConfig, Stage, Use, rule
 from rl_train.config.static_attribute import static_attribute
 
 IN_PROCESS_TRANSPORTS = ("by_reference", "shared_memory")
@@ -115,22 +115,39 @@ def _own_weights(config: CheckedConfig, section: GenerationConfig, registry: Reg
         yield Problem((*_GENERATION, "backend"), own_weights_refused(run.algorithm_name, section.backend, section.weights_key))
 
 
-@rule("policy.generation.refit_canary", "policy.generation.backend", each=each_engine)
+@rule("algorithm", "policy.generation", each=each_engine)
 def synced_weights_are_verified(config: CheckedConfig, generation: GenerationConfig) -> Iterator[Problem]:
-    """The canary is only disabled for an engine whose digests cover the tensors that it computes with."""
-    if generation.refit_canary or is_path(generation.backend) or generation.has_own_weights:
-        return
-    known = generation.backend in config.registry.names(Kind.GENERATION)
-    if known and not digests_are_held(config.registry.find(Kind.GENERATION, generation.backend).capabilities):
-        yield Problem((*_GENERATION, "refit_canary"), without_canary(generation.backend))
+    """The canary is only disabled or impossible for an engine whose digests cover the tensors that it computes with."""
+    if generation.backend in config.registry.names(Kind.GENERATION) and not generation.has_own_weights:
+        yield from unverified_weights(
+            config, generation, config.registry.find(Kind.GENERATION, generation.backend).capabilities
+        )
 
 
-def without_canary(backend: str) -> str:
-    """The error for a config without the canary, which an engine that digests the weights that it received requires."""
-    return (
-        f"the engine {backend!r} requires the canary: its fingerprint covers the weights that it received, not the tensors "
-        f"that it computes with (it does not have the capability {str(Capability.HELD_WEIGHT_DIGESTS)!r}). Keep refit_canary: "
-        "true, and do not change logits."
+def unverified_weights(config: CheckedConfig, generation: GenerationConfig, capabilities: Collection[str]) -> Iterator[Problem]:
+    """The problem of an engine with these capabilities that requires the canary, in a config without it."""
+    # Changed logits are refused by another rule in training, and only measured in a comparison.
+    trains = config.use in TRAINING and config.run.algorithm.needs_generation
+    problem = missing_canary(generation, capabilities)
+    if problem is not None and not (generation.refit_canary and (trains or config.use is Use.COMPARE)):
+        yield problem
+
+
+def uses_canary(generation: GenerationConfig) -> bool:
+    """Whether the canary is enabled and possible: a policy does not score tokens with an engine's changes of logits."""
+    return generation.refit_canary and not generation.logit_changes()
+
+
+def missing_canary(generation: GenerationConfig, capabilities: Collection[str]) -> Problem | None:
+    """The problem of a section without the canary if nothing else covers the tensors that the engine computes with, or None."""
+    if digests_are_held(capabilities) or uses_canary(generation):
+        return None
+    key = ("refit_canary",) if not generation.refit_canary else next(iter(generation.logit_changes()))
+    return Problem(
+        (*_GENERATION, *key),
+        f"the engine {generation.backend!r} requires the canary: its fingerprint covers the weights that it received, not the "
+        f"tensors that it computes with (it does not have the capability {str(Capability.HELD_WEIGHT_DIGESTS)!r}). Keep "
+        "refit_canary: true, and do not change logits.",
     )
 
 
