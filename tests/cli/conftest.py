@@ -119,7 +119,7 @@ def write_lines(path, rows):
 
 
 def replace_text(path, text):
-    """Write the file in one step, as a run does, because `report --follow` may read it at any time."""
+    """Write the file in one step, as a run does, because `rlcore watch` may read it at any time."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     new.replace(path)

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 
 import pytest
@@ -62,7 +61,7 @@ def page_of(tmp_path):
 
     def make(folder, **options):
         output = tmp_path / "out" / "page.html"
-        report(folder, output=output, **({"follow": False, "every": 5.0, "max_mib": 5.0} | options))
+        report(folder, output=output, **({"max_mib": 5.0} | options))
         return Page(output.read_text(encoding="utf-8"))
 
     return make
@@ -124,7 +123,7 @@ def test_the_page_draws_one_step_and_says_which_side_needs_more_resources(
 
 def test_the_page_loads_no_external_resources(write_run, tmp_path):
     folder = write_run(tmp_path / "run")
-    report(folder, output=None, follow=False, every=5.0, max_mib=5.0)
+    report(folder, output=None, max_mib=5.0)
     text = (folder / "report.html").read_text()
     page = Page(text)
     references = [v for _, a in page.elements for k, v in a.items() if k in ("src", "href", "srcset", "data", "action")]
@@ -325,31 +324,6 @@ def test_the_page_says_when_a_run_started_and_ended_and_how_long_it_took(
     text = page_of(folder).text
     assert " ".join(f"{ending.sentence} {times}".split()) in text
     assert ("Started" in text) == bool(times)
-
-
-def test_follow_rewrites_the_page_until_the_run_ends(write_run, tmp_path):
-    files = {"status": {"state": "running", "pid": os.getpid()}, "environment": {"host": socket.gethostname()}}
-    config = {"grpo": {"max_num_steps": 3}}
-    folder = write_run(tmp_path / "run", steps=1, config=config, **files)
-    page = folder / "report.html"
-    command = [sys.executable, "-m", "rlcore_cli.main", "report", folder, "--follow", "--every", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
-        try:
-            assert "Running: 1 of 3 steps so far." in following.stdout.readline()
-            assert 'data-reload="10"' in page.read_text()
-            write_run(folder, steps=2, config=config, **files)
-            deadline = time.monotonic() + 120
-            while "2 of 3 steps so far" not in page.read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            write_run(folder, steps=3, config=config)
-            assert following.wait(timeout=120) == 0
-        finally:
-            following.kill()
-        assert "Finished: 3 of 3 steps." in following.stdout.read()
-    assert "Finished: 3 of 3 steps." in page.read_text()
-    assert 'data-reload="0"' in page.read_text()
-    assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
 
 
 def test_a_wrong_path_is_a_user_error(write_run, tmp_path):

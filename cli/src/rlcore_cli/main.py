@@ -27,6 +27,7 @@ COMMANDS = {
     "eval": ("rlcore_cli.eval:evaluate", "Evaluate a model or checkpoint on the validation data."),
     "report": ("rlcore_cli.report.command:report", "Write an HTML report of a run: curves, rollouts, config."),
     "runs": ("rlcore_cli.runs:runs", "List the runs in a folder: status, steps, best metric, disk use."),
+    "watch": ("rlcore_cli.watch.command:watch", "Show a live page of a run in a browser."),
     "compare": ("rlcore_cli.compare.command:compare", "Compare runs: curves, configs, final and best values."),
     "validate": ("rlcore_cli.validate:validate", "Check a config and report every error with its line."),
     "plan": ("rlcore_cli.plan:plan", "Predict the memory of a run, and what to change if it does not fit."),
@@ -50,7 +51,7 @@ COMMANDS = {
 SECTIONS = {
     "Set up": ("init", "data", "prompt", "validate", "check", "plan", "explain", "schema", "import-config", "doctor"),
     "Train": ("train", "eval"),
-    "Look": ("report", "compare", "runs", "env"),
+    "Look": ("runs", "watch", "report", "compare", "env"),
     "Serve": ("chat", "serve", "convert"),
     "Extend": ("new-plugin", "list-backends", "list-plugins"),
 }

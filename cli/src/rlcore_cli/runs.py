@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from rl_core.errors import DataError, UserError
+from rl_train.run_folders.run_names import RUNS, runs_in
 from rlcore_cli.arguments import AsJson
 from rlcore_cli.listing import print_table
 from rlcore_cli.report.ending import ending_of
-from rlcore_cli.report.run_folder import RunFolder, is_run, read_run_folder
+from rlcore_cli.report.run_folder import RunFolder, read_run_folder
 
 _METRICS = (("validation/accuracy", True), ("validation/loss", False), ("reward/mean", True))
 """Metrics shown if the config ranks checkpoints by none, the first that was recorded; whether higher is better."""
@@ -49,7 +50,7 @@ class ListedRun:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that contains run folders.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder that contains run folders.")] = RUNS,
     status: Annotated[
         str | None,
         typer.Option(help="Only runs with this status, such as running, finished or failed.", show_default=False),
@@ -68,7 +69,7 @@ def runs(
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder. Give the folder that contains run folders, such as runs.")
-    listed = [_listed(path) for path in sorted(folder.iterdir()) if path.is_dir() and is_run(path)]
+    listed = [_listed(path) for path in runs_in(folder)]
     listed = [run for run in listed if status in (None, run.status)]
     if as_json:
         print(json.dumps([asdict(run) for run in listed], indent=2))

@@ -97,7 +97,7 @@ def reported(folder):
     """The status, and its report."""
     run = read_run_folder(folder)
     ending = ending_of(run)
-    assert ending.sentence in render(run, ending, max_mib=1.0, live=False)
+    assert ending.sentence in render(run, ending, max_mib=1.0)
     return read(folder), ending
 
 

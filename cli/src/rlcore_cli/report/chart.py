@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 
 from rlcore_cli.report.run_folder import Curve
-from rlcore_cli.report.scales import format_number, moving_mean, nice_ticks, padded_range, thin
+from rlcore_cli.report.scales import MOST_POINTS, format_number, moving_mean, nice_ticks, padded_range, thin
 
 WIDTH, HEIGHT = 420, 210
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 26
@@ -16,6 +17,8 @@ COLOURS = 8
 """Number of series colors in the style sheet: `c0` to `c7`."""
 BAND = 14
 """Height of the bands of a time line, in pixels."""
+_HALF_DIGIT = 3.7
+"""Half the width of a digit of the widest font in the style sheet, in pixels."""
 DOTS_UP_TO = 30
 SMOOTHED_FROM = 60
 MOST_BARS = 60
@@ -36,7 +39,12 @@ class Line(Curve):
     @property
     def is_smoothed(self) -> bool:
         """Whether a moving average is drawn over the curve: it must be long enough and not constant."""
-        return len(self.steps) >= SMOOTHED_FROM and min(self.values) < max(self.values)
+        return len(self.steps) >= SMOOTHED_FROM and min(self.drawn[1]) < max(self.drawn[1])
+
+    @cached_property
+    def drawn(self) -> tuple[list[int], list[float]]:
+        """Steps and values of at most `MOST_POINTS` points, with the extreme ones."""
+        return thin(self.steps, self.values)
 
     @property
     def window(self) -> int:
@@ -85,11 +93,9 @@ def line_chart(lines: Sequence[Line], *, title: str) -> str:
     bad = sorted({step for line in lines for step in line.not_finite})
     if not drawn:
         return ""
-    every_step = [step for line in drawn for step in line.steps] + bad
-    axes = Axes(
-        steps=_step_range(min(every_step), max(every_step)),
-        values=padded_range([value for line in drawn for value in line.values]),
-    )
+    ends = [step for line in drawn for step in (line.steps[0], line.steps[-1])] + bad
+    values = [value for line in drawn for value in line.drawn[1]]
+    axes = Axes(steps=_step_range(min(ends), max(ends)), values=padded_range(values))
     body = [_frame(axes), *(_line(line, axes) for line in drawn)]
     body += [f'<path class="bad" d="M{axes.x(step):.1f} {TOP}v8"/>' for step in thin(bad, bad)[0]]
     return _svg(title, body, _readings(drawn, axes))
@@ -157,11 +163,13 @@ def time_chart(seconds: float, bands: Sequence[Band], curves: Sequence[tuple[str
 
 def _line(line: Line, axes: Axes) -> str:
     colour = f"c{line.colour % COLOURS}"
-    steps, values = thin(line.steps, line.values)
+    steps, values = line.drawn
     raw = f'<polyline class="{colour}{" thin" if line.is_smoothed else ""}" points="{_points(steps, values, axes)}"/>'
     if line.is_smoothed:
-        smooth_steps, smooth = thin(line.steps, moving_mean(line.values, line.window))
-        return raw + f'<polyline class="{colour}" points="{_points(smooth_steps, smooth, axes)}"/>'
+        count = len(line.steps)
+        at = [index * (count - 1) // (MOST_POINTS - 1) for index in range(MOST_POINTS)] if count > MOST_POINTS else range(count)
+        smooth = moving_mean(line.values, line.window, at)
+        return raw + f'<polyline class="{colour}" points="{_points([line.steps[index] for index in at], smooth, axes)}"/>'
     if len(line.steps) <= DOTS_UP_TO:
         dots = (
             f'<circle class="{colour}" cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.4"/>'
@@ -186,7 +194,8 @@ def _frame(axes: Axes, *, whole: bool = True) -> str:
     for tick in (tick for tick in nice_ticks(*axes.steps, count=6, whole=whole) if tick >= 0):
         x, label = axes.x(tick), f"{tick:.0f}" if whole else format_number(tick)
         parts.append(f'<path class="tick" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" class="below">{label}</text>')
+        middle = min(x, WIDTH - _HALF_DIGIT * len(label))  # a long label under the right end stays in the drawing
+        parts.append(f'<text x="{middle:.1f}" y="{HEIGHT - 8}" class="below">{label}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
     return "".join(parts)
 
@@ -201,7 +210,7 @@ def _svg(title: str, body: Sequence[str], readings: str) -> str:
 def _readings(lines: Sequence[Line], axes: Axes) -> str:
     series = []
     for line in lines:
-        steps, values = thin(line.steps, line.values)
+        steps, values = line.drawn
         series.append([line.label, line.colour % COLOURS, steps, [format_number(value) for value in values]])
     return _encoded(series, axes, of="step")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,17 +21,17 @@ from rl_train.config.dotted_keys import leaves
 from rlcore_cli.report.chart import Line, line_chart, stacked_chart, time_chart
 from rlcore_cli.report.ending import Ending
 from rlcore_cli.report.panels import STEP_TIME, SelectedPanel, choose_panels, phase_label, phases
-from rlcore_cli.report.rollouts import Sample, sample_rollouts
+from rlcore_cli.report.rollouts import Sample, listed_rollouts, sample_rollouts
 from rlcore_cli.report.run_folder import Curve, RunFolder
 from rlcore_cli.report.scales import format_duration, format_number
 from rlcore_cli.report.timeline import advice, bands, curves, typical_step
 
 MAX_MIB = 5.0
 """Default maximum size of a report, in MiB."""
-RELOAD_S = 10
-"""Reload interval of a report that is still being updated, in seconds."""
 LONGEST_VALUE = 2000
 LONGEST_ERROR = 20_000
+_RECENT = 20
+"""Steps whose mean time predicts that of the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,30 +46,30 @@ class Figure:
     """Label, colour, last value."""
 
 
-def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bool = False) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What the page of `rlcore watch` shows in addition.
+
+    Attributes:
+        run: Identifies the run; the page reloads itself if it changes.
+        version: Identifies the contents; the page loads its charts again if it changes.
+        every_s: Interval at which the page asks for changes, in seconds.
+    """
+
+    run: str
+    version: str
+    every_s: float
+
+
+def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB) -> str:
     """The report as HTML of at most `max_mib` MiB; rollouts are omitted to stay below it.
 
     Args:
         run: The run.
         ending: Its status.
         max_mib: Maximum size, in MiB.
-        live: Whether the report is still being updated and should reload itself.
     """
-    main, further, unseen = choose_panels(run.names())
-    figures = [_figure(run, chosen) for chosen in main]
-    times = [figure for figure in (_times(run), _timeline(run)) if figure is not None]
-    parts: dict[str, Any] = {
-        "run": run,
-        "ending": ending,
-        "error": _tail(ending.error),
-        "tiles": _tiles(run),
-        "figures": [*figures, *times],
-        "further": [_figure(run, chosen) for chosen in further],
-        "unseen": unseen,
-        "settings": _settings(run),
-        "max_mib": max_mib,
-        "reload_s": RELOAD_S if live and not ending.is_over else 0,
-    }
+    parts = _parts(run, ending) | {"max_mib": max_mib}
     limit = int(max_mib * 2**20)
     # An upper bound for the size of the sentences about the sample: all of them, with very long counts.
     widest = Sample(shown_rows=10**9, shown_steps=10**9, all_steps=10**9, shortened=10**9, without_text=10**9)
@@ -75,8 +78,47 @@ def render(run: RunFolder, ending: Ending, *, max_mib: float = MAX_MIB, live: bo
     return render_template("report.html.jinja", sample=sample, **parts)
 
 
+def render_live(run: RunFolder, ending: Ending, live: Live) -> str:
+    """The page of `rlcore watch`: the report with a log, which loads rollouts and changes from its server."""
+    return render_template("report.html.jinja", sample=listed_rollouts(run), **_parts(run, ending) | {"live": live})
+
+
+def security_policy() -> str:
+    """A Content-Security-Policy under which a page runs its own style and scripts only, and loads nothing from elsewhere."""
+    texts = _environment().globals
+    hashed = {name: b64encode(sha256(str(texts[name]).encode()).digest()).decode() for name in _INLINE}
+    scripts = " ".join(f"'sha256-{digest}'" for name, digest in hashed.items() if name != "style")
+    return (
+        f"default-src 'none'; style-src 'sha256-{hashed['style']}'; script-src {scripts}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _parts(run: RunFolder, ending: Ending) -> dict[str, Any]:
+    main, further, unseen = choose_panels(run.names())
+    figures = [_figure(run, chosen) for chosen in main]
+    times = [figure for figure in (_times(run), _timeline(run)) if figure is not None]
+    return {
+        "run": run,
+        "ending": ending,
+        "error": _tail(ending.error),
+        "tiles": _tiles(run, ending),
+        "figures": [*figures, *times],
+        "further": [_figure(run, chosen) for chosen in further],
+        "unseen": unseen,
+        "settings": _settings(run),
+        "max_mib": MAX_MIB,
+        "live": None,
+    }
+
+
 def render_template(name: str, **parts: Any) -> str:
     """Renders a template of this package with inlined style and scripts; all other values are escaped."""
+    return _environment().get_template(name).render(**parts)
+
+
+@cache
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("rlcore_cli.report"),
         autoescape=True,
@@ -86,11 +128,17 @@ def render_template(name: str, **parts: Any) -> str:
     )
     environment.filters["number"] = lambda value: format_number(value) if value is not None else "—"
     texts = files("rlcore_cli.report") / "templates"
-    inline = {name: Markup((texts / file).read_text(encoding="utf-8")) for name, file in _INLINE.items()}
-    return environment.get_template(name).render(**inline, **parts)
+    environment.globals |= {name: Markup((texts / file).read_text(encoding="utf-8")) for name, file in _INLINE.items()}
+    return environment
 
 
-_INLINE = {"style": "style.css", "charts_script": "charts.js", "rollouts_script": "rollouts.js", "page_script": "page.js"}
+_INLINE = {
+    "style": "style.css",
+    "charts_script": "charts.js",
+    "rollouts_script": "rollouts.js",
+    "page_script": "page.js",
+    "live_script": "live.js",
+}
 
 
 def write_page(path: Path, text: str) -> None:
@@ -166,7 +214,7 @@ def _timeline(run: RunFolder) -> Figure | None:
     return Figure(title=title, unit="rollouts, by second", note=note.strip(), svg=svg, legend=legend)
 
 
-def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:
+def _tiles(run: RunFolder, ending: Ending) -> list[tuple[str, str, str]]:
     """The headline numbers: label, value, remark."""
     tiles = []
     for name in ("reward/mean", "validation/accuracy", "validation/loss"):
@@ -179,6 +227,10 @@ def _tiles(run: RunFolder) -> list[tuple[str, str, str]]:
         tiles.append(
             ("total step time", format_duration(sum(seconds)), f"{format_number(sum(seconds) / len(seconds))} s per step")
         )
+        left = (run.planned_steps or 0) - (run.last_step or 0)
+        if left > 0 and not ending.is_over:
+            recent = seconds[-_RECENT:]
+            tiles.append(("time left", format_duration(left * sum(recent) / len(recent)), f"{left} steps, at the recent speed"))
     speed = run.curve("tokens_per_s").values
     if speed:
         tiles.append(("tokens per second", format_number(sorted(speed)[len(speed) // 2]), "median over steps"))

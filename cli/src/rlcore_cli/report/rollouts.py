@@ -73,6 +73,17 @@ def sample_rollouts(run: RunFolder, *, budget_bytes: int) -> Sample:
     )
 
 
+def listed_rollouts(run: RunFolder) -> Sample:
+    """The steps that have rollouts, without the rollouts: the page loads each step when it is shown."""
+    steps = sorted(run.rollouts)
+    return Sample(content=_compact([{"step": step} for step in steps]), shown_steps=len(steps), all_steps=len(steps))
+
+
+def rollouts_of_step(run: RunFolder, step: int, *, budget_bytes: int) -> str:
+    """The first rollouts of a step that fit, as JSON with the keys of the parts of `Sample.content`."""
+    return _compact(_of_step(run, step, _optimizer_steps_before(run).get(step), budget_bytes)[0])
+
+
 def _how_many_steps(run: RunFolder, steps: Sequence[int], budget_bytes: int) -> int:
     """The number of steps that leaves each about `ROWS_A_STEP` rows, estimated from the first row of the last step."""
     if not steps:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import yaml
 
 from rl_core.errors import DataError, UserError
-from rl_train.metrics.jsonl import METRICS, TIMELINE, TOKEN_TEXTS, iter_jsonl
+from rl_train.metrics.jsonl import METRICS, TIMELINE, TOKEN_TEXTS, JsonlTail
+from rl_train.run_folders.run_names import is_run, runs_in
 
 STATUS = "status.json"
 CONFIG = "config.yaml"
@@ -43,6 +46,7 @@ class RunFolder:
     Attributes:
         path: The folder.
         metrics: Metrics by step (ascending) and name; None stands for NaN and infinite values.
+        curves: The same values by name, in order of first appearance.
         config: The resolved config.
         provenance: Origin of each config value: `file`, `overrides`, `values`.
         environment: Versions, plugins, host, start time.
@@ -54,6 +58,7 @@ class RunFolder:
 
     path: Path
     metrics: Mapping[int, Mapping[str, float | None]]
+    curves: Mapping[str, Curve] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     provenance: Mapping[str, Any] | None = None
     environment: Mapping[str, Any] | None = None
@@ -82,17 +87,11 @@ class RunFolder:
 
     def names(self) -> list[str]:
         """All metrics, in order of first appearance."""
-        return list(dict.fromkeys(name for row in self.metrics.values() for name in row))
+        return list(self.curves)
 
     def curve(self, name: str) -> Curve:
         """The curve of a metric; empty if it was never recorded."""
-        recorded = [(step, row[name]) for step, row in self.metrics.items() if name in row]
-        finite = [(step, value) for step, value in recorded if value is not None]
-        return Curve(
-            steps=tuple(step for step, _ in finite),
-            values=tuple(value for _, value in finite),
-            not_finite=tuple(step for step, value in recorded if value is None),
-        )
+        return self.curves.get(name, Curve(steps=(), values=()))
 
 
 def read_run_folder(path: Path) -> RunFolder:
@@ -102,23 +101,105 @@ def read_run_folder(path: Path) -> RunFolder:
         UserError: The folder does not exist or is not a run folder.
         DataError: A file in it is corrupt.
     """
-    _reject_other_folders(path)
-    config = _read(path / CONFIG, yaml.safe_load)
-    return RunFolder(
-        path=path,
-        metrics=_metrics(path / METRICS),
-        config=config,
-        provenance=_read(path / PROVENANCE, json.loads),
-        environment=_read(path / ENVIRONMENT, json.loads),
-        status=_read(path / STATUS, json.loads),
-        rollouts={
-            int(file.stem.removeprefix("step_")): file
-            for file in sorted(path.glob(f"{ROLLOUTS}/step_*.jsonl"))
-            if file.stat().st_size > 0
-        },
-        timelines={row["step"]: row for row in iter_jsonl(path / TIMELINE)},
-        token_texts={row["id"]: row["text"] for row in iter_jsonl(path / ROLLOUTS / TOKEN_TEXTS)},
-    )
+    return RunFolderReader(path).read()
+
+
+class _Column:
+    """The values of a metric that have been read so far."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._values: list[float] = []
+        self._not_finite: list[int] = []
+
+    def append(self, step: int, value: float | None) -> None:
+        """Add the value of a later step."""
+        if value is None:
+            self._not_finite.append(step)
+        else:
+            self._steps.append(step)
+            self._values.append(value)
+
+    def curve(self) -> Curve:
+        """The values so far; later ones do not change it."""
+        return Curve(steps=tuple(self._steps), values=tuple(self._values), not_finite=tuple(self._not_finite))
+
+
+class RunFolderReader:
+    """Reads a run folder repeatedly; later reads parse only what is new.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._metrics_file = JsonlTail(path / METRICS)
+        self._timeline_file = JsonlTail(path / TIMELINE)
+        self._texts_file = JsonlTail(path / ROLLOUTS / TOKEN_TEXTS)
+        self._metrics: dict[int, dict[str, float | None]] = {}
+        self._columns: dict[str, _Column] = {}
+        self._rollouts: dict[int, Path] = {}
+        self._timelines: dict[int, dict[str, Any]] = {}
+        self._texts: dict[int, str] = {}
+        self._documents: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}
+
+    def read(self) -> RunFolder:
+        """As `read_run_folder`. After an error, use a new reader."""
+        _reject_other_folders(self._path)
+        self._read_metrics()
+        rows, restarted = self._timeline_file.read()
+        self._timelines = ({} if restarted else self._timelines) | {row["step"]: row for _, row in rows}
+        rows, restarted = self._texts_file.read()
+        self._texts = ({} if restarted else self._texts) | {row["id"]: row["text"] for _, row in rows}
+        return RunFolder(
+            path=self._path,
+            metrics=self._metrics,
+            curves={name: column.curve() for name, column in self._columns.items()},
+            config=self._document(CONFIG, yaml.safe_load),
+            provenance=self._document(PROVENANCE, json.loads),
+            environment=self._document(ENVIRONMENT, json.loads),
+            status=self._document(STATUS, json.loads),
+            rollouts=self._read_rollout_files(),
+            timelines=self._timelines,
+            token_texts=self._texts,
+        )
+
+    def _read_metrics(self) -> None:
+        rows, restarted = self._metrics_file.read()
+        new = dict(sorted(dict(_metrics(self._path / METRICS, rows)).items()))
+        last = max(self._metrics, default=-1)
+        if restarted or min(new, default=last + 1) <= last:  # steps that were repeated replace earlier ones
+            new = new if restarted else dict(sorted((self._metrics | new).items()))
+            self._metrics, self._columns = {}, {}
+        self._metrics.update(new)
+        for step, row in new.items():
+            for name, value in row.items():
+                self._columns.setdefault(name, _Column()).append(step, value)
+
+    def _read_rollout_files(self) -> Mapping[int, Path]:
+        files: dict[int, Path] = {}
+        folder = self._path / ROLLOUTS
+        with os.scandir(folder) if folder.is_dir() else nullcontext(()) as entries:
+            for entry in entries:
+                if entry.name.startswith("step_") and entry.name.endswith(".jsonl"):
+                    step = int(entry.name[len("step_") : -len(".jsonl")])
+                    if step in self._rollouts or entry.stat().st_size > 0:
+                        files[step] = folder / entry.name
+        self._rollouts = dict(sorted(files.items()))
+        return self._rollouts
+
+    def _document(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+        """The contents of a file, parsed again only if it has changed."""
+        path = self._path / name
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if self._documents.get(name, (None,))[0] != stamp:
+            self._documents[name] = (stamp, _read(path, parse))
+        return self._documents[name][1]
 
 
 def _reject_other_folders(path: Path) -> None:
@@ -127,19 +208,12 @@ def _reject_other_folders(path: Path) -> None:
         raise UserError(f"{path} {what}. Give a run folder, such as runs/NAME; `rlcore train` prints its run folder.")
     if is_run(path):
         return
-    runs = sorted(folder for folder in path.iterdir() if folder.is_dir() and is_run(folder))
+    runs = runs_in(path)
     below = f" Run folders inside it: {', '.join(map(str, runs[:8]))}." if runs else " Give a run folder, such as runs/NAME."
     raise UserError(f"{path} is not a run folder: it has neither {METRICS} nor {STATUS}.{below}")
 
 
-def is_run(path: Path) -> bool:
-    """Whether a folder is a run folder."""
-    return any((path / name).is_file() for name in (METRICS, STATUS))
-
-
-def _read(path: Path, parse: Any) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
@@ -149,16 +223,14 @@ def _read(path: Path, parse: Any) -> dict[str, Any] | None:
     return content
 
 
-def _metrics(path: Path) -> dict[int, dict[str, float | None]]:
-    rows: dict[int, dict[str, float | None]] = {}
-    for number, row in enumerate(iter_jsonl(path), start=1):
+def _metrics(path: Path, rows: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[tuple[int, dict[str, float | None]]]:
+    for number, row in rows:
         step = row.pop("step", None)
         if not isinstance(step, int):
             raise DataError(
                 f"{path}:{number}: the key `step` is missing or not an integer. Remove this line to continue without it."
             )
-        rows[step] = {name: _finite(value) for name, value in row.items() if value is None or isinstance(value, int | float)}
-    return dict(sorted(rows.items()))
+        yield step, {name: _finite(value) for name, value in row.items() if value is None or isinstance(value, int | float)}
 
 
 def _finite(value: float | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 MOST_POINTS = 400
 """Maximum points per line; more are not visible at the width of a chart."""
@@ -71,18 +72,22 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS)
     kept: list[int] = []
     for stretch in range(stretches):
         first, last = stretch * len(steps) // stretches, (stretch + 1) * len(steps) // stretches
-        extremes = {min(range(first, last), key=values.__getitem__), max(range(first, last), key=values.__getitem__)}
-        kept.extend(sorted(extremes))
+        interval = values[first:last]
+        kept.extend(sorted({first + interval.index(min(interval)), first + interval.index(max(interval))}))
     return [steps[index] for index in kept], [values[index] for index in kept]
 
 
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """The centered moving average over `window` values; the window is shorter at the ends."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+def moving_mean(values: Sequence[float], window: int, at: Sequence[int] | None = None) -> list[float]:
+    """The centered moving average over `window` values; the window is shorter at the ends.
+
+    Args:
+        values: The values.
+        window: Their number per mean.
+        at: Indexes of the wanted means; all by default.
+    """
+    sums = [0.0, *accumulate(values)]
     reach = window // 2
-    spans = ((max(0, index - reach), min(len(values), index + reach + 1)) for index in range(len(values)))
+    spans = ((max(0, index - reach), min(len(values), index + reach + 1)) for index in at or range(len(values)))
     return [(sums[last] - sums[first]) / (last - first) for first, last in spans]
 
 

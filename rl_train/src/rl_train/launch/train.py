@@ -34,7 +34,7 @@ from rl_train.launch.events import call_event
 from rl_train.launch.stopping import StopSignals
 from rl_train.metrics.console import ConsoleLogger
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
-from rl_train.metrics.progress import Progress, ProgressPrinter
+from rl_train.metrics.progress import Progress, ProgressPrinter, progress_file
 from rl_train.metrics.samples import SamplePrinter
 from rl_train.plan.warning import warn_if_too_large
 from rl_train.run import Run
@@ -121,7 +121,7 @@ def train(
             warn_if_too_large(config, registry)
             _print_if(console, f"starting {_worker_names(config)}")
 
-        with _reporting_start(console):
+        with _reporting_start(console, start.folder):
             run = build_run(
                 loaded,
                 folder=start.folder,
@@ -155,14 +155,15 @@ def train(
 
 
 @contextmanager
-def _reporting_start(console: bool) -> Iterator[None]:
-    """Print at intervals how long the workers have been starting."""
+def _reporting_start(console: bool, folder: Path) -> Iterator[None]:
+    """Report at intervals how long the workers have been starting."""
     progress = Progress()
     progress.begin("starting workers and loading models:")
     printer = ProgressPrinter(lambda: str(progress), lambda line: _print_if(console, line))
     printer.start()
     try:
-        yield
+        with progress_file(folder, lambda: str(progress)):
+            yield
     finally:
         printer.close()
 
@@ -247,9 +248,10 @@ def _attach_loggers(
 ) -> None:
     files = JsonlLogger(run.folder, resume_from=run.first_step, token_text=lambda token: str(run.tokenizer.decode([token])))
     always: list[Any] = [files]
+    total = run.config.algorithm.max_num_steps
     if console:
         screen = ConsoleLogger(
-            total_steps=run.config.algorithm.max_num_steps,
+            total_steps=total,
             first_step=run.first_step,
             earlier_s=_trained_seconds(run.folder, up_to=run.first_step),
             clip_norm=run.config.policy.max_grad_norm,
@@ -258,6 +260,7 @@ def _attach_loggers(
         always.append(screen)
         if show_samples is not None:
             run.on_rollouts = SamplePrinter(show_samples, screen.show)
+    exits.enter_context(progress_file(run.folder, lambda: f"step {run.step}/{total}  {run.metrics.progress}"))
     for logger in always:
         exits.callback(logger.finish)
     run.loggers = [*always, *run.loggers]

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rl_core.errors import DataError
 from rl_train.atomic_writes import write_atomically
@@ -89,19 +89,61 @@ def iter_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: A line is not a JSON object.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as file:  # an incomplete line may end within a character
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = json.loads(line, parse_constant=_not_finite)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: invalid JSON: {error}. Remove this line to continue without it.") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: must be a JSON object, found {str(row)[:80]}.")
-            yield row
+    if path.exists():
+        with path.open("rb") as file:  # an incomplete line may end within a character
+            yield from (row for _, row in _complete_rows(path, file))
+
+
+class JsonlTail:
+    """Reads a JSON-lines file to which another process appends, each line once.
+
+    Args:
+        path: the file, which may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._end = self._lines = 0
+
+    def read(self) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
+        """The numbers and objects of new lines, and whether they replace all earlier ones.
+
+        A file that was replaced, shortened or deleted is read from the start: a resumed run deletes entries of later steps.
+
+        Raises:
+            DataError: A line is not a JSON object; the next call reads it again.
+        """
+        if not self._path.exists():
+            return [], self._restart(None)
+        with self._path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            restarted = self._restart(identity) if identity != self._file or status.st_size < self._end else False
+            file.seek(self._end)
+            rows = list(_complete_rows(self._path, file, lines_before=self._lines))
+            self._end, self._lines = file.tell(), self._lines + len(rows)
+            return rows, restarted
+
+    def _restart(self, identity: tuple[int, int] | None) -> bool:
+        had_lines = self._lines > 0
+        self._file, self._end, self._lines = identity, 0, 0
+        return had_lines
+
+
+def _complete_rows(path: Path, file: BinaryIO, *, lines_before: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and object of each complete line; the file is left after the last one."""
+    number = lines_before
+    while (line := file.readline()).endswith(b"\n"):
+        number += 1
+        try:
+            row = json.loads(line, parse_constant=_not_finite)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: invalid JSON: {error}. Remove this line to continue without it.") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: must be a JSON object, found {str(row)[:80]}.")
+        yield number, row
+    file.seek(-len(line), os.SEEK_CUR)
 
 
 def _remove_incomplete_line(path: Path) -> None:

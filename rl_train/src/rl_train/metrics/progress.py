@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+PROGRESS = "progress.txt"
+"""In the run folder while a run is in progress: what it is doing now."""
+WRITE_EVERY_S = 2.0
+"""Seconds after which that file is written again."""
 PRINT_EVERY_S = 30.0
 """Seconds without a new line after which a redirected output gets one."""
 
@@ -105,6 +112,31 @@ class ProgressPrinter:
                 self._printed.clear()
             elif line := self._describe():
                 self._write(line)
+
+
+@contextmanager
+def progress_file(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
+    """Keep a file with the progress of a run in its folder during the block, for `rlcore watch`.
+
+    Args:
+        folder: the run folder.
+        describe: returns the progress; '' for none.
+    """
+    path = folder / PROGRESS
+    partial = path.with_name(f".{PROGRESS}.tmp")
+
+    def write(line: str) -> None:
+        with suppress(OSError):  # a full disk or a deleted folder ends the run where it writes its results
+            partial.write_text(line, encoding="utf-8")
+            os.replace(partial, path)
+
+    printer = ProgressPrinter(describe, write, every_s=WRITE_EVERY_S)
+    printer.start()
+    try:
+        yield
+    finally:
+        printer.close()
+        path.unlink(missing_ok=True)
 
 
 def _clock(seconds: float) -> str:

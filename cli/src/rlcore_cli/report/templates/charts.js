@@ -1,5 +1,5 @@
 // Shows the values of a chart under the pointer. Each svg has its data in `readings`: the x scale and the series.
-for (const svg of document.querySelectorAll("svg[data-readings]")) {
+function showReadings(svg) {
   const { x: [origin, stride], series, of } = JSON.parse(svg.dataset.readings);
   const cursor = svg.querySelector(".cursor");
   let box = null;
@@ -50,3 +50,4 @@ for (const svg of document.querySelectorAll("svg[data-readings]")) {
   });
   svg.addEventListener("pointerleave", hide);
 }
+for (const svg of document.querySelectorAll("svg[data-readings]")) showReadings(svg);

@@ -117,8 +117,24 @@ function atFirst(blocks) {
   return blocks.filter((block) => (rows += block.length) <= Math.max(ROWS_AT_FIRST, blocks[0].length));
 }
 
-function show(every = false) {
-  const part = rollouts[chosen.step.selectedIndex];
+// `rlcore watch` sends the rollouts of a step when it is shown first.
+async function loaded(part) {
+  if (part.rows) return part;
+  const reply = await fetch(`rollouts/${part.step}`);
+  if (!reply.ok) throw new Error(await reply.text());
+  return Object.assign(part, await reply.json());
+}
+
+async function show(every = false) {
+  const at = chosen.step.selectedIndex;
+  let part;
+  try {
+    part = await loaded(rollouts[at]);
+  } catch (error) {
+    document.getElementById("counted").textContent = `Step ${rollouts[at].step} could not be loaded: ${error.message}`;
+    return;
+  }
+  if (at !== chosen.step.selectedIndex) return;
   const groups = Map.groupBy ? Map.groupBy(part.rows, (row) => row.group) : grouped(part.rows);
   const colouring = colourings[chosen.colour.value];
   const limit = colouring ? colouring.limit(part.rows) : 1;
@@ -166,12 +182,15 @@ function showScale(colouring, limit) {
   place.append(`${ends[0]} `, strip, ` ${ends[1]}`);
 }
 
-const everyRow = rollouts.flatMap((part) => part.rows);
-for (const option of [...chosen.colour.options]) {
-  const colouring = colourings[option.value];
-  if (colouring && !everyRow.some(colouring.has)) option.remove();
+if (rollouts.every((part) => part.rows)) {
+  const everyRow = rollouts.flatMap((part) => part.rows);
+  for (const option of [...chosen.colour.options]) {
+    const colouring = colourings[option.value];
+    if (colouring && !everyRow.some(colouring.has)) option.remove();
+  }
 }
-rollouts.forEach((part) => chosen.step.append(written("option", "", `${part.step}`)));
+const addStep = (part) => chosen.step.append(written("option", "", `${part.step}`));
+rollouts.forEach(addStep);
 chosen.step.selectedIndex = rollouts.length - 1;
 const move = (by) => {
   chosen.step.selectedIndex = Math.max(0, Math.min(rollouts.length - 1, chosen.step.selectedIndex + by));
