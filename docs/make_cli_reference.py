@@ -25,7 +25,7 @@ Exit codes of all commands: 0 success; 1 failure, or a check that found a proble
 also exits with 143 after SIGTERM, 129 after SIGHUP and 124 at its time limit ([checkpoints](checkpoints.md#stopping-a-run)).
 Plugins can add commands ([hooks](hooks.md)), which `rlcore --help` lists after these.
 
-With this line in `~/.bashrc`, the shell completes commands, options and config keys; zsh and fish need `source_zsh` or
+With this line in `~/.bashrc`, the shell completes commands, options, config keys and runs; zsh and fish need `source_zsh` or
 `source_fish` in it:
 
 ```bash

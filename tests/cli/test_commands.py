@@ -105,7 +105,7 @@ def test_a_config_file_instead_of_a_command_suggests_train():
     ("command", "usage"),
     [
         ("train", "[CONFIG] [KEY=VALUE]..."),
-        ("compare", "RUN_FOLDER..."),
+        ("compare", "RUN..."),
         ("convert", "CHECKPOINT OUTPUT"),
         ("doctor", "[NAME]"),
     ],

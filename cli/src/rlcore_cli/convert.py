@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rl_core.errors import UserError
+from rl_train.run_folders.run_names import completed_runs, existing_run_path
 
 
 def convert(
@@ -15,8 +16,10 @@ def convert(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="A checkpoint (step folder) of a run, a run folder for its newest one, or a folder in Hugging Face format.",
+            help="A checkpoint (step folder) of a run; a run folder, or its name in runs, for its newest one; or a folder in "
+            "Hugging Face format.",
             show_default=False,
+            autocompletion=completed_runs,
         ),
     ],
     output: Annotated[
@@ -52,7 +55,7 @@ def convert(
     folder with `huggingface_hub`. Not run against the hub itself.
 
     Example:
-        rlcore convert runs/sums sums-model
+        rlcore convert sums sums-model
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
         rlcore convert runs/sums/checkpoints/step_000120 --to hf --merge sums-model
         rlcore convert runs/sums sums-model --push acme/sums-model
@@ -60,6 +63,7 @@ def convert(
     from rl_train.run_folders.checkpoint_paths import newest_step
     from rl_train.run_folders.convert import convert as run
 
+    checkpoint = existing_run_path(checkpoint)
     source = newest_step(checkpoint)
     if push_to is not None:
         _check_push(push_to, source)

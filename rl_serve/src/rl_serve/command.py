@@ -7,15 +7,18 @@ from typing import Annotated
 
 import typer
 
+from rl_train.run_folders.run_names import completed_runs, run_path
+
 
 def serve(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[MODEL_OR_RUN] [KEY=VALUE]...",
-            help="Model name or folder, run folder or step folder; without one, requests are forwarded to `server`. Then "
-            "overrides: of the settings below, of a run's config, or for a model keys of policy.generation.",
+            help="Model name or folder; run folder, or its name in runs; or step folder. Without one, requests are forwarded "
+            "to `server`. Then overrides: of the settings below, of a run's config, or for a model keys of policy.generation.",
             show_default=False,
+            autocompletion=completed_runs,
         ),
     ] = None,
     config: Annotated[
@@ -88,5 +91,5 @@ def _target_in(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The model or run, if the first argument is one, and the overrides."""
     first = arguments[0] if arguments else ""
     if first and ("=" not in first or Path(first).exists()):
-        return first, arguments[1:]
+        return str(run_path(first)), arguments[1:]
     return None, arguments

@@ -15,7 +15,7 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.config.source_tree import SourceLocation, dotted, node_from_plain
 from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
@@ -26,6 +26,7 @@ from rl_train.config.rules.rule import Use
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
 from rl_train.run_folders.checkpoint_paths import find_weights
 from rl_train.run_folders.provenance import CONFIG
+from rl_train.run_folders.run_names import similar_runs
 
 _UNLIMITED = 2**31 - 1
 
@@ -99,7 +100,10 @@ def started_model(
         else:
             if best:
                 raise ConfigError(f"--best chooses among the checkpoints of a run, but {target} is a model. Remove --best.")
-            require_model(target)
+            try:
+                require_model(target)
+            except DataError as error:
+                raise DataError(f"{error}{similar_runs(target)}") from error
             yield _of_model(target, registry, backend, overrides, label, exits)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rl_train.run_folders.run_names import completed_runs, run_path
+
 if TYPE_CHECKING:
     from rl_serve.conversation import Conversation
 
@@ -19,7 +21,12 @@ _HELP = "/exit ends the conversation, /reset begins a new one, /help shows this 
 def chat(
     target: Annotated[
         str,
-        typer.Argument(metavar="MODEL_OR_RUN", help="Model name or folder, run folder or step folder.", show_default=False),
+        typer.Argument(
+            metavar="MODEL_OR_RUN",
+            help="Model name or folder; run folder, or its name in runs; or step folder.",
+            show_default=False,
+            autocompletion=completed_runs,
+        ),
     ],
     overrides: Annotated[
         list[str] | None,
@@ -57,7 +64,7 @@ def chat(
     from rl_serve.engine import EngineThread
     from rl_serve.served_model import started_model
 
-    with started_model(target, backend=backend, overrides=overrides or [], best=best) as model:
+    with started_model(str(run_path(target)), backend=backend, overrides=overrides or [], best=best) as model:
         engine = EngineThread(model.generation)
         try:
             _talk(Conversation(model, engine, system=system, temperature=temperature, max_tokens=max_tokens), model.name)

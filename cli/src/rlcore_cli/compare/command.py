@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_core.errors import UserError
+from rl_train.run_folders.run_names import completed_runs, existing_run_path
 from rlcore_cli.arguments import AsJson
 from rlcore_cli.compare.comparison import Comparison, compare_runs
 from rlcore_cli.compare.terminal import lines
@@ -17,7 +18,13 @@ from rlcore_cli.report.run_folder import read_run_folder
 
 def compare(
     run_folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN_FOLDER", help="Two or more run folders.", show_default=False)
+        list[Path],
+        typer.Argument(
+            metavar="RUN",
+            help="Two or more run folders, or their names in runs.",
+            show_default=False,
+            autocompletion=completed_runs,
+        ),
     ],
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page to this file.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all metrics that the runs have in common.")] = False,
@@ -26,14 +33,14 @@ def compare(
     """Compare runs: overlaid curves, differences between configs, final and best value of each metric.
 
     Example:
-        rlcore compare runs/grpo_addition runs/grpo_addition-2
+        rlcore compare grpo_addition grpo_addition-2
         rlcore compare runs/a runs/b runs/c --output compare.html
     """
     if len(run_folders) < 2:
         raise UserError(
             f"Only one run given ({run_folders[0]}): `rlcore compare` needs at least two. `rlcore report` shows one run."
         )
-    comparison = compare_runs([read_run_folder(folder) for folder in run_folders])
+    comparison = compare_runs([read_run_folder(existing_run_path(folder)) for folder in run_folders])
     if output is not None:
         from rlcore_cli.compare.page import render_comparison
         from rlcore_cli.report.page import write_page

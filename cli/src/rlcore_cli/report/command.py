@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from rl_train.run_folders.run_names import completed_runs, existing_run_path
 from rlcore_cli.report.ending import ending_of
 from rlcore_cli.report.run_folder import read_run_folder
 
@@ -14,7 +15,12 @@ PAGE = "report.html"
 
 
 def report(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The run folder.", show_default=False)],
+    run_folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run folder, or its name in runs.", show_default=False, autocompletion=completed_runs
+        ),
+    ],
     output: Annotated[Path | None, typer.Option(help="Output file; report.html in the run folder by default.")] = None,
     max_mib: Annotated[
         float, typer.Option(min=0.5, help="Maximum size of the report in MiB; rollouts are omitted to stay below it.")
@@ -26,11 +32,12 @@ def report(
     updated.
 
     Example:
-        rlcore report runs/grpo_addition
+        rlcore report grpo_addition
         rlcore report runs/grpo_addition --output /tmp/run.html
     """
     from rlcore_cli.report.page import render, write_page
 
+    run_folder = existing_run_path(run_folder)
     page = output if output is not None else run_folder / PAGE
     run = read_run_folder(run_folder)
     ending = ending_of(run)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_core.errors import UserError
+from rl_core.plugins.component import did_you_mean
+
 RUNS = Path("runs")
 """The default of `logger.log_dir`, whose run folders can be given by name."""
 _STARTED = "config.yaml"
@@ -24,6 +27,45 @@ def runs_in(folder: Path) -> list[Path]:
 def newest_run(folder: Path) -> Path | None:
     """The run folder of the process that started last; None if there is none."""
     return max(runs_in(folder), key=_started, default=None)
+
+
+def run_path(given: Path | str) -> Path:
+    """The path of what a user names: a run in `RUNS` by its name, or any path, which need not exist.
+
+    Raises:
+        UserError: There are a run and another path of this name.
+    """
+    path = Path(given)
+    run = RUNS / path
+    if len(path.parts) != 1 or not is_run(run):
+        return path
+    if path.exists() and not path.samefile(run):
+        raise UserError(f"{path} is ambiguous: it is a path, and {run} is a run. Give ./{path} or {run}.")
+    return run
+
+
+def existing_run_path(given: Path | str) -> Path:
+    """As `run_path`, for commands that read only what exists.
+
+    Raises:
+        UserError: There is nothing of this name; suggests runs.
+    """
+    path = run_path(given)
+    if not path.exists():
+        raise UserError(f"{path} does not exist. Give a run folder, such as {RUNS}/NAME, or its name.{similar_runs(path)}")
+    return path
+
+
+def similar_runs(given: Path | str) -> str:
+    """' Did you mean 'x'?' for a run with a similar name, else the first runs; '' without runs."""
+    names = completed_runs("")
+    runs = f" Runs in {RUNS}: {', '.join(names[:8])}." if names else ""
+    return did_you_mean(Path(given).name, names) or runs
+
+
+def completed_runs(incomplete: str) -> list[str]:
+    """The names of the runs that begin with what was typed, for shells."""
+    return [path.name for path in runs_in(RUNS) if path.name.startswith(incomplete)]
 
 
 def _started(run: Path) -> float:
