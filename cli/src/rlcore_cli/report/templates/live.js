@@ -1,6 +1,13 @@
 // Keeps the page of `rlcore watch` current: asks for the state of the run, and for new charts if there are new data.
 const text = (id, content) => { document.getElementById(id).textContent = content; };
 
+// The rollouts of a step are sent when it is shown first.
+async function loadRollouts(part) {
+  const reply = await fetch(`rollouts/${part.step}`);
+  if (!reply.ok) throw new Error(await reply.text());
+  return Object.assign(part, await reply.json());
+}
+
 async function replaceCharts() {
   const page = new DOMParser().parseFromString(await (await fetch("./")).text(), "text/html");
   const fresh = page.getElementById("rollouts-data"), shown = document.getElementById("rollouts-data");
@@ -42,4 +49,4 @@ async function update() {
   }
   setTimeout(update, 1000 * Number(document.body.dataset.every));
 }
-update();
+addEventListener("DOMContentLoaded", update);

@@ -117,19 +117,11 @@ function atFirst(blocks) {
   return blocks.filter((block) => (rows += block.length) <= Math.max(ROWS_AT_FIRST, blocks[0].length));
 }
 
-// `rlcore watch` sends the rollouts of a step when it is shown first.
-async function loaded(part) {
-  if (part.rows) return part;
-  const reply = await fetch(`rollouts/${part.step}`);
-  if (!reply.ok) throw new Error(await reply.text());
-  return Object.assign(part, await reply.json());
-}
-
 async function show(every = false) {
   const at = chosen.step.selectedIndex;
   let part;
   try {
-    part = await loaded(rollouts[at]);
+    part = rollouts[at].rows ? rollouts[at] : await loadRollouts(rollouts[at]); // live.js
   } catch (error) {
     document.getElementById("counted").textContent = `Step ${rollouts[at].step} could not be loaded: ${error.message}`;
     return;
