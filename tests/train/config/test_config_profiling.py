@@ -13,6 +13,8 @@ def test_steps_to_profile_must_be_in_the_run_and_the_models_in_this_process(file
     assert "profiling.steps: contains 6, but the run ends after step 5" in error
     [error] = files.errors(text + "profiling: {steps: [3]}\n")
     assert "profiling.steps: requires cluster.backend: in_process" in error
+    [error] = files.errors(text + "profiling: {steps: [3], memory: true}\n")
+    assert "profiling.steps: requires cluster.backend: in_process" in error
     assert files.errors(text + "profiling: {steps: [0]}\n", "cluster.backend=in_process")
 
 
