@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -96,3 +97,10 @@ class StreamingMortalWorker(MortalWorker):
     def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
         die_if_condemned("poll", self.context.rank)
         return {arrival.name: self.generate(arrival.row, greedy=arrival.greedy) for arrival in arrivals}
+
+
+class NeverBuiltWorker(MortalWorker):
+    """Its constructor does not return."""
+
+    def __init__(self, context, config):
+        time.sleep(3600)

@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1] / "weights"))
 import mortal_workers
 import tiny_refit_workers
-from mortal_workers import FOLDER, MortalWorker, ScoringPolicy, StreamingMortalWorker, condemn
+from mortal_workers import FOLDER, MortalWorker, NeverBuiltWorker, ScoringPolicy, StreamingMortalWorker, condemn
 
 from rl_core.cluster import RayVirtualCluster
-from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.config.schema import DeadlineConfig, GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.dispatch.replica_rows import newest_version
-from rl_core.errors import WeightSyncError, WorkerDiedError, WorkerError
+from rl_core.errors import DeadlineExceededError, WeightSyncError, WorkerDiedError, WorkerError
 from rl_core.interfaces.generation import WeightOwner
 from rl_train.weight_sync.canary import make_canary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
@@ -85,6 +85,16 @@ def policy():
     made.group.run_all("step")
     yield made
     made.shutdown()
+
+
+def test_the_time_limit_of_the_section_applies_to_the_start_of_the_processes(cluster):
+    with pytest.raises(DeadlineExceededError, match="of 'generation'"):
+        DistributedGeneration(
+            worker_class=NeverBuiltWorker,
+            config=GenerationConfig(backend="tiny", max_new_tokens=8, num_workers=1),
+            cluster=cluster,
+            deadlines=DeadlineConfig(start_s=1.0),
+        )
 
 
 class IdleOwner(WeightOwner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup
@@ -132,6 +133,7 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
             python=python,
             env_vars=self._env_vars,
             bundles_per_worker=self._bundles_per_worker,
+            deadlines=Deadlines(start_s=self._deadlines.start_s),
         )
 
 
