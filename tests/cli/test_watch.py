@@ -59,7 +59,7 @@ class Client:
 
 
 def opened(url, folder, *, seconds=8):
-    """The document that Chromium has after some seconds of its own clock."""
+    """The document that Chromium has after some seconds by its virtual clock."""
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command += [f"--user-data-dir={folder}", f"--virtual-time-budget={seconds * 1000}", "--dump-dom", url]

@@ -1,4 +1,4 @@
-"""Finds run folders by name. Imports no YAML, so that shells can complete names quickly."""
+"""Finds run folders by name. Light to import, so that shells can complete names quickly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def existing_run_path(given: Path | str) -> Path:
     """As `run_path`, for commands that read only what exists.
 
     Raises:
-        UserError: There is nothing of this name; suggests runs.
+        UserError: No path has this name; suggests runs.
     """
     path = run_path(given)
     if not path.exists():
