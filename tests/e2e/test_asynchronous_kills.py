@@ -87,7 +87,7 @@ TRAPPED = textwrap.dedent(
 )
 PHASES = ("rollout", "train", "refit", "validation", "checkpoint")
 PROMPTS = GROUP_SIZE = 4
-"""Of a step."""
+"""Prompts per step, and rollouts per prompt."""
 
 
 @pytest.fixture
