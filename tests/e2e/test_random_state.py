@@ -1,11 +1,12 @@
-"""Runs with equal configs are equal, also with dropout and with a policy that draws from global generators; so are resumes."""
+"""Runs with equal configs are equal, also with dropout and with components that draw from global generators; so are resumes."""
 
 import json
 import shutil
 
 import pytest
-from e2e_runs import MODEL, merged, reproducible_metrics_of
+from e2e_runs import MODEL, TINY, merged, reproducible_metrics_of
 
+from rl_train.evaluation.evaluate import plan_evaluation
 from rl_train.launch.train import train
 
 DRAWS = """
@@ -31,6 +32,32 @@ class DrawingPolicy(HuggingFacePolicy):
         random.setstate(states[0])
         torch.set_rng_state(states[1])
 """
+SAMPLES = """
+import random
+import numpy, torch
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_core.dispatch.generation import DistributedGeneration
+
+class Worker(HFGenerationWorker):
+    '''Ignores the seeds of the rows: it samples with the generators of the process.'''
+
+    def generate(self, data, *, greedy=False):
+        draws = [random.getrandbits(60) ^ numpy.random.randint(2**60) ^ int(torch.randint(2**60, ())) for _ in range(data.size)]
+        data["sample_seeds"] = torch.tensor(draws)
+        return super().generate(data, greedy=greedy)
+
+class SamplingEngine(DistributedGeneration):
+    capabilities = ("in_process", "shared_memory", "held_weight_digests")
+    streams_rows = False
+
+    def __init__(self, *, config, **kwargs):
+        super().__init__(worker_class=Worker, config=HFGenerationConfig(**{**dict(config), "backend": "hf"}), **kwargs)
+
+    @property
+    def tokenizer_section(self):
+        return self.config.tokenizer
+"""
 SFT = {
     "sft": {"global_batch_size": 8, "max_num_steps": 2, "seed": 5},
     "policy": {
@@ -45,24 +72,45 @@ SFT = {
 }
 IN_PROCESS = {"cluster": {"backend": "in_process"}, "policy": {"backend": "drawing_policy.DrawingPolicy"}}
 TWO_RANKS = {"cluster": {"backend": "ray", "workers_per_node": 2}}
+GRPO = merged(
+    TINY,
+    {
+        "grpo": {"max_num_steps": 2, "val_at_start": True, "val_batch_size": 8},
+        "policy": {"generation": {"backend": "sampling_engine.SamplingEngine"}},
+        "data": {"validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"}},
+        "checkpointing": {"save_period": 1},
+    },
+)
 
 
 @pytest.fixture
-def run_twice(tmp_path, monkeypatch):
-    """Runs a config twice, resumes a copy of the first run after its first step, and runs it with another seed."""
+def run_and_resume(tmp_path, monkeypatch):
+    """Runs a config, and resumes a copy of the run after its first step: the config file and the metrics of both."""
     (tmp_path / "drawing_policy.py").write_text(DRAWS)
+    (tmp_path / "sampling_engine.py").write_text(SAMPLES)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def run(changes):
+    def run(base, changes):
         path = tmp_path / "run.yaml"
-        path.write_text(json.dumps(merged(SFT, merged(changes, {"logger": {"log_dir": str(tmp_path / "runs")}}))))
+        path.write_text(json.dumps(merged(base, merged(changes, {"logger": {"log_dir": str(tmp_path / "runs")}}))))
         first = train(path, console=False).folder
         stopped = tmp_path / "runs" / "stopped"
         shutil.copytree(first / "checkpoints" / "step_000001", stopped / "checkpoints" / "step_000001")
         shutil.copy(first / "metrics.jsonl", stopped)
         train(path, console=False, resume=str(stopped))
+        return path, [reproducible_metrics_of(tmp_path, name) for name in (first.name, "stopped")]
+
+    return run
+
+
+@pytest.fixture
+def run_twice(run_and_resume, tmp_path):
+    """Also runs the config again, and with another seed."""
+
+    def run(changes):
+        path, metrics = run_and_resume(SFT, changes)
         names = [train(path, overrides, console=False, resume="never").folder.name for overrides in ((), ("sft.seed=6",))]
-        return [reproducible_metrics_of(tmp_path, name) for name in (first.name, "stopped", *names)]
+        return metrics + [reproducible_metrics_of(tmp_path, name) for name in names]
 
     return run
 
@@ -77,3 +125,13 @@ def test_equal_configs_draw_equal_numbers_and_a_resumed_run_continues_them(run_t
     for key in drawn:
         assert first[1][key] != first[2][key], key
         assert first[1][key] != other_seed[1][key], key
+
+
+@pytest.mark.parametrize("cluster", ["in_process", "ray"])
+def test_a_resumed_run_continues_the_samples_of_an_engine_that_draws_from_global_generators(run_and_resume, cluster, local_ray):
+    path, (first, resumed) = run_and_resume(GRPO, {"cluster": {"backend": cluster}})
+    sent = ("refit/moved", "refit/bytes")  # a resumed run sends all weights once
+    for key in first[2].keys() - {*sent}:
+        assert first[2][key] == resumed[2][key], key
+    answers = [[group.answers for group in plan_evaluation(path).evaluate().passes[0].groups] for _ in range(2)]
+    assert answers[0] == answers[1]

@@ -145,8 +145,32 @@ def nothing(row):
     return {"asked": row["line"]}
 
 
+def with_answer(row):
+    return {"messages": [ASKED], "extra_env_info": {"expected_answer": eval(row["answer"]), "lists": [1, [2]]}}
+
+
 def as_pair(row):
     return {"prompt": row["q"], "chosen": row["good"], "rejected": row["bad"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("['1', '2']", r"is \['1', '2'\]: an expected answer is a text or a number.*under another key of `extra_env_info`"),
+        ("{'a': 1}", r"is \{'a': 1\}: an expected answer is"),
+        ("float('nan')", "is nan, with which no answer can be compared"),
+        ("float('-inf')", "is -inf, with which no answer can be compared"),
+        ("chr(0xD800)", "surrogate"),
+    ],
+)
+def test_an_expected_answer_of_a_function_is_checked_as_one_of_a_file_is(read, monkeypatch, answer, says):
+    monkeypatch.syspath_prepend(str(__file__.rpartition("/")[0]))
+    function = "test_data_conversations.with_answer"
+    named = rf"rows\.jsonl:1: `expected_answer` of the result of record_fn {function} "
+    with pytest.raises(DataError, match=f"(?s){named}.*{says}"):
+        read({"answer": answer}, record_fn=function)
+    [record] = read({"answer": "42"}, record_fn=function)
+    assert record["extra_env_info"] == {"expected_answer": 42, "lists": [1, [2]]}  # for an environment that reads them
 
 
 def test_records_of_a_custom_function_are_checked(read, monkeypatch):

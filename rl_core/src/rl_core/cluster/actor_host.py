@@ -19,7 +19,7 @@ from ray import cloudpickle
 
 from rl_core.cluster import orphan_reaper, stacks
 from rl_core.cluster.ports import free_port
-from rl_core.data.process_seed import seed_process
+from rl_core.data.process_seed import seed_call, seed_process
 from rl_core.errors import RLCoreError, frames_of
 from rl_core.interfaces.worker_context import WorkerContext, construct
 from rl_core.rendezvous.interfaces import interface_variables
@@ -106,8 +106,8 @@ class ActorHost:
             worker_class, kwargs = cloudpickle.loads(pickled)
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(context.num_threads)
-            self._seeds = context.seed, context.coords.get("data", context.rank)
-            seed_process(*self._seeds)
+            self._seeds = {"seed": context.seed, "rank": context.coords.get("data", context.rank)}
+            seed_process(*self._seeds.values())
             self._worker = construct(worker_class, context, kwargs)
         except (Exception, SystemExit) as error:
             return _record(error)
@@ -119,10 +119,9 @@ class ActorHost:
         """Run a method and return its result, or None if it is not kept; `leading` precedes the positional arguments."""
         args, kwargs = arguments
         try:
-            # Any policy's dropout, also in a resumed run. A policy in the driver's process is seeded by `Run.steps`.
-            if method == "train" and hasattr(self._worker, "get_weight_version"):
-                seed_process(*self._seeds, self._worker.get_weight_version())
-            result = getattr(self._worker, method)(*leading, *args, **kwargs)
+            args = (*leading, *args)
+            seed_call(self._worker, method, args, **self._seeds)  # workers in the driver's process are seeded by `Run.steps`
+            result = getattr(self._worker, method)(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
             return result if keep_result else None

@@ -75,7 +75,8 @@ class RecordReader(RowReader[RecordFields, Record]):
         info = {key: _field(row, key, object, "env_keys") for key in config.env_keys}
         if config.output_key is not None and not (config.may_lack_output and config.output_key not in row):
             expected = _field(row, config.output_key, object, "output_key")
-            info["expected_answer"] = _expected_answer(expected, f"the field {config.output_key!r} (`output_key`)")
+            what = f"the field {config.output_key!r} (`output_key`)"
+            info["expected_answer"] = _expected_answer(expected, what, elsewhere="name the field in `env_keys`")
         record = Record(messages=messages, extra_env_info=info, task_name=config.task_name or "default")
         tools = tools_of(row, config.tools_key, is_named=config.names_tools)
         check_tool_use(messages, tools)
@@ -109,8 +110,11 @@ class RecordReader(RowReader[RecordFields, Record]):
         messages = read_messages(made["messages"], f"the result of {name}", role="user")
         messages = with_system_prompt(messages, self.config.system_prompt)
         info = dict(made.get("extra_env_info") or {})
-        if not isinstance(info.get("expected_answer"), _CONTAINERS):  # the function may know an environment that reads them
-            _expected_answer(info.get("expected_answer"), f"`expected_answer` of the result of {name}")
+        _expected_answer(
+            info.get("expected_answer"),
+            f"`expected_answer` of the result of record_fn {name}",
+            elsewhere="return it under another key of `extra_env_info`",
+        )
         record = Record(messages=messages, extra_env_info=info, task_name=self.config.task_name or "default")
         tools = read_tools(made.get("tools"), f"`tools` of the result of {name}")
         check_tool_use(messages, tools)
@@ -155,15 +159,18 @@ def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_
     return row[key]
 
 
-_CONTAINERS = (list, tuple, dict, set, bytes)
+def _expected_answer(value: Any, what: str, *, elsewhere: str) -> Any:
+    """A text, number or boolean, which an environment can compare with an answer.
 
-
-def _expected_answer(value: Any, what: str) -> Any:
-    """A text, number or boolean, which an environment can compare with an answer."""
-    if isinstance(value, _CONTAINERS):
+    Args:
+        value: what the row or the function has.
+        what: names it in errors.
+        elsewhere: how an environment that reads other values gets them.
+    """
+    if isinstance(value, list | tuple | dict | set | bytes):
         raise DataError(
-            f"{what} is {format_value(value)}: an expected answer is a text or a number. Write it as text, or name the field "
-            "in `env_keys` for an environment of yours that reads it"
+            f"{what} is {format_value(value)}: an expected answer is a text or a number. Write it as text, or {elsewhere} for "
+            "an environment of yours that reads it"
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{what} is {value}, with which no answer can be compared. Write a number or a text, or remove the row")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.process_seed import seed_process
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
@@ -168,6 +169,7 @@ class EvaluationPlan:
 
     def _run_mode(self, collector: Collector, mode: EvalMode, progress: ProgressCallback) -> ModeResult:
         started = time.perf_counter()
+        seed_process(self.loaded.run.algorithm.seed)  # for an engine in this process that does not read the seeds of rows
         evaluation = Evaluation(
             collector=collector,
             prompts=self.prompts,

@@ -1,0 +1,88 @@
+"""The generators of a worker process are seeded for each call that samples or trains, so that a resumed run draws the same."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from ray import cloudpickle
+
+from rl_core.cluster.actor_host import ActorHost
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.interfaces.worker import GenerationRequest
+from rl_core.interfaces.worker_context import WorkerContext
+
+
+class Sampler:
+    """Draws from the generators of the process."""
+
+    def get_weight_version(self):
+        return 0
+
+    def generate(self, data, *, greedy=False):
+        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+    def poll(self, arrivals, *, cancelled=(), wait_s=0.1):
+        return self.generate(None)
+
+
+@pytest.fixture
+def calls():
+    """Makes a worker process's host, here in this process, and calls a method of its worker."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+
+    def host(seed=5, rank=0):
+        made = ActorHost.__new__(ActorHost)  # without the process's signal handlers
+        context = WorkerContext(
+            rank=rank,
+            world_size=2,
+            local_rank=rank,
+            node_rank=0,
+            master_address="127.0.0.1",
+            master_port=1,
+            coords={"data": rank},
+            device="cpu",
+            num_threads=torch.get_num_threads(),
+            seed=seed,
+        )
+        assert made.build(cloudpickle.dumps((Sampler, {})), context, {}) is None
+        return lambda method, *args, **kwargs: made.call(method, (args, kwargs), True)
+
+    yield host
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def rows(*seeds):
+    return BatchedDataDict({"sample_seeds": torch.tensor(seeds)})
+
+
+def arrival(seed):
+    return GenerationRequest(name=f"row {seed}", row=rows(seed))
+
+
+def test_the_rows_of_a_call_decide_what_a_worker_draws_whatever_it_did_before(calls):
+    call = calls()
+    first = call("generate", rows(1, 2), greedy=False)
+    other = call("generate", rows(1, 3), greedy=False)
+    assert [a == b for a, b in zip(first, other, strict=True)] == [False] * 3
+    assert call("generate", rows(1, 2), greedy=True) == first
+    assert calls(rank=1)("generate", rows(1, 2)) == first  # rows of a replica that exited are sampled again by another one
+    assert calls(seed=6)("generate", rows(1, 2)) != first
+
+
+def test_calls_without_seeds_continue_the_generators(calls):
+    call = calls()
+    without = BatchedDataDict({"input_ids": torch.ones(1, 1, dtype=torch.int64)})
+    assert len({call("generate", without) for _ in range(3)}) == 3
+
+
+def test_a_poll_is_seeded_by_its_arrivals_and_one_without_arrivals_continues_the_rows_in_progress(calls):
+    call = calls()
+    begun = call("poll", [arrival(1), arrival(2)], wait_s=0.0)
+    then = [call("poll", [], cancelled=["row 1"], wait_s=0.0) for _ in range(2)]
+    assert len({begun, *then}) == 3
+    assert call("poll", [arrival(2), arrival(1)]) != begun
+    assert call("poll", [arrival(1), arrival(2)]) == begun
+    assert [call("poll", []) for _ in range(2)] == then
