@@ -1,11 +1,19 @@
 """Runs with equal configs are equal, also with dropout and with components that draw from global generators; so are resumes."""
 
 import json
+import random
 import shutil
+import sys
 
+import numpy
 import pytest
+import torch
 from e2e_runs import MODEL, TINY, merged, reproducible_metrics_of
+from ray import cloudpickle
 
+from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
+from rl_core.dispatch.generation import DistributedGeneration
 from rl_train.evaluation.evaluate import plan_evaluation
 from rl_train.launch.train import train
 
@@ -32,32 +40,6 @@ class DrawingPolicy(HuggingFacePolicy):
         random.setstate(states[0])
         torch.set_rng_state(states[1])
 """
-SAMPLES = """
-import random
-import numpy, torch
-from rl_backends_hf.config import HFGenerationConfig
-from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
-from rl_core.dispatch.generation import DistributedGeneration
-
-class Worker(HFGenerationWorker):
-    '''Ignores the seeds of the rows: it samples with the generators of the process.'''
-
-    def generate(self, data, *, greedy=False):
-        draws = [random.getrandbits(60) ^ numpy.random.randint(2**60) ^ int(torch.randint(2**60, ())) for _ in range(data.size)]
-        data["sample_seeds"] = torch.tensor(draws)
-        return super().generate(data, greedy=greedy)
-
-class SamplingEngine(DistributedGeneration):
-    capabilities = ("in_process", "shared_memory", "held_weight_digests")
-    streams_rows = False
-
-    def __init__(self, *, config, **kwargs):
-        super().__init__(worker_class=Worker, config=HFGenerationConfig(**{**dict(config), "backend": "hf"}), **kwargs)
-
-    @property
-    def tokenizer_section(self):
-        return self.config.tokenizer
-"""
 SFT = {
     "sft": {"global_batch_size": 8, "max_num_steps": 2, "seed": 5},
     "policy": {
@@ -76,19 +58,43 @@ GRPO = merged(
     TINY,
     {
         "grpo": {"max_num_steps": 2, "val_at_start": True, "val_batch_size": 8},
-        "policy": {"generation": {"backend": "sampling_engine.SamplingEngine"}},
+        "policy": {"generation": {"backend": "sampling.SamplingEngine"}},
         "data": {"validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"}},
         "checkpointing": {"save_period": 1},
     },
 )
 
 
+class Sampler(HFGenerationWorker):
+    """Ignores the seeds of the rows: it samples with the generators of the process."""
+
+    def generate(self, data, *, greedy=False):
+        draws = [random.getrandbits(60) ^ numpy.random.randint(2**60) ^ int(torch.randint(2**60, ())) for _ in range(data.size)]
+        data["sample_seeds"] = torch.tensor(draws)
+        return super().generate(data, greedy=greedy)
+
+
+class SamplingEngine(DistributedGeneration):
+    """An engine of such replicas."""
+
+    capabilities = ("in_process", "shared_memory", "held_weight_digests")
+    streams_rows = False
+
+    def __init__(self, *, config, **kwargs):
+        super().__init__(worker_class=Sampler, config=HFGenerationConfig(**{**dict(config), "backend": "hf"}), **kwargs)
+
+    @property
+    def tokenizer_section(self):
+        return self.config.tokenizer
+
+
 @pytest.fixture
 def run_and_resume(tmp_path, monkeypatch):
     """Runs a config, and resumes a copy of the run after its first step: the config file and the metrics of both."""
     (tmp_path / "drawing_policy.py").write_text(DRAWS)
-    (tmp_path / "sampling_engine.py").write_text(SAMPLES)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sampling", sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a module of tests
 
     def run(base, changes):
         path = tmp_path / "run.yaml"
@@ -100,7 +106,8 @@ def run_and_resume(tmp_path, monkeypatch):
         train(path, console=False, resume=str(stopped))
         return path, [reproducible_metrics_of(tmp_path, name) for name in (first.name, "stopped")]
 
-    return run
+    yield run
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 from ray import cloudpickle
 
 from rl_core.cluster.actor_host import ActorHost
+from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.worker import GenerationRequest
 from rl_core.interfaces.worker_context import WorkerContext
@@ -26,10 +27,18 @@ class Sampler:
         return self.generate(None)
 
 
+@pytest.fixture(autouse=True)
+def _generators():
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
 @pytest.fixture
 def calls():
     """Makes a worker process's host, here in this process, and calls a method of its worker."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
 
     def host(seed=5, rank=0):
         made = ActorHost.__new__(ActorHost)  # without the process's signal handlers
@@ -48,10 +57,7 @@ def calls():
         assert made.build(cloudpickle.dumps((Sampler, {})), context, {}) is None
         return lambda method, *args, **kwargs: made.call(method, (args, kwargs), True)
 
-    yield host
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+    return host
 
 
 def rows(*seeds):
@@ -86,3 +92,11 @@ def test_a_poll_is_seeded_by_its_arrivals_and_one_without_arrivals_continues_the
     assert call("poll", [arrival(2), arrival(1)]) != begun
     assert call("poll", [arrival(1), arrival(2)]) == begun
     assert [call("poll", []) for _ in range(2)] == then
+
+
+def test_in_the_drivers_process_only_whole_batches_are_seeded_because_other_components_share_its_generators():
+    call = InProcessWorkerGroup(Sampler).run_one
+    first = call("generate", rows(1, 2))
+    polled = call("poll", [arrival(1)])
+    assert call("generate", rows(1, 2)) == first
+    assert call("poll", [arrival(3)]) == polled

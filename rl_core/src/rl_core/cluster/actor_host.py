@@ -19,9 +19,9 @@ from ray import cloudpickle
 
 from rl_core.cluster import orphan_reaper, stacks
 from rl_core.cluster.ports import free_port
-from rl_core.data.process_seed import seed_call, seed_process
+from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError, frames_of
-from rl_core.interfaces.worker_context import WorkerContext, construct
+from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
 from rl_core.rendezvous.interfaces import interface_variables
 
 MARKER = "RLCORE_WORKER"
@@ -106,8 +106,8 @@ class ActorHost:
             worker_class, kwargs = cloudpickle.loads(pickled)
             if "torch" in sys.modules:
                 sys.modules["torch"].set_num_threads(context.num_threads)
-            self._seeds = {"seed": context.seed, "rank": context.coords.get("data", context.rank)}
-            seed_process(*self._seeds.values())
+            self._context = context
+            seed_process(context.seed, context.coords.get("data", context.rank))
             self._worker = construct(worker_class, context, kwargs)
         except (Exception, SystemExit) as error:
             return _record(error)
@@ -120,7 +120,7 @@ class ActorHost:
         args, kwargs = arguments
         try:
             args = (*leading, *args)
-            seed_call(self._worker, method, args, **self._seeds)  # workers in the driver's process are seeded by `Run.steps`
+            seed_call(self._worker, self._context, method, args)
             result = getattr(self._worker, method)(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
+
+from rl_core.data.process_seed import seed_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +76,20 @@ def _context_parameter(worker_class: type) -> inspect.Parameter | None:
         if first.name == "context" or annotation.split(".")[-1] == "WorkerContext":
             return first
     return next((p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name == "context"), None)
+
+
+def seed_call(worker: Any, context: WorkerContext, method: str, arguments: Sequence[Any]) -> None:
+    """Seed the process for a call of a policy or engine that may draw numbers, which are then the same in a resumed run.
+
+    `train` depends on the weight version, `generate` on the `sample_seeds` of its rows, and `poll` on those that arrive. Other
+    calls continue the generators. So do `train` and `poll` in the driver's process, which is seeded by `Run.steps`.
+    """
+    numbers: list[int] = []
+    if method == "train" and not context.run_in_process and hasattr(worker, "get_weight_version"):
+        numbers = [context.coords.get("data", context.rank), worker.get_weight_version()]
+    elif method in ("generate", "poll") and hasattr(worker, "get_weight_version"):
+        requests = arguments[0] if method == "poll" and not context.run_in_process else []
+        rows = [arguments[0]] if method == "generate" else [request.row for request in requests]
+        numbers = [seed for row in rows if "sample_seeds" in row for seed in row["sample_seeds"].tolist()]
+    if numbers:
+        seed_process(context.seed, *numbers)
