@@ -134,7 +134,10 @@ def test_equal_configs_draw_equal_numbers_and_a_resumed_run_continues_them(run_t
         assert first[1][key] != other_seed[1][key], key
 
 
-@pytest.mark.parametrize("cluster", ["in_process", "ray"])
+OVER_RAY = pytest.param("ray", marks=pytest.mark.full("core/cluster/test_seeds_of_calls.py has the seeds of calls on Ray"))
+
+
+@pytest.mark.parametrize("cluster", ["in_process", OVER_RAY])
 def test_a_resumed_run_continues_the_samples_of_an_engine_that_draws_from_global_generators(run_and_resume, cluster, local_ray):
     path, (first, resumed) = run_and_resume(GRPO, {"cluster": {"backend": cluster}})
     sent = ("refit/moved", "refit/bytes")  # a resumed run sends all weights once

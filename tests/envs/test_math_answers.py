@@ -115,6 +115,11 @@ def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, spl
             ],
             {(True, True): 150, (True, False): 7, (False, False): 354},
         ),
+        (
+            "fifth_independent.jsonl",
+            [(r"y = Ce^{2x}", r"\boxed{y = Ae^{2x}}")],  # constants of integration are C or K
+            {(True, True): 96, (True, False): 1, (False, False): 199},
+        ),
         ("forms.jsonl", [], {(True, True): 83, (False, False): 193}),
     ],
 )

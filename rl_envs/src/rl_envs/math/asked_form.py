@@ -23,6 +23,8 @@ _PRIMES = re.compile(r"\bprime factor|\bproduct of (?:its |the )?prime|\bprime p
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12}
 _BASE = re.compile(r"\b(?:in|to|into) (?:a )?(?:base[ -]?(\d{1,2}|[a-z]+)|(binary|octal|hexadecimal))\b", re.IGNORECASE)
 _BASE_NAMES = {"binary": 2, "octal": 8, "hexadecimal": 16}
+_MODULUS = re.compile(r"\b(?:divided by|mod(?:ulo)?\b|\\[bp]?mod\s*\{?)\s*\$?(\d+)", re.IGNORECASE)
+_POLAR = re.compile(r"\b(?:polar|exponential) form\b", re.IGNORECASE)
 _CHOICE = re.compile(r"\(([A-Z])\)\s*((?:(?!\([A-Z]\))[^\n]){1,80})")
 _WORD = re.compile(r"[A-Za-z]{3}")
 _KIND = re.compile(r"\b(?:which|what)(?: (?:kind|type|sort) of)? ([a-z]{3,})\b", re.IGNORECASE)
@@ -50,6 +52,10 @@ class AskedForm:
     """Whether any form of a polynomial is an answer, because the question has no formula that an answer could repeat."""
     base: int | None = None
     """The base of an answer that is written without it."""
+    modulus: int | None = None
+    """The modulus that an answer may repeat: `2 \\pmod 7` for 2."""
+    is_polar: bool = False
+    """Whether a complex number must have its modulus and its argument."""
     kind: str | None = None
     """What kind of thing a name is, which an answer may add: `the planet Mercury` for `Mercury`."""
     choices: tuple[tuple[str, str], ...] = ()
@@ -71,6 +77,8 @@ def asked_form(question: str) -> AskedForm:
         primes=_PRIMES.search(question) is not None,
         is_free=_WORD.search(question) is not None and not _FORMULA.search(question) and not _ASKS_FORM.search(question),
         base=_base(base[-1]) if base else None,
+        modulus=int(modulus.group(1)) if (modulus := _MODULUS.search(question)) else None,
+        is_polar=_POLAR.search(question) is not None,
         kind=kind.group(1).lower() if kind else None,
         choices=tuple((letter, text.strip(" .,;$")) for letter, text in _CHOICE.findall(question)),
     )

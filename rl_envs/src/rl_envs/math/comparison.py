@@ -14,9 +14,10 @@ from typing import Any
 import sympy
 
 from rl_envs.math.asked_form import ANY_FORM, AskedForm
+from rl_envs.math.asked_notation import is_same_numeral, lacks_polar_form, without_modulus
 from rl_envs.math.forms import has_form_of
 from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of, with_parameter_of
-from rl_envs.math.inequalities import as_interval, without_variable
+from rl_envs.math.inequalities import ORDER, as_intervals, without_variable
 from rl_envs.math.lists import (
     EQUALS,
     as_vector,
@@ -60,7 +61,6 @@ _APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _DATE_OR_RANGE = re.compile(r"\d+(?:-\d+)+|\d+/\d+/\d+")
 """An expected answer that is not a difference or a quotient: `2024-01-05`, `3-4`, `1/5/2024`."""
 _ONE_MATRIX = re.compile(r"[(\[]?\s*\\begin\{\w+\}(?:(?!\\begin).)*\\end\{\w+\}\s*[)\]]?")
-_ORDER = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
 
 
 class Comparison(IntEnum):
@@ -90,6 +90,8 @@ def compare(
         form: what the question says about the form of the answer.
     """
     expected, answer = (symbol_of(without_layout(text)) for text in (expected, answer))
+    if is_same_numeral(expected, answer, form):
+        return Comparison.EQUAL
     if is_words(expected):
         return _equal_if(has_same_words(expected, answer, kind=form.kind))
     if plain(expected) == plain(answer) or (has_text(expected) and plain(expected).casefold() == plain(answer).casefold()):
@@ -99,8 +101,10 @@ def compare(
         return Comparison.EQUAL
     if len(answer) > LONGEST_ANSWER:
         return Comparison.UNREADABLE
+    if lacks_polar_form(expected, answer, form):
+        return Comparison.UNEVALUATED
     comparer = _Comparer(allow_unevaluated=allow_unevaluated, form=form)
-    return comparer.of(normalize(expected), normalize(answer))
+    return comparer.of(normalize(expected), without_modulus(normalize(answer), form))
 
 
 class _Comparer:
@@ -109,7 +113,8 @@ class _Comparer:
     def __init__(self, *, allow_unevaluated: bool, form: AskedForm = ANY_FORM) -> None:
         self._units, self._form = form.units, form
         self._allow_unevaluated = allow_unevaluated
-        self._allowed = frozenset() if form.lowest_terms else frozenset({REDUCTION})
+        kinds = {REDUCTION: not form.lowest_terms, "function": form.is_polar}  # a polar form is `\\cos\\frac{\\pi}{4} + ...`
+        self._allowed = frozenset(kind for kind, is_allowed in kinds.items() if is_allowed)
 
     def of(self, expected: str, answer: str) -> Comparison:
         """Compares any two answers. Lists and equations are split into scalars."""
@@ -121,13 +126,13 @@ class _Comparer:
             return _equal_if(has_same_words(expected, answer))
         if "\\emptyset" in (expected, answer) or _DATE_OR_RANGE.fullmatch(compact(expected)):
             return Comparison.DIFFERENT
-        expected, answer = _as_intervals(without_variable(expected), without_variable(answer))
+        expected, answer = as_intervals(without_variable(expected), without_variable(answer))
         expected, answer = without_point_names(expected, answer)
         vector = as_vector(expected)
         if vector is not None and (given := as_vector(answer) or answer.removesuffix("^T")).startswith("("):
             found = self._collection(vector, given)
             return Comparison.DIFFERENT if found is None else found
-        if any("\\begin" in text or _ORDER.search(stated(text)) for text in (expected, answer)):
+        if any("\\begin" in text or ORDER.search(stated(text)) for text in (expected, answer)):
             return self._whole(expected, answer)
         for structured in (self._approximation, self._plus_minus, self._collection, self._equation, self._ratio):
             found = structured(expected, answer)
@@ -361,16 +366,6 @@ class _Comparer:
 
 def _equal_if(condition: bool) -> Comparison:
     return Comparison.EQUAL if condition else Comparison.DIFFERENT
-
-
-def _as_intervals(expected: str, answer: str) -> tuple[str, str]:
-    """Both texts, with inequalities as intervals if one is an interval or both have the same variable."""
-    read = as_interval(expected), as_interval(answer)
-    if read[0] is not None and read[1] is not None:
-        return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (expected, answer)
-    if _ORDER.search(expected) and _ORDER.search(answer):
-        return expected, answer
-    return (expected if read[0] is None else read[0][1]), (answer if read[1] is None else read[1][1])
 
 
 def _is_equation(part: str) -> bool:

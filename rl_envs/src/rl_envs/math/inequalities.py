@@ -9,6 +9,7 @@ from rl_envs.math.notation import compact, split_top
 from rl_envs.math.number_literals import read_number
 
 _SIGN = r"<|>|\\(?:le|ge|lt|gt)(?![A-Za-z])"
+ORDER = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?![A-Za-z])")
 _HAS_SIGN = re.compile(_SIGN)
 _CLOSED = ("\\le", "\\ge")
 _RISING = ("<", "\\lt", "\\le")
@@ -43,6 +44,16 @@ def without_variable(text: str) -> str:
         if match is not None:
             return match.group(2).strip()
     return text
+
+
+def as_intervals(expected: str, answer: str) -> tuple[str, str]:
+    """Both texts, with inequalities as intervals if one is an interval or both have the same variable."""
+    read = as_interval(expected), as_interval(answer)
+    if read[0] is not None and read[1] is not None:
+        return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (expected, answer)
+    if ORDER.search(expected) and ORDER.search(answer):
+        return expected, answer
+    return (expected if read[0] is None else read[0][1]), (answer if read[1] is None else read[1][1])
 
 
 def as_interval(text: str) -> tuple[str, str] | None:

@@ -19,9 +19,12 @@ _MATRIX = r"[A-Z]\^\{?(?:-1|T|\\top)\}?"
 _LEFT_SIDE = re.compile(
     rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}|{_MATRIX}"
     rf"|[fghpqFGHQ](?:\^\{{?-1\}}?|'+)?\s*\(\s*(?:{_NUMBER}|[A-Za-z])\s*\)"  # a function at a point
-    r"|\|[A-Zz]\||\|[A-Z]{2}\||\\det\s*\(?\s*[A-Z]\s*\)?|\\(?:vec|overrightarrow)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
+    r"|(?:\(\s*[fgh]\s*\\circ\s*[fgh]\s*\)\s*\(|[fgh]\s*\(\s*[fgh]\s*\()\s*[a-z]\s*\)+"  # a composition
+    r"|\\sigma\^\{2\}|[CP]\(\d+,\s*\d+\)"
+    r"|\|[A-Zz](?:\s*\\(?:cup|cap|setminus|times)\s*[A-Z])?\||\|[A-Z]{2}\||\\det\s*\(?\s*[A-Z]\s*\)?|\\(?:vec|overrightarrow)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
     r"|[A-Z]\s*\\(?:cup|cap|setminus|times)\s*[A-Z]|\\int(?![A-Za-z])[^=]*d\s*[a-z]|\([a-z],\s*[a-z](?:,\s*[a-z])?\)"
     r"|\\overline\s*\{[A-Z]{2}\}|m?\s*\\angle\s*[A-Z]{1,3}"
+    r"|\\frac\{\\partial\s*[A-Za-z]?\}\{\\partial\s*[a-z]\}"
     r"|\\frac\{d(?:\^\{\d\})?\s*[a-z]?\}\{d\s*[a-z](?:\^\{\d\})?\}(?:\s*[a-z]\s*\([a-z]\))?"  # a derivative
     r"|\\lim_\{[^{}]*\}[^=]*)"
 )
@@ -108,9 +111,9 @@ def _point(text: str) -> tuple[str, str | None]:
 
 
 def left_side(sides: Sequence[str]) -> str:
-    """The left side without spaces; `y` for `f(x)`."""
+    """The left side without spaces; `y` for `f(x)` and `y(x)`."""
     name = compact(sides[0])
-    return "y" if name == "f(x)" else name
+    return "y" if name in ("f(x)", "y(x)") else name
 
 
 def without_set_name(text: str) -> str:

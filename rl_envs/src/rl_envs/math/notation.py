@@ -19,7 +19,8 @@ _CHARACTERS = str.maketrans(
     }
 )  # fmt: skip
 _STYLES = (
-    "text|textbf|textit|textrm|textnormal|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|bold|mbox|hbox|underline"
+    "text|textbf|textit|textrm|textnormal|textsf|texttt|emph|mathrm|mathbf|mathit|mathsf|mathcal|boldsymbol|bm|bold|mbox|hbox"
+    "|underline"
 )
 _SWITCHES = (
     "displaystyle|textstyle|limits|bf|rm|it|sf|tt|bfseries|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
@@ -88,6 +89,7 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"(\.\d*)(?:\\(?:bar|dot|overline)\s*\{?\s*(\d+)\s*\}?|\((\d+)\)(?=$))", r"\1\\overline{\2\3}"),
         (r"(?<![\d.])(\d+)\s*(?:\\text\{\s*(?:in|out of)\s*\}|\s(?:in|out of)\s)\s*(\d+)$", r"\\frac{\1}{\2}"),
         (r"\^\s*(-?\d+)", r"^{\1}"),
+        (r"\\frac\{\s*\\text\{\s*([^{}]*?)\s*\}\s*\}\{\s*\\text\{\s*([^{}]*?)\s*\}\s*(\^\{\d\})?\s*\}", r"\\text{\1/\2}\3"),
         (r"_\s*(\d+)", r"_{\1}"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"\\leq(?:slant)?(?![A-Za-z])", r"\\le "),

@@ -68,7 +68,7 @@ def _of_node(node: Any) -> set[str]:
         return set() if node.free_symbols else {type(node).__name__.lower()}
     if isinstance(node, sympy.Function) and not node.free_symbols and not _has_arithmetic(node.args):
         value = node.func(*(argument.doit() for argument in node.args))
-        return {"function"} if value.is_Rational else set()
+        return set() if value.has(node.func) else {"function"}
     return set()
 
 
