@@ -136,6 +136,8 @@ def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, ca
 
     done = []
     for words in commands(ROOT / "README.md"):
+        if words[0] == "watch":
+            continue  # it serves until Ctrl-C; tests/cli/test_watch.py runs it
         if words[0] == "compare":
             shutil.copytree("runs/config", "runs/config-2")
         checkpoint = "runs/config/checkpoints/step_000011"
