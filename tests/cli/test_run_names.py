@@ -47,7 +47,8 @@ def test_a_name_that_is_a_path_as_well_is_ambiguous(two_runs, command):
     (two_runs.parent / "sums").mkdir()
     result = rlcore(*command, "sums", *(["model"] if command[0] == "convert" else []))
     assert (result.returncode, result.stdout) == (2, "")
-    assert "sums is ambiguous: it is a path, and runs/sums is a run. Give ./sums or runs/sums." in result.stderr
+    folder = two_runs.parent / "sums"
+    assert f"sums is ambiguous: it is a path, and runs/sums is a run. Give {folder} or runs/sums." in result.stderr
 
 
 def test_a_path_to_the_run_of_its_name_is_not_ambiguous(two_runs, monkeypatch):

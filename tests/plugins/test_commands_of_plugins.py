@@ -99,7 +99,7 @@ def test_a_built_in_command_is_not_replaced_and_a_warning_is_printed(acme):
 def test_a_misspelt_name_suggests_it(acme):
     result = acme.rlcore("plya")
     assert result.returncode == 2
-    assert "No such command 'plya'. Did you mean 'play'?" in result.stderr
+    assert "No such command 'plya'. Did you mean 'play', 'plan'?" in result.stderr
 
 
 def test_a_command_that_cannot_be_imported_says_so_without_a_traceback(acme):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rl_train.run_folders.run_names import completed_runs, run_path
+from rl_train.run_folders.run_names import completed_runs, text_of_run
 
 
 def serve(
@@ -91,5 +91,5 @@ def _target_in(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The model or run, if the first argument is one, and the overrides."""
     first = arguments[0] if arguments else ""
     if first and ("=" not in first or Path(first).exists()):
-        return str(run_path(first)), arguments[1:]
+        return text_of_run(first), arguments[1:]
     return None, arguments

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_train.run_folders.run_names import completed_runs, run_path
+from rl_train.run_folders.run_names import completed_runs, text_of_run
 
 if TYPE_CHECKING:
     from rl_serve.conversation import Conversation
@@ -64,7 +64,7 @@ def chat(
     from rl_serve.engine import EngineThread
     from rl_serve.served_model import started_model
 
-    with started_model(str(run_path(target)), backend=backend, overrides=overrides or [], best=best) as model:
+    with started_model(text_of_run(target), backend=backend, overrides=overrides or [], best=best) as model:
         engine = EngineThread(model.generation)
         try:
             _talk(Conversation(model, engine, system=system, temperature=temperature, max_tokens=max_tokens), model.name)

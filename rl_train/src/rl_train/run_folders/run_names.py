@@ -40,8 +40,14 @@ def run_path(given: Path | str) -> Path:
     if len(path.parts) != 1 or not is_run(run):
         return path
     if path.exists() and not path.samefile(run):
-        raise UserError(f"{path} is ambiguous: it is a path, and {run} is a run. Give ./{path} or {run}.")
+        raise UserError(f"{path} is ambiguous: it is a path, and {run} is a run. Give {path.absolute()} or {run}.")
     return run
+
+
+def text_of_run(given: str) -> str:
+    """As `run_path`, for a text that may also be the name of a model: what is not a run stays as it is written."""
+    run = run_path(given) if Path(given).name == given else Path(given)
+    return given if run == Path(given) else str(run)
 
 
 def existing_run_path(given: Path | str) -> Path:
