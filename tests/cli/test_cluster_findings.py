@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from command_line import rlcore
 
-from rl_core.cluster.placement import Node, Request
+from rl_core.cluster.placement import Node
 from rl_core.cluster.ports import free_port
+from rl_core.config.cluster_section import ResourcesConfig
 from rl_core.errors import DeadlineExceededError
 from rlcore_cli.cluster_check.findings import findings_of
 from rlcore_cli.cluster_check.node_probe import NodeProbe, digest, report
@@ -71,7 +72,7 @@ def test_data_that_only_the_driver_reads_and_clocks_are_warnings(here, questions
 
 
 def test_nodes_that_do_not_answer_or_connect_or_share_and_too_few_cpus_are_errors(here, questions):
-    wide = replace(questions, requests={"cluster": Request(entries=(8, 8), cpus_per_bundle=1.0, gpus_per_bundle=0.0)})
+    wide = replace(questions, workers={"cluster": ResourcesConfig(num_nodes=2, workers_per_node=8)})
     asked = survey(
         here,
         DeadlineExceededError("build did not finish within 60 s"),
@@ -124,3 +125,12 @@ def test_without_a_cluster_or_with_a_silent_address_the_error_says_what_to_set(m
     assert silent.returncode == 2
     assert "Nothing answers at RAY_ADDRESS" in silent.stderr
     assert rlcore("doctor", "--json").returncode == 2
+
+
+def test_workers_use_gpus_if_a_node_has_some_and_the_engine_those_of_the_policy(here, questions):
+    workers = {"cluster": ResourcesConfig(num_nodes=2), "policy.generation.resources": ResourcesConfig(workers_per_node=3)}
+    asked = survey(here, here)
+    nodes = {name: replace(node, gpus=2.0, free_gpus=2.0) for name, node in asked.nodes.items()}
+    [found] = findings_of(replace(asked, nodes=nodes), replace(questions, workers=workers))
+    assert found.check == "resources"
+    assert "policy.generation.resources: Asked for bundle_ct_per_node_list=[3]: 3 bundles of 1 CPU and 1 GPU" in found.text

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_core.cluster.placement import insufficient, plan
+from rl_core.cluster.placement import Request, insufficient, plan
 from rl_core.errors import RLCoreError
 from rlcore_cli.cluster_check.node_probe import NodeReport
 from rlcore_cli.cluster_check.nodes import Survey
@@ -107,8 +107,13 @@ def _clocks(survey: Survey) -> Iterator[Finding]:
 
 
 def _resources(survey: Survey, questions: Questions) -> Iterator[Finding]:
-    for key, request in questions.requests.items():
+    nodes, with_gpus = list(survey.nodes.values()), None
+    for key, workers in questions.workers.items():
+        use_gpus = with_gpus if workers.use_gpus is None else workers.use_gpus
+        entries = [workers.workers_per_node] * workers.num_nodes
+        request = Request.of(entries, nodes, cpus=workers.cpus_per_worker, use_gpus=use_gpus)
+        with_gpus = request.gpus_per_bundle > 0
         for free in (False, True):
-            if plan(request, list(survey.nodes.values()), free=free) is None:
-                yield _finding("", "resources", f"{key}: {insufficient(request, list(survey.nodes.values()), free=free)}")
+            if plan(request, nodes, free=free) is None:
+                yield _finding("", "resources", f"{key}: {insufficient(request, nodes, free=free)}")
                 break

@@ -12,9 +12,9 @@ from rl_core.config.paths import PathRule
 from rl_core.config.source_tree import dotted
 
 if TYPE_CHECKING:
-    from rl_core.cluster.placement import Request
     from rl_core.config.cluster_section import ResourcesConfig
     from rl_train.config.loader import LoadedConfig
+    from rl_train.config.schema import RunConfig
 
 _RUNS = "runs"
 
@@ -26,12 +26,12 @@ class Questions:
     Attributes:
         inputs: Existing files and folders that the config names, by key.
         outputs: Folders that a run writes to, by key.
-        requests: Workers of the run, by section.
+        workers: Workers of the run, by section; the first are those of the policy.
     """
 
     inputs: Mapping[str, str] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=lambda: {"logger.log_dir": os.path.abspath(_RUNS)})
-    requests: Mapping[str, Request] = field(default_factory=dict)
+    workers: Mapping[str, ResourcesConfig] = field(default_factory=dict)
 
 
 def questions_of(config: Path | None) -> Questions:
@@ -48,7 +48,7 @@ def questions_of(config: Path | None) -> Questions:
     return Questions(
         inputs=_inputs(loaded),
         outputs={key: os.path.abspath(os.path.expanduser(path)) for key, path in outputs.items()},
-        requests=_requests(loaded),
+        workers=_workers(run),
     )
 
 
@@ -68,18 +68,8 @@ def _value(values: Any, path: tuple[str | int, ...]) -> Any:
     return values
 
 
-def _requests(loaded: LoadedConfig) -> dict[str, Request]:
-    from rl_core.cluster.placement import Request
-
-    run = loaded.run
+def _workers(run: RunConfig) -> dict[str, ResourcesConfig]:
     sections: dict[str, ResourcesConfig] = {"cluster": run.cluster}
     if run.policy.generation is not None and run.policy.generation.resources is not None:
         sections["policy.generation.resources"] = run.policy.generation.resources
-    return {
-        key: Request(
-            entries=(section.workers_per_node,) * section.num_nodes,
-            cpus_per_bundle=float(section.cpus_per_worker or 1),
-            gpus_per_bundle=1.0 if section.use_gpus else 0.0,
-        )
-        for key, section in sections.items()
-    }
+    return sections

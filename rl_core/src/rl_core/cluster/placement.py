@@ -39,6 +39,13 @@ class Request:
     cpus_per_bundle: float
     gpus_per_bundle: float
 
+    @classmethod
+    def of(cls, entries: Sequence[int], nodes: Sequence[Node], *, cpus: float | None, use_gpus: bool | None) -> Request:
+        """Bundles of one CPU if `cpus` is None, each with a GPU if `use_gpus`, or if that is None and a node has GPUs."""
+        gpus = any(node.gpus >= 1 for node in nodes) if use_gpus is None else use_gpus
+        cpus = 1.0 if cpus is None else float(cpus)
+        return cls(entries=tuple(entries), cpus_per_bundle=cpus, gpus_per_bundle=float(gpus))
+
     def __post_init__(self) -> None:
         if not self.entries or any(entry < 1 for entry in self.entries):
             raise UserError(

@@ -78,13 +78,8 @@ class RayVirtualCluster:
         self._bundles: list[Bundle] = []
         self._lease = RayLease()
         try:
-            nodes = live_nodes()
-            self.use_gpus = any(node.gpus >= 1 for node in nodes) if use_gpus is None else use_gpus
-            request = Request(
-                entries=tuple(bundle_ct_per_node_list),
-                cpus_per_bundle=1.0 if cpus_per_bundle is None else float(cpus_per_bundle),
-                gpus_per_bundle=1.0 if self.use_gpus else 0.0,
-            )
+            request = Request.of(bundle_ct_per_node_list, live_nodes(), cpus=cpus_per_bundle, use_gpus=use_gpus)
+            self.use_gpus = request.gpus_per_bundle > 0
             self._place(request, _choose_nodes(request))
         except BaseException:
             self.shutdown()
