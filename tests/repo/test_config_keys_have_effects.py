@@ -51,7 +51,6 @@ EXEMPT = {
     "AlgorithmPathConfig.config": "likewise",
     "DataConfig.train_data_path": "`expand_aliases` replaces it by `data.train` before the section is validated",
     "DataConfig.val_data_path": "likewise, by `data.validation`",
-    "GenerationConfig.refit_canary": "the runtime builds a canary if `uses_canary` says so, a function next to the rules",
     "SandboxConfig.options": "for sandboxes of other distributions; a config that sets it for ours is rejected",
 }
 """Keys that no code reads from the section, and why they have an effect."""

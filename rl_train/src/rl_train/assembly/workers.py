@@ -27,13 +27,8 @@ from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.trial import first_argument
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class, check_environment_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision, transports_between
-from rl_train.config.rules.sampling import (
-    IN_PROCESS_TRANSPORTS,
-    digests_are_held,
-    missing_canary,
-    uses_canary,
-    with_transports_of_plugins,
-)
+from rl_train.config.engine_verification import digests_are_held, missing_canary, uses_canary
+from rl_train.config.rules.sampling import IN_PROCESS_TRANSPORTS, with_transports_of_plugins
 from rl_train.config.schedule_lengths import with_schedule_lengths
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS

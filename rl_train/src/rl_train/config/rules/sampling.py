@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from rl_core.config.diagnostics import Problem, comma_separated, show
 from rl_core.config.schema import GenerationConfig
 from rl_core.errors import PluginError
-from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
+from rl_train.config.engine_verification import missing_canary
 from rl_train.config.rules.models import each_engine
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, TRAINING, CheckedConfig, Stage, Use, rule
 from rl_train.config.static_attribute import static_attribute
@@ -33,11 +33,6 @@ def default_transports(num_nodes: int, *, on_gpus: bool | None, is_colocated: bo
     """
     shares_memory = is_colocated if on_gpus else num_nodes == 1 or (on_gpus is None and is_colocated)
     return ("shared_memory", "collective") if shares_memory else ("collective",)
-
-
-def digests_are_held(capabilities: Collection[str]) -> bool:
-    """Whether the fingerprint of an engine with these capabilities covers the tensors that it computes with."""
-    return Capability.HELD_WEIGHT_DIGESTS in capabilities
 
 
 def with_transports_of_plugins(names: tuple[str, ...], registry: Registry) -> tuple[str, ...]:
@@ -131,24 +126,6 @@ def unverified_weights(config: CheckedConfig, generation: GenerationConfig, capa
     problem = missing_canary(generation, capabilities)
     if problem is not None and not (generation.refit_canary and (trains or config.use is Use.COMPARE)):
         yield problem
-
-
-def uses_canary(generation: GenerationConfig) -> bool:
-    """Whether the canary is enabled and possible: a policy does not score tokens with an engine's changes of logits."""
-    return generation.refit_canary and not generation.logit_changes()
-
-
-def missing_canary(generation: GenerationConfig, capabilities: Collection[str]) -> Problem | None:
-    """The problem of a section without the canary if nothing else covers the tensors that the engine computes with, or None."""
-    if digests_are_held(capabilities) or uses_canary(generation):
-        return None
-    key = ("refit_canary",) if not generation.refit_canary else next(iter(generation.logit_changes()))
-    return Problem(
-        (*_GENERATION, *key),
-        f"the engine {generation.backend!r} requires the canary: its fingerprint covers the weights that it received, not the "
-        f"tensors that it computes with (it does not have the capability {str(Capability.HELD_WEIGHT_DIGESTS)!r}). Keep "
-        "refit_canary: true, and do not change logits.",
-    )
 
 
 @rule(
