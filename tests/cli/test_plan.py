@@ -11,7 +11,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.plan import warning
-from rl_train.plan.machine import parse_size
+from rl_train.sizes import parse_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GRPO = EXAMPLES / "grpo_addition.yaml"
@@ -92,7 +92,7 @@ def test_a_run_that_is_too_large_for_the_machine_is_warned_about(monkeypatch, ca
     with caplog.at_level(logging.WARNING):
         warning.warn_if_too_large(run, registry)
     [record] = caplog.records
-    assert "0.5 GiB are available" in record.getMessage()
+    assert "512.0 MiB are available" in record.getMessage()
     assert "phase train" in record.getMessage()
 
 

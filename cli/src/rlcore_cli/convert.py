@@ -9,6 +9,7 @@ import typer
 
 from rl_core.errors import UserError
 from rl_train.run_folders.run_names import completed_runs, existing_run_path
+from rl_train.sizes import format_size
 
 
 def convert(
@@ -73,7 +74,7 @@ def convert(
         print(f"Newest checkpoint of {checkpoint}: {source}")
     done = run(source, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
     how = "copied" if done.backend is None else f"by the policy backend {done.backend}"
-    print(f"Wrote {done.output}: {len(done.files)} files, {done.num_bytes / 2**20:.1f} MiB, {how}")
+    print(f"Wrote {done.output}: {len(done.files)} files, {format_size(done.num_bytes)}, {how}")
     for name in done.files:
         print(f"  {name}")
     if done.left_out:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rl_train.sizes import format_size, parse_size
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def plan(
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
     from rl_train.config.loader import load_config
-    from rl_train.plan.machine import available_memory, parse_size
+    from rl_train.plan.machine import available_memory
     from rl_train.plan.planner import plan_memory
     from rl_train.plan.suggestions import suggest
 
@@ -93,7 +94,7 @@ def _described(planned: MemoryPlan, suggestion: Suggestion | None) -> list[str]:
         lines += [*_described_process(process), ""]
     where = "of each GPU" if planned.on_gpu else "of all processes"
     limit = planned.limit or 0
-    lines.append(f"peak {where}: {_size(planned.peak)} in phase {planned.peak_phase}; available: {_size(limit)}")
+    lines.append(f"peak {where}: {format_size(planned.peak)} in phase {planned.peak_phase}; available: {format_size(limit)}")
     if suggestion is not None:
         lines += ["", *_described_suggestion(planned, suggestion)]
     return [*lines, "", "not counted or assumed:", *(f"  - {text}" for text in planned.not_counted)]
@@ -101,13 +102,13 @@ def _described(planned: MemoryPlan, suggestion: Suggestion | None) -> list[str]:
 
 def _described_process(process: ProcessPlan) -> list[str]:
     times = f" x {process.count}" if process.count > 1 else ""
-    lines = [f"{process.name}{times}: peak {_size(process.peak)} in phase {process.peak_phase}"]
+    lines = [f"{process.name}{times}: peak {format_size(process.peak)} in phase {process.peak_phase}"]
     names = list(dict.fromkeys(part for parts in process.phases.values() for part in parts))
     shown = [name for name in names if max(parts.get(name, 0) for parts in process.phases.values()) >= _SHOWN]
     rows = [["", *process.phases]]
     for name in shown:
-        rows.append([name, *(_size(parts[name]) if parts.get(name) else "-" for parts in process.phases.values())])
-    rows.append(["total", *(_size(process.bytes_in(phase)) for phase in process.phases)])
+        rows.append([name, *(format_size(parts[name]) if parts.get(name) else "-" for parts in process.phases.values())])
+    rows.append(["total", *(format_size(process.bytes_in(phase)) for phase in process.phases)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
@@ -121,9 +122,5 @@ def _described_suggestion(planned: MemoryPlan, suggestion: Suggestion) -> list[s
     if not suggestion.overrides:
         return [*lines, "No override that was tried reduces it: use a smaller model, or more memory or ranks."]
     outcome = "fits" if suggestion.plan.fits else "still does not fit"
-    lines += [f"With these overrides, tried by planning again, it needs {_size(suggestion.plan.peak)} and {outcome}:"]
+    lines += [f"With these overrides, tried by planning again, it needs {format_size(suggestion.plan.peak)} and {outcome}:"]
     return [*lines, "", f"  {' '.join(suggestion.overrides)}"]
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

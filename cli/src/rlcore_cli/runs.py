@@ -12,6 +12,7 @@ import typer
 
 from rl_core.errors import DataError, UserError
 from rl_train.run_folders.run_names import RUNS, runs_in
+from rl_train.sizes import format_size
 from rlcore_cli.arguments import AsJson
 from rlcore_cli.listing import print_table
 from rlcore_cli.report.ending import ending_of
@@ -19,7 +20,6 @@ from rlcore_cli.report.run_folder import RunFolder, read_run_folder
 
 _METRICS = (("validation/accuracy", True), ("validation/loss", False), ("reward/mean", True))
 """Metrics shown if the config ranks checkpoints by none, the first that was recorded; whether higher is better."""
-_GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +114,4 @@ def _cells(run: ListedRun) -> list[str]:
     steps = "-" if run.step is None else str(run.step)
     steps += "" if run.planned_steps is None else f"/{run.planned_steps}"
     best = "-" if run.best is None else f"{run.metric} {run.best:.4g} at step {run.best_step}"
-    size = run.bytes_on_disk
-    disk = f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
-    return [Path(run.folder).name, run.status, steps, best, disk]
+    return [Path(run.folder).name, run.status, steps, best, format_size(run.bytes_on_disk)]

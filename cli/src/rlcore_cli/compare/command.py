@@ -10,6 +10,7 @@ import typer
 
 from rl_core.errors import UserError
 from rl_train.run_folders.run_names import completed_runs, existing_run_path
+from rl_train.sizes import format_size
 from rlcore_cli.arguments import AsJson
 from rlcore_cli.compare.comparison import Comparison, compare_runs
 from rlcore_cli.compare.terminal import lines
@@ -51,7 +52,7 @@ def compare(
         return
     print("\n".join(lines(comparison, everything=everything)))
     if output is not None:
-        print(f"\n{output} ({output.stat().st_size / 2**20:.2f} MiB)")
+        print(f"\n{output} ({format_size(output.stat().st_size)})")
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:

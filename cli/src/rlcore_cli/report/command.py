@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rl_train.run_folders.run_names import completed_runs, existing_run_path
+from rl_train.sizes import format_size
 from rlcore_cli.report.ending import ending_of
 from rlcore_cli.report.run_folder import read_run_folder
 
@@ -42,4 +43,4 @@ def report(
     run = read_run_folder(run_folder)
     ending = ending_of(run)
     write_page(page, render(run, ending, max_mib=max_mib))
-    print(f"{page} ({page.stat().st_size / 2**20:.2f} MiB). {ending.sentence}", flush=True)
+    print(f"{page} ({format_size(page.stat().st_size)}). {ending.sentence}", flush=True)

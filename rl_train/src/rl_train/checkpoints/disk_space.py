@@ -12,6 +12,7 @@ from typing import Final
 
 from rl_core.errors import CheckpointWriteError, RLCoreError
 from rl_train.errors import DiskFullError
+from rl_train.sizes import format_size
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _MESSAGES: Final = ("No space left on device", "os error 28)", "Disk quota exceeded", "os error 122)")
@@ -89,7 +90,9 @@ def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) 
         DiskFullError: not one checkpoint fits. If only later ones do not fit, that is a warning.
     """
     free = free_bytes(folder)
-    what = f"{folder} has {_size(free)} free, but one checkpoint of this run needs at least {_size(checkpoint_bytes)}"
+    what = (
+        f"{folder} has {format_size(free)} free, but one checkpoint of this run needs at least {format_size(checkpoint_bytes)}"
+    )
     fix = (
         "Free space, keep fewer checkpoints (checkpointing.keep_latest_k, keep_top_k), or write them to another disk "
         "(checkpointing.checkpoint_dir)."
@@ -129,14 +132,7 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         if not is_full_disk(error):
             raise
         raise DiskFullError(
-            f"The disk of the run folder {folder} is full ({_size(free_bytes(folder))} free): {error}. Free space on it, or "
-            "write elsewhere (logger.log_dir, checkpointing.checkpoint_dir); then start the same command again: it continues "
-            "from the last complete checkpoint."
+            f"The disk of the run folder {folder} is full ({format_size(free_bytes(folder))} free): {error}. Free space on it, "
+            "or write elsewhere (logger.log_dir, checkpointing.checkpoint_dir); then start the same command again: it "
+            "continues from the last complete checkpoint."
         ) from error
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"

@@ -1,29 +1,8 @@
-"""Memory sizes: reading them from text, and how much this machine has."""
+"""How much memory this machine has."""
 
 from __future__ import annotations
 
-import re
-from typing import Final
-
 import psutil
-
-from rl_core.errors import UserError
-
-_UNITS: Final = {"MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
-GIB: Final = 2**30
-
-
-def parse_size(text: str, option: str) -> int:
-    """Bytes of a size such as `80GiB`.
-
-    Raises:
-        UserError: It is not a positive number with a unit.
-    """
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
-    unit = _UNITS.get(matched.group(2).upper()) if matched else None
-    if matched is None or unit is None or float(matched.group(1)) == 0:
-        raise UserError(f"{option} {text} is not a size. Write a number with MiB, GiB, MB or GB: {option} 24GiB.")
-    return int(float(matched.group(1)) * unit)
 
 
 def available_memory() -> int:

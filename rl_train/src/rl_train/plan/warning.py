@@ -10,9 +10,10 @@ from typing import Final
 from rl_core.errors import RLCoreError
 from rl_core.plugins.registry import Registry
 from rl_train.config.schema import RunConfig
-from rl_train.plan.machine import GIB, available_memory
+from rl_train.plan.machine import available_memory
 from rl_train.plan.planner import plan_memory
 from rl_train.plan.rows import microbatch
+from rl_train.sizes import format_size
 
 _log = logging.getLogger("rlcore")
 _WORTH_PLANNING: Final = 0.3
@@ -40,10 +41,10 @@ def warn_if_too_large(run: RunConfig, registry: Registry) -> None:
     if not plan.fits:
         process = plan.largest_process
         _log.warning(
-            "This run needs about %.1f GiB, but %.1f GiB are available. The peak is in phase %s, mostly %s of %s. "
+            "This run needs about %s, but %s are available. The peak is in phase %s, mostly %s of %s. "
             "`rlcore plan CONFIG` shows each part and overrides that reduce it.",
-            plan.peak / GIB,
-            available / GIB,
+            format_size(plan.peak),
+            format_size(available),
             plan.peak_phase,
             process.largest_part,
             process.name,
