@@ -192,14 +192,21 @@ class RunFolderReader:
     def _document(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any] | None:
         """The contents of a file, parsed again only if it has changed."""
         path = self._path / name
-        try:
-            status = path.stat()
-        except FileNotFoundError:
+        stamp = stamp_of(path)
+        if stamp is None:
             return None
-        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
         if self._documents.get(name, (None,))[0] != stamp:
             self._documents[name] = (stamp, _read(path, parse))
         return self._documents[name][1]
+
+
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written or replaced; None if it does not exist."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _reject_other_folders(path: Path) -> None:

@@ -13,7 +13,7 @@ from rl_train.metrics.progress import PROGRESS
 from rlcore_cli.report.ending import Ending, ending_of
 from rlcore_cli.report.page import Live, render_live
 from rlcore_cli.report.rollouts import rollouts_of_step
-from rlcore_cli.report.run_folder import CONFIG, STATUS, RunFolder, RunFolderReader
+from rlcore_cli.report.run_folder import CONFIG, STATUS, RunFolder, RunFolderReader, stamp_of
 
 EVERY_S = 2.0
 """Interval at which a page asks for changes, in seconds."""
@@ -92,7 +92,7 @@ class LivePage:
         if path is not None and path != self._path:
             self._path, self._reader = path, None
         assert self._path is not None
-        stamp = tuple(_stamp(self._path / name) for name in _CHANGING)
+        stamp = tuple(stamp_of(self._path / name) for name in _CHANGING)
         run = self._run
         try:
             if self._reader is None or stamp != self._stamp:
@@ -106,14 +106,6 @@ class LivePage:
         if run is not self._run or ending != self._ending:
             self._version += 1
         self._run, self._ending, self._stamp = run, ending, stamp
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _text(path: Path) -> str:
