@@ -23,7 +23,7 @@ FOLDER := tests
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# What CI runs: 15 to 20 minutes on two cores.
+# What CI runs: 30 to 45 minutes on two cores.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
 
@@ -35,7 +35,7 @@ parallel-tests: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL_BUSY) -m "not (full or slow or ray or vllm or megatron)" $(FAST)
 
-# Everything: about an hour on two cores. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
+# Everything: several hours on two cores. FOLDER=tests/cli runs one folder. The last line is quoted in closing notes.
 test-full: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL_BUSY) --closing-line $(FOLDER)
 
