@@ -54,6 +54,8 @@ class EnvironmentConfig(ComponentSection):
     """Dotted path of an environment class, used instead of a component. All other keys are passed to it as its config."""
     num_workers: int = Field(default=1, ge=1)
     """Number of worker processes of this environment."""
+    python: str | None = None
+    """Python interpreter that runs the environment and the agent, such as `venvs/game/bin/python`; the driver's by default."""
     max_rollout_turns: int | None = Field(default=None, ge=1)
     """Maximum number of turns in a rollout of this task. Defaults to the algorithm's `max_rollout_turns`, or, if that is null,
     to the number of turns that the environment needs (100 with an agent)."""

@@ -15,13 +15,14 @@ from rl_core.interfaces.messages import messages_of
 from rl_core.testing.outputs.reserved_names import reserved_reward
 from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
+from rl_train.pools.agent_host import run_agent
 from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.sessions import Session
 from rl_train.rollouts.trajectory import Trajectory
 
-ARGUMENTS = ("base_url", "api_key", "model", "messages", "metadata")
+ARGUMENTS = ("base_url", "api_key", "model", "messages", "metadata", "config")
 """Keyword arguments that agents may have."""
 
 
@@ -44,6 +45,7 @@ class AgentDriver(RolloutDriver):
         limits: limits of a rollout.
         timeout_s: timeout of one call of the agent, in seconds.
         task_name: named in errors.
+        config: the section of the task, for agents that have a parameter for it.
         returns_reward: whether the agent returns the reward; otherwise, the environment scores the last conversation.
 
     Raises:
@@ -61,11 +63,14 @@ class AgentDriver(RolloutDriver):
         timeout_s: float,
         task_name: str,
         returns_reward: bool,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._agent, self._names = agent, accepted_arguments(agent, task_name)
+        if not callable(agent):
+            raise ConfigError(f"env.{task_name}.agent is a {type(agent).__name__}, not a function.")
+        self._agent, self._names = agent, accepted_arguments(inspect.signature(agent), task_name)
         self._server, self._tokenizer, self._model = server, tokenizer, model
         self._limits, self._timeout_s = limits, timeout_s
-        self._task_name, self._returns_reward = task_name, returns_reward
+        self._task_name, self._returns_reward, self._config = task_name, returns_reward, config or {}
 
     async def run(self, prompt: Trajectory, engine: RolloutSampler, session: Session | None) -> Trajectory:
         """Run the agent on a prompt, and return what it sampled; see `RolloutDriver`.
@@ -87,6 +92,7 @@ class AgentDriver(RolloutDriver):
             "model": self._model,
             "messages": messages,
             "metadata": rollout.metadata,
+            "config": self._config,
         }
         try:
             value = await self._call({name: given[name] for name in self._names})
@@ -105,7 +111,7 @@ class AgentDriver(RolloutDriver):
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         """The agent's return value."""
-        running = in_thread(partial(_to_end, self._agent, arguments), name=f"agent-{self._task_name}")
+        running = in_thread(partial(run_agent, self._agent, arguments), name=f"agent-{self._task_name}")
         done, _ = await asyncio.wait([running], timeout=self._timeout_s)
         if not done:
             running.cancel()
@@ -135,16 +141,14 @@ class AgentDriver(RolloutDriver):
         rollout.add_rewards(result.rewards)
 
 
-def accepted_arguments(agent: Callable[..., Any], task_name: str) -> tuple[str, ...]:
-    """The names of `ARGUMENTS` that an agent has parameters for.
+def accepted_arguments(signature: inspect.Signature, task_name: str) -> tuple[str, ...]:
+    """The names of `ARGUMENTS` that an agent with this signature has parameters for.
 
     Raises:
-        ConfigError: it requires others, or cannot be called.
+        ConfigError: it requires others.
     """
     what = f"env.{task_name}.agent"
-    if not callable(agent):
-        raise ConfigError(f"{what} is a {type(agent).__name__}, not a function.")
-    parameters = inspect.signature(agent).parameters.values()
+    parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ARGUMENTS
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -175,14 +179,3 @@ def rewards_of(value: Any, task_name: str) -> dict[str, float] | None:
     if (problem := reserved_reward(named)) is not None:
         raise DataError(f"env.{task_name}.agent returned a reward with a reserved name: {problem}.")
     return {name: float(reward) for name, reward in named.items()} or None
-
-
-def _to_end(agent: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    found = agent(**arguments)
-    if inspect.isawaitable(found):
-        return asyncio.run(_awaited(found))
-    return found
-
-
-async def _awaited(found: Any) -> Any:
-    return await found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, EnvironmentReturn, Message
-from rl_train.agents.config import AgentEnvironmentConfig
 
 
 class AgentEnvironment(EnvironmentInterface):
@@ -16,7 +16,7 @@ class AgentEnvironment(EnvironmentInterface):
         config: the section.
     """
 
-    def __init__(self, config: AgentEnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:

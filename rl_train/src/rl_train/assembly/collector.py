@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Kind
 from rl_core.plugins.import_path import resolve
 from rl_core.plugins.registry import Registry
-from rl_train.agents.config import AgentEnvironmentConfig
 from rl_train.agents.driver import AgentDriver
 from rl_train.agents.model_server import ModelServer, ServerSettings
 from rl_train.agents.session import SessionLimits
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.workers import Builder
 from rl_train.config.schema import RunConfig
+from rl_train.pools.elsewhere import AGENT_TARGET, AgentElsewhere, environment_component
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.loop import RolloutLoop
 
@@ -53,7 +53,7 @@ def make_collector(
         timeout_s=config.rollout.timeout_s,
         loop=loop,
         deadline_s=_deadline_s(config),
-        drivers=_agent_drivers(config, generation, tokenizer, registry=builder.registry, exits=builder.exits),
+        drivers=_agent_drivers(config, generation, tokenizer, builder),
     )
 
 
@@ -65,7 +65,7 @@ def _deadline_s(config: RunConfig) -> float:
 
 
 def _agent_drivers(
-    config: RunConfig, generation: GenerationInterface, tokenizer: Any, *, registry: Registry, exits: ExitStack
+    config: RunConfig, generation: GenerationInterface, tokenizer: Any, builder: Builder
 ) -> dict[str, AgentDriver]:
     """The drivers of the tasks with an agent; starts the endpoint if there are any.
 
@@ -73,8 +73,7 @@ def _agent_drivers(
         config: the run.
         generation: its engine.
         tokenizer: the policy's.
-        registry: provides the endpoint.
-        exits: stops it.
+        builder: its registry provides the endpoint, which its `exits` stop.
 
     Raises:
         ConfigError: the engine or the tokenizer does not support agents, an agent cannot be imported, or no installed plugin
@@ -91,11 +90,11 @@ def _agent_drivers(
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(f"{first}: agents send messages, which need a chat template. Set policy.tokenizer.chat_template.")
     assert config.policy.generation is not None
-    agents = {task: resolve(str(section.agent), key=f"env.{task}.agent") for task, section in sections.items()}
+    agents = {task: _agent(task, section, builder) for task, section in sections.items()}
     model = Path(config.policy.model_name).name
     settings = ServerSettings(tokenizer=tokenizer, model=model, temperature=config.policy.generation.temperature)
-    server = _server(registry, first)(settings)
-    exits.callback(server.shutdown)
+    server = _server(builder.registry, first)(settings)
+    builder.exits.callback(server.shutdown)
     return {
         task: AgentDriver(
             agents[task],
@@ -109,10 +108,21 @@ def _agent_drivers(
             ),
             timeout_s=section.agent_timeout_s,
             task_name=task,
-            returns_reward=isinstance(section, AgentEnvironmentConfig),
+            returns_reward=environment_component(task, section, builder.registry).target == AGENT_TARGET,
+            config=section.model_dump(),
         )
         for task, section in sections.items()
     }
+
+
+def _agent(task: str, section: EnvironmentConfig, builder: Builder) -> Callable[..., Any]:
+    """The agent of a task, which may run with another interpreter."""
+    if section.python is None or builder.cluster is None:
+        found: Callable[..., Any] = resolve(str(section.agent), key=f"env.{task}.agent")
+        return found
+    agent = AgentElsewhere(builder.cluster, task, section, builder.registry)
+    builder.exits.callback(agent.shutdown)
+    return agent
 
 
 def _server(registry: Registry, key: str) -> type[ModelServer]:

@@ -22,11 +22,11 @@ from rl_core.interfaces.value import ValueInterface
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker
 from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Component, Kind, capability_problem
-from rl_core.testing.environments.trial import first_argument
 from rl_core.testing.outputs.columns import class_label
 from rl_train.algorithms.kl_penalty import kl_in_reward
 from rl_train.config.schema import RunConfig
 from rl_train.metrics.logger import Logger
+from rl_train.pools.component_probe import argument_problem
 
 _REFERENCE = "get_reference_policy_logprobs"
 _WEIGHT_STATE = ("weight_version", "weight_fingerprint")
@@ -53,7 +53,7 @@ class Contract:
         if not callable(target):
             return f"{component!r} is not a class. Name a class, or a function that returns the component."
         problems = list(self._class_problems(target)) if isinstance(target, type) else []
-        if self.arguments and (problem := _argument_problem(target, self.arguments)) is not None:
+        if self.arguments and (problem := argument_problem(target, self.arguments)) is not None:
             problems.append(problem)
         if not problems:
             return None
@@ -201,29 +201,6 @@ def check_capabilities(created: Any, kind: Kind, declared: Collection[str]) -> N
         )
 
 
-def check_environment_class(worker_class: Any, name: str) -> None:
-    """Check that a class has a method `step`, and a constructor that takes at most its section.
-
-    Raises:
-        ConfigError: no turn of a rollout could be answered, or the class could not be created.
-    """
-    found = plain_class(worker_class)
-    abstract = sorted(getattr(found, "__abstractmethods__", ()))
-    missing = abstract or ([] if callable(getattr(found, "step", None)) else ["step"])
-    if not missing:
-        if (problem := _argument_problem(found, tuple(first_argument(found, None)))) is not None:
-            raise ConfigError(f"The environment {name} cannot be used: {problem}.")
-        return
-    try:
-        location = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
-    except (TypeError, OSError):
-        location = ""
-    raise ConfigError(
-        f"The environment {name}{location} has no method {' and no method '.join(missing)}. Define "
-        "`step(self, message_log_batch, metadata)`, which returns an EnvironmentReturn."
-    )
-
-
 def _lacks(component: type, method: str) -> bool:
     """Whether a class has no such method or only the default of an interface, which raises an error."""
     if method == _REFERENCE and not _lacks(component, "get_reference_logprobs"):
@@ -231,23 +208,6 @@ def _lacks(component: type, method: str) -> bool:
     own = getattr(component, method, None)
     interfaces = (ColocatablePolicyInterface, ValueInterface, GenerationInterface, PolicyWorker, GenerationWorker)
     return own is None or any(own is getattr(base, method, None) for base in interfaces)
-
-
-def _argument_problem(target: Any, names: tuple[str, ...]) -> str | None:
-    """Why a call with these keyword arguments would fail, or None; None as well if the signature is not known."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(**dict.fromkeys(names))
-    except TypeError as error:
-        call = ", ".join(f"{name}=..." for name in names)
-        return (
-            f"a run creates it with ({call}), but the constructor takes {signature}: {error}. Write `def __init__(self, *, "
-            f"{', '.join(names)})`"
-        )
-    return None
 
 
 def _label(target: Any) -> str:

@@ -29,7 +29,8 @@ def problem_in_user_code(error: WorkerError, loaded: LoadedConfig) -> Problem | 
         return None
     for section, component in loaded.components.items():
         at = tuple(section.split("."))
-        if not is_path(component.name) or not _uses(error.group, at):
+        runs_elsewhere = at[0] == "env" and loaded.run.env[at[-1]].python is not None
+        if runs_elsewhere or not is_path(component.name) or not _uses(error.group, at):
             continue
         try:
             found = plain_class(component.load())

@@ -25,7 +25,7 @@ from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.trial import first_argument
-from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class, check_environment_class
+from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision, transports_between
 from rl_train.config.engine_verification import digests_are_held, missing_canary, uses_canary
 from rl_train.config.rules.sampling import IN_PROCESS_TRANSPORTS, with_transports_of_plugins
@@ -34,6 +34,8 @@ from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
 from rl_train.metrics.logger import Logger
 from rl_train.pools.actor_pool import ActorPool
+from rl_train.pools.component_probe import check_environment_class
+from rl_train.pools.elsewhere import ClassReference, environment_component, environment_elsewhere
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.user_code import reporting_errors
@@ -231,12 +233,19 @@ class Builder:
         return {task: self._environment(task, section) for task, section in self.run.env.items()}
 
     def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
-        name = section.env_cls or section.name or task
-        worker_class = self.registry.find("environment", name).load()
-        with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
-            check_environment_class(worker_class, name)
+        component = environment_component(task, section, self.registry)
         config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-        kwargs = first_argument(worker_class, config)
+        elsewhere = environment_elsewhere(task, section, self.registry)
+        if elsewhere is not None:
+            worker_class: Any = ClassReference(component.target)
+            kwargs: Mapping[str, Any] = {} if elsewhere.parameter is None else {elsewhere.parameter: config}
+            has_sessions = elsewhere.keeps_sessions
+        else:
+            worker_class = component.load()
+            with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
+                check_environment_class(worker_class, component.name)
+            kwargs = first_argument(worker_class, config)
+            has_sessions = keeps_sessions(plain_class(worker_class))
         if self.cluster is None:
             pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")
         else:
@@ -247,9 +256,10 @@ class Builder:
                 kwargs,
                 deadline_s=min(self.run.cluster.deadlines.environment_s, section.step_timeout_s),
                 max_concurrency=section.max_concurrency,
+                python=section.python if elsewhere is not None else None,
                 name=f"env.{task}",
             )
-        environment = EnvironmentPool(pool, task_name=task, keeps_sessions=keeps_sessions(plain_class(worker_class)))
+        environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions)
         self.exits.callback(environment.shutdown)
         return environment
 

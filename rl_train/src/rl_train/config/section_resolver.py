@@ -173,6 +173,8 @@ class _SectionResolver:
             )
             return None
         try:
+            if key is not None and key == slot.path_selector and (self._values_at(path) or {}).get("python") is not None:
+                return Component.from_path(name)  # runs with another interpreter, which is asked before a run starts
             return self._registry.find(slot.kind, name)
         except PluginError as error:
             hint = ""

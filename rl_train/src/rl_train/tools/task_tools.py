@@ -14,6 +14,7 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import ToolSpec
 from rl_core.plugins.registry import Registry
 from rl_train.config.schema import RunConfig
+from rl_train.pools.elsewhere import environment_component, environment_elsewhere
 from rl_train.tools.parsers import ToolCallParser
 from rl_train.tools.selection import choose_parser
 
@@ -60,9 +61,12 @@ def tools_of_run(run: RunConfig, registry: Registry, tokenizer: Any) -> TaskTool
     """
     offers = {}
     for task, section in run.env.items():
-        found = registry.find("environment", section.env_cls or section.name or task).load()
         try:
-            offers[task] = _Offer.of_class(plain_class(found), section)
+            if (elsewhere := environment_elsewhere(task, section, registry)) is not None:
+                offers[task] = _Offer(specs=elsewhere.tools, reads_calls=elsewhere.reads_tool_calls, parser=section.tool_parser)
+            else:
+                found = environment_component(task, section, registry).load()
+                offers[task] = _Offer.of_class(plain_class(found), section)
         except ConfigError as error:
             error.key = error.key or dotted(("env", task))
             raise

@@ -11,25 +11,27 @@ from dataclasses import replace
 from rl_core.config.diagnostics import Problem
 from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import KeyPath
-from rl_core.errors import ConfigError, UserError
+from rl_core.errors import UserError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.component import Component, Kind, is_path
+from rl_train.agents.driver import accepted_arguments
 from rl_train.assembly.contracts import (
     CONTRACTS,
     EVALUATION_CONTRACTS,
     MODEL_ARGUMENTS,
     capabilities_of,
-    check_environment_class,
     model_contracts,
 )
 from rl_train.assembly.rules.run_facts import RunFacts
 from rl_train.config.config_layout import SectionSchema
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.components import each_component
-from rl_train.config.rules.environments import each_task
+from rl_train.config.rules.environments import each_task, too_few_turns
 from rl_train.config.rules.models import MODELS, each_engine, each_model
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, Stage, Use, rule
 from rl_train.config.rules.sampling import declares_own_weights, unverified_weights
+from rl_train.pools.component_probe import check_environment_class
+from rl_train.pools.elsewhere import agent_signature, environment_elsewhere
 
 
 @rule("every component", stage=Stage.IMPORTED, each=each_component)
@@ -37,6 +39,8 @@ def components_can_be_imported(config: RunFacts, path: KeyPath, part: SectionSch
     """The class or function of each component can be imported."""
     if path == ("policy",) and not config.starts_policy:
         return
+    if part.kind is Kind.ENVIRONMENT and config.run.env[str(path[-1])].python is not None:
+        return  # `environment_classes_keep_their_contract` asks its interpreter
     try:
         component.load()
     except UserError as error:
@@ -95,10 +99,18 @@ def synced_weights_of_an_imported_engine_are_verified(config: RunFacts, generati
 def environment_classes_keep_their_contract(config: RunFacts, task: str, section: EnvironmentConfig) -> Iterator[Problem]:
     """The class of an environment has a method `step`, and a constructor that takes at most its section."""
     name = section.env_cls or section.name or task
+    key = "env_cls" if section.env_cls is not None else "name"
     try:
-        check_environment_class(config.load(Kind.ENVIRONMENT, name), name)
-    except ConfigError as error:
-        yield Problem(("env", task, "env_cls" if section.env_cls is not None else "name"), str(error))
+        elsewhere = environment_elsewhere(task, section, config.registry)
+        if elsewhere is not None:
+            yield from too_few_turns(config.run, task, elsewhere.min_turns)
+        else:
+            check_environment_class(config.load(Kind.ENVIRONMENT, name), name)
+        if section.agent is not None and section.python is not None:
+            key = "agent"
+            accepted_arguments(agent_signature(task, section, config.registry), task)
+    except UserError as error:
+        yield Problem(("env", task, "python" if section.python is not None else key), str(error))
 
 
 @rule("logger", stage=Stage.IMPORTED, applies_to=TRAIN_ONLY)

@@ -141,6 +141,8 @@ def optional_requirements_are_installed(
     config: CheckedConfig, path: KeyPath, part: SectionSchema, component: Component
 ) -> Iterator[Problem]:
     """What a component needs in addition to its distribution is installed. Disabled loggers need nothing."""
+    if part.kind is Kind.ENVIRONMENT and config.run.env[str(path[-1])].python is not None:
+        return  # its interpreter is asked before a run starts
     problem = unmet_needs(component.needs)
     if problem is not None and part.kind is not None:
         remedy = f": {component.install}" if component.install else ""

@@ -27,18 +27,20 @@ def each_task(config: CheckedConfig) -> Iterator[tuple[str, EnvironmentConfig]]:
 @rule("env", "algorithm", each=each_task)
 def rollouts_have_enough_turns(config: CheckedConfig, task: str, section: EnvironmentConfig) -> Iterator[Problem]:
     """A rollout may have the turns without which its environment gives no reward, if the class states them literally."""
-    stated = None if section.env_cls is None else static_attribute(section.env_cls, "min_turns")
-    yield from _too_few_turns(config.run, task, stated if isinstance(stated, int) else section.min_turns)
+    stated = None if section.env_cls is None or section.python is not None else static_attribute(section.env_cls, "min_turns")
+    yield from too_few_turns(config.run, task, stated if isinstance(stated, int) else section.min_turns)
 
 
 @rule("env", "algorithm", each=each_task, stage=Stage.IMPORTED)
 def rollouts_have_enough_turns_for_the_class(config: CheckedConfig, task: str, section: EnvironmentConfig) -> Iterator[Problem]:
     """A rollout may have the turns without which its environment gives no reward, also if they are inherited or computed."""
+    if section.python is not None:
+        return  # `environment_classes_keep_their_contract` asks its interpreter
     environment_class = config.load(Kind.ENVIRONMENT, section.env_cls or section.name or task)
-    yield from _too_few_turns(config.run, task, max(section.min_turns, getattr(environment_class, "min_turns", 1)))
+    yield from too_few_turns(config.run, task, max(section.min_turns, getattr(environment_class, "min_turns", 1)))
 
 
-def _too_few_turns(run: RunConfig, task: str, needed: int) -> Iterator[Problem]:
+def too_few_turns(run: RunConfig, task: str, needed: int) -> Iterator[Problem]:
     """The key that limits the turns of a task below what its environment needs."""
     allowed, section = run.max_turns[task], run.env[task]
     if allowed >= needed:
@@ -120,10 +122,17 @@ def agent_can_be_imported(config: CheckedConfig, task: str, section: Environment
         return
     if not is_path(path):
         yield Problem(key, f"{path!r} is not the dotted path of a function: write it in full, such as my_agent.{path}.")
-    elif (problem := missing_target(path)) is not None:
+    elif section.python is None and (problem := missing_target(path)) is not None:
         yield Problem(key, f"cannot import {path!r}: {problem}")
     elif not config.registry.names(Kind.MODEL_SERVER):
         yield Problem(key, "agents need a local endpoint, which rl-serve provides: install it (docs/installation.md).")
+
+
+@rule("env", "cluster.backend", each=each_task)
+def another_interpreter_needs_ray(config: CheckedConfig, task: str, section: EnvironmentConfig) -> Iterator[Problem]:
+    """`env.<task>.python` is only set if workers are separate processes."""
+    if section.python is not None and config.run.cluster.backend == "in_process":
+        yield Problem(("env", task, "python"), "workers with their own interpreter need `cluster.backend: ray`.")
 
 
 @rule("env", each=each_task)

@@ -1,0 +1,127 @@
+"""Environments and agents with their own interpreter: the driver cannot import them, and trains with them all the same."""
+
+import importlib.util
+import json
+import re
+import textwrap
+
+import pytest
+from e2e_runs import TINY, merged
+from other_interpreters import make_environment, see_our_packages, site_packages
+
+from rl_train.metrics.jsonl import read_jsonl
+
+STEPS = {
+    "grpo": {"max_num_steps": 3, "val_period": 0},
+    "checkpointing": {"enabled": False, "save_period": None, "keep_latest_k": None},
+}
+GAME = """
+import sys
+from rl_core.environments import StepResult, environment_return
+from rl_core.interfaces import EnvironmentInterface
+
+class Game(EnvironmentInterface):
+    '''Two turns with sessions; rewards even lengths.'''
+
+    min_turns = 2
+
+    def __init__(self, cfg):
+        self.sessions = {}
+
+    def reset(self, metadata):
+        self.sessions[metadata["session_id"]] = 0
+
+    def step(self, message_log_batch, metadata):
+        results = []
+        for log, info in zip(message_log_batch, metadata, strict=True):
+            turn = self.sessions[info["session_id"]] = self.sessions[info["session_id"]] + 1
+            results.append(StepResult(
+                observation={"role": "environment", "content": "1"},
+                metadata=info,
+                answer=sys.prefix,
+                rewards={"even": float(len(log[-1]["content"]) % 2 == 0)},
+                terminated=turn == 2,
+            ))
+        return environment_return(results)
+
+class Steps:
+    '''Not an environment.'''
+"""
+AGENT = """
+import sys
+from openai import OpenAI
+
+async def solve(base_url, api_key, model, messages, metadata, config):
+    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    said = client.chat.completions.create(model=model, messages=messages).choices[0].message.content
+    if "prefix" not in sys.prefix:
+        raise RuntimeError(config["agent"])
+    return {"even": float(len(said) % 2 == 0)}
+
+def needs_more(base_url, another):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """An interpreter with modules that this one does not have, and an old version of a library."""
+    folder = make_environment(tmp_path_factory.mktemp("envs") / "prefix")
+    packages = site_packages(folder)
+    (packages / "only_there.py").write_text(textwrap.dedent(GAME))
+    (packages / "agent_there.py").write_text(textwrap.dedent(AGENT))
+    for name, version in (("gymnasium", "0.1"), ("rl_envs", "0.0.9")):
+        metadata = packages / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    assert importlib.util.find_spec("only_there") is None
+    return see_our_packages(folder)
+
+
+def changed(env, **others):
+    return {**STEPS, **others, "env": {"arithmetic": env}}
+
+
+def records(tmp_path):
+    [folder] = (tmp_path / "runs").glob("*")
+    return read_jsonl(folder / "rollouts" / "step_000003.jsonl")
+
+
+def test_an_environment_of_another_interpreter_trains_three_steps(train_here, other, tmp_path):
+    section = {"env_cls": "only_there.Game", "python": str(other), "max_rollout_turns": 2, "num_workers": 2}
+    code, output = train_here(changed(section, policy={"max_total_sequence_length": 32}))
+    assert code == 0, output
+    rows = records(tmp_path)
+    assert len(rows) == 16
+    assert {row["answer"] for row in rows} == {str(other.parent.parent)}
+    assert all(row["turns"] == 2 for row in rows)
+
+
+def test_an_agent_of_another_interpreter_trains_three_steps(train_here, other, tmp_path):
+    code, output = train_here(changed({"agent": "agent_there:solve", "python": str(other)}))
+    assert code == 0, output
+    rows = records(tmp_path)
+    assert [row["failure"] for row in rows] == [None] * 16
+    assert {row["reward"] for row in rows} <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"env_cls": "only_there.Steps"}, "The environment only_there.Steps .*has no method step"),
+        ({"env_cls": "only_there.Gone"}, "only_there:Gone does not exist: only_there has no 'Gone'"),
+        ({"env_cls": "only_there.Game", "max_rollout_turns": 1}, "needs 2 to give a reward"),
+        ({"agent": "agent_there:needs_more"}, "requires the argument 'another'"),
+        ({"agent": "agent_there:gone"}, "agent_there has no 'gone'"),
+        (
+            {"name": "gymnasium", "id": "FrozenLake-v1"},
+            r"it has rl-envs 0.0.9, but the driver 0.1.0.*/bin/python -m pip install rl-envs==0.1.0 'rl-envs\[gymnasium\]'",
+        ),
+    ],
+)
+def test_what_another_interpreter_lacks_is_an_error_before_the_start(rlcore, other, tmp_path, env, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(merged(TINY, changed({**env, "python": str(other)}))))
+    code, output = rlcore("validate", "--deep", str(path), folder=tmp_path)
+    assert code == 2
+    assert re.search(message, " ".join(output.split())), output
