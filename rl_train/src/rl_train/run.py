@@ -21,6 +21,7 @@ from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.schema import RunConfig
 from rl_train.errors import RunInterrupted, StopReason
+from rl_train.garbage_collection import rare_full_collections
 from rl_train.metrics.logger import Logger
 from rl_train.metrics.model_flops import ModelFlops
 from rl_train.metrics.recorder import Recorder
@@ -135,6 +136,10 @@ class Run:
         Raises:
             RunInterrupted: a signal or the time limit; the step was finished and, with checkpointing, saved.
         """
+        with rare_full_collections():
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[int]:
         last = self.config.algorithm.max_num_steps
         for step in range(self.first_step + 1, last + 1):
             self.step, started = step, time.perf_counter()
