@@ -32,6 +32,8 @@ def test_every_registered_component_loads_with_its_config():
         "gymnasium": {"id": "FrozenLake-v1"},
         "textarena": {"id": "GuessTheNumber-v0"},
         "skyrl_gym": {"id": "gsm8k"},
+        "openenv": {"url": "http://localhost:8000"},
+        "nemo_gym": {"url": "http://localhost:8000"},
         "text_game": {"question": "Play."},
     }
     for component in [*rlcore_environments(), *rlcore_datasets()]:

@@ -108,6 +108,22 @@ def rlcore_environments() -> list[Component]:
             needs=("skyrl-gym>=0.4,<0.5",),
             install="pip install 'rl-envs[skyrl-gym]'",
         ),
+        Component(
+            "openenv",
+            target="rl_envs.text_games.openenv:OpenEnvEnvironment",
+            config="rl_envs.text_games.config:OpenEnvConfig",
+            summary="OpenEnv: an environment that runs in its own server",
+            needs=("websockets>=15",),
+            install="pip install 'rl-envs[openenv]'",
+        ),
+        Component(
+            "nemo_gym",
+            target="rl_envs.nemo_gym.environment:NemoGymEnvironment",
+            config="rl_envs.nemo_gym.config:NemoGymConfig",
+            summary="NeMo Gym: the tools and the reward of a resources server, over HTTP",
+            needs=("httpx>=0.28",),
+            install="pip install 'rl-envs[nemo-gym]'",
+        ),
     ]
 
 

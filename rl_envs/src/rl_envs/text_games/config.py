@@ -10,13 +10,9 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_envs.config import GeneratedDatasetConfig
 
 
-class TextGameConfig(EnvironmentConfig):
+class GameConfig(EnvironmentConfig):
     """Settings that all adapters of text games share."""
 
-    id: str = Field(min_length=1)
-    """Name of the game in its library."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments with which the library makes the game."""
     max_moves: int = Field(default=20, ge=1)
     """Maximum number of messages of the model before the game ends. Each takes one turn."""
     win_reward: float = 1.0
@@ -25,6 +21,24 @@ class TextGameConfig(EnvironmentConfig):
     @property
     def turns_needed(self) -> int:
         return self.max_moves
+
+    @property
+    def game(self) -> str:
+        """What is played, for errors."""
+        raise NotImplementedError
+
+
+class TextGameConfig(GameConfig):
+    """Settings of the adapters of libraries."""
+
+    id: str = Field(min_length=1)
+    """Name of the game in its library."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments with which the library makes the game."""
+
+    @property
+    def game(self) -> str:
+        return self.id
 
 
 class GymnasiumConfig(TextGameConfig):
@@ -49,6 +63,25 @@ class SkyRLGymConfig(TextGameConfig):
 
     env_config: dict[str, Any] = Field(default_factory=dict)
     """The settings of the environment, its argument `env_config`."""
+
+
+class OpenEnvConfig(GameConfig):
+    """`env.openenv`: an environment of an OpenEnv server."""
+
+    url: str = Field(pattern="^(http|ws)s?://")
+    """URL of the server, such as `http://localhost:8000`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the server's `reset`, in addition to the row's seed."""
+    action_key: str | None = "message"
+    """Field of the action that gets the model's message. Null: the message contains the action as a JSON object."""
+    observation_key: str | None = None
+    """Field of the observation that the model reads. Null: the whole observation as JSON."""
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    """Maximum time that the server may take to reply, in seconds."""
+
+    @property
+    def game(self) -> str:
+        return self.url
 
 
 class TextGameDatasetConfig(GeneratedDatasetConfig):

@@ -15,7 +15,7 @@ from rl_core.environments import StepResult, environment_return, final_text
 from rl_core.errors import DataError
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import Observation
-from rl_envs.text_games.config import TextGameConfig
+from rl_envs.text_games.config import GameConfig
 
 SESSION_KEY = "session_id"
 _log = logging.getLogger("rlcore.text_games")
@@ -63,10 +63,10 @@ class TextGameEnvironment(EnvironmentInterface):
         ConfigError: A key is unknown or a value is not allowed.
     """
 
-    config_class: ClassVar[type[TextGameConfig]]
+    config_class: ClassVar[type[GameConfig]]
     """The model of the section in `env`."""
 
-    def __init__(self, config: TextGameConfig | Mapping[str, Any]) -> None:
+    def __init__(self, config: GameConfig | Mapping[str, Any]) -> None:
         self.config = read_section(self.config_class, config)
         self._games: dict[str, TextGame] = {}
 
@@ -109,13 +109,13 @@ class TextGameEnvironment(EnvironmentInterface):
         try:
             move = self._games[info[SESSION_KEY]].play(final_text(message))
         except Exception as error:  # of the library, perhaps because of what the model wrote
-            _log.warning("%s failed in a game of %s.", type(self).__name__, self.config.id, exc_info=error)
+            _log.warning("%s failed in a game of %s.", type(self).__name__, self.config.game, exc_info=error)
             return StepResult(
                 observation=[],
                 metadata=info,
                 rewards={"game": 0.0},
                 terminated=True,
-                failure=f"the game {self.config.id} raised {type(error).__name__}: {error}",
+                failure=f"the game {self.config.game} raised {type(error).__name__}: {error}",
             )
         moves = info.get("moves", 0) + 1
         total = info.get("total_reward", 0.0) + move.rewards["game"]

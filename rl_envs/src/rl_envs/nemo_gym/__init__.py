@@ -1,0 +1,1 @@
+"""The environment `nemo_gym`: tasks of a resources server of NeMo Gym."""
