@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import rl_core.testing
+import rl_train.testing
 from rl_core.testing.promises import Conformance
 
 PAGE = Path(__file__).parent / "conformance.md"
@@ -32,7 +33,7 @@ class TestPackage(PackagingConformance):
 ```
 
 `pip install 'rl-core[testing]'` installs pytest. `rlcore check plugin acme` runs the same tests with default configs, without
-a test file. Algorithms, datasets and loggers have no conformance tests yet.
+a test file. Kinds with the path `rl_train.testing` below need rl-train.
 
 - A broken promise is shown as the promise, what was found, and a link to this page. Tests that would fail for the same reason
   are skipped.
@@ -48,10 +49,11 @@ a test file. Algorithms, datasets and loggers have no conformance tests yet.
 def conformance_page() -> str:
     """The whole page."""
     lines = [HEAD]
-    for name in sorted(rl_core.testing.__all__):
-        tests = getattr(rl_core.testing, name, None)
+    paths = ((name, module) for module in (rl_core.testing, rl_train.testing) for name in module.__all__)
+    for name, module in sorted(paths, key=lambda path: path[0]):
+        tests = getattr(module, name)
         if isinstance(tests, type) and issubclass(tests, Conformance):
-            lines += section(f"rl_core.testing.{name}", tests)
+            lines += section(f"{module.__name__}.{name}", tests)
     return "\n".join(lines)
 
 

@@ -190,6 +190,32 @@ SANDBOXES = {
     "runs_code_after_close": Wrong(promise="test_a_closed_session_is_an_error"),
 }
 
+LOGGERS = {
+    "adds_the_step_to_the_metrics": Wrong(promise="test_its_arguments_are_unchanged"),
+    "closes_once": Wrong(promise="test_finish_may_be_called_twice"),
+    "ignores_errors_of_the_disk": Wrong(promise="test_a_folder_that_cannot_be_written_is_an_error"),
+    "loses_the_last_steps": Wrong(promise="test_every_step_is_written_once"),
+    "prints_each_step": Wrong(promise="test_it_prints_nothing"),
+    "refuses_nan": Wrong(promise="test_it_accepts_every_metric"),
+    "starts_its_file_again": Wrong(promise="test_a_resumed_run_continues"),
+    "writes_each_step_twice": Wrong(promise="test_every_step_is_written_once"),
+    "writes_names_of_the_first_step": Wrong(promise="test_it_is_created_and_logs_steps"),
+    "writes_strict_unicode": Wrong(promise="test_it_accepts_every_text"),
+    "writes_to_the_working_directory": Wrong(promise="test_the_working_directory_is_unchanged"),
+}
+
+DATASETS = {
+    "answers_with_numbers": Wrong(promise="test_records_have_the_documented_form"),
+    "counts_its_instances": Wrong(promise="test_instances_are_equal"),
+    "draws_at_each_read": Wrong(promise="test_equal_reads_are_equal"),
+    "draws_from_the_global_generator": Wrong(promise="test_other_seeds_change_nothing"),
+    "has_sets_in_its_prompt": Wrong(promise="test_prompts_can_be_hashed"),
+    "hashes_texts": Wrong(promise="test_other_processes_read_the_same"),
+    "returns_functions": Wrong(promise="test_records_can_be_pickled"),
+    "returns_its_own_records": Wrong(promise="test_records_may_be_changed"),
+    "stops_at_a_bad_row": Wrong(promise="test_bad_rows_are_named"),
+}
+
 COMMANDS = {
     "has_no_example": Wrong(promise="test_its_help_describes_every_argument"),
     "imports_torch": Wrong(promise="test_its_import_is_silent_and_light"),

@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from wrong_plugins.registry import COMMANDS, ENGINES, ENVIRONMENTS, POLICIES, SANDBOXES, TRANSPORTS
+from wrong_plugins.loggers.base import written
+from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, POLICIES, SANDBOXES, TRANSPORTS
 
 from rl_core.testing import (
     CommandConformance,
@@ -14,6 +15,7 @@ from rl_core.testing import (
     WeightTransportConformance,
 )
 from rl_core.testing.promises import Status
+from rl_train.testing import DatasetConformance, LoggerConformance
 
 ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for number in range(4)]
 
@@ -66,6 +68,23 @@ def test_the_kit_finds_a_wrong_command_by_the_promise_that_it_breaks(name):
     path = f"wrong_plugins.commands.{name}.command"
     names, text = broken(CommandConformance, path, arguments=() if name == "ignores_unknown_options" else (__file__,))
     assert names == ([] if name == "right" else [COMMANDS[name].promise]), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["right", *LOGGERS])
+def test_the_kit_finds_a_wrong_logger_by_the_promise_that_it_breaks(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = f"wrong_plugins.loggers.{name}.Logger"
+    names, text = broken(LoggerConformance, path, written=classmethod(lambda _, folder: written(folder)))
+    assert names == ([] if name == "right" else [LOGGERS[name].promise]), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["right", *DATASETS])
+def test_the_kit_finds_a_wrong_dataset_by_the_promise_that_it_breaks(name):
+    bad_rows = {"row 3": {"bad": 3}} if name in ("right", "stops_at_a_bad_row") else {}
+    names, text = broken(DatasetConformance, f"wrong_plugins.datasets.{name}.Dataset", bad_rows=bad_rows)
+    assert names == ([] if name == "right" else [DATASETS[name].promise]), text
     assert "Traceback" not in text
 
 

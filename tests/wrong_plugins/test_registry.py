@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from wrong_plugins.registry import COMMANDS, ENGINES, ENVIRONMENTS, POLICIES, SANDBOXES, TRANSPORTS
+from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, POLICIES, SANDBOXES, TRANSPORTS
 
 FOLDERS = {
     "engines": ENGINES,
@@ -12,6 +12,8 @@ FOLDERS = {
     "transports": TRANSPORTS,
     "sandboxes": SANDBOXES,
     "commands": COMMANDS,
+    "datasets": DATASETS,
+    "loggers": LOGGERS,
 }
 
 

@@ -27,8 +27,8 @@ Name = Annotated[
 def check_plugin(name: Name, as_json: AsJson = False) -> None:
     """Check whether a plugin keeps the promises of its interfaces: its package, and each component that the kit can test.
 
-    Runs the tests of the conformance kit (`rl_core.testing`) with default configs. Components that need a config or rows are
-    tested from a test file, which `docs/conformance.md` shows. Exit code: 1 if a promise is broken.
+    Runs the tests of the conformance kit (`rl_core.testing`, `rl_train.testing`) with default configs. Components that need
+    a config or rows are tested from a test file, which `docs/conformance.md` shows. Exit code: 1 if a promise is broken.
 
     Example:
         rlcore check plugin acme
@@ -90,9 +90,10 @@ def _tests_of(name: str) -> Iterator[type[Conformance]]:
 def _kits() -> dict[Kind, type[Conformance]]:
     """The test class of each kind of component that has one."""
     import rl_core.testing as core
+    import rl_train.testing as train
     from rl_core.testing.promises import Conformance
 
-    classes = (getattr(core, name) for name in core.__all__)
+    classes = (getattr(module, name) for module in (core, train) for name in module.__all__)
     return {
         tests.kind: tests
         for tests in classes

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from written_metrics import mlflow_run, scalars, written_wandb_rows
 
 from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.plugins.manager import PluginManager, discover
@@ -35,14 +35,6 @@ pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_addition.yaml"
 
 
-def scalars(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-
-
 def log(logger, values, *, first_step):
     logger.log_hyperparams({"grpo": {"max_num_steps": 3, "val_period": None}})
     for step, value in enumerate(values, start=first_step):
@@ -51,56 +43,11 @@ def log(logger, values, *, first_step):
     logger.finish()
 
 
-def test_tensorboard_shows_each_metric_under_its_own_name(tmp_path):
-    log(TensorBoardLogger(config=TensorBoardConfig(), folder=tmp_path), [0.25, 0.5, 0.75], first_step=1)
-    assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.25), (2, 0.5), (3, 0.75)]}
-
-
 def test_tensorboard_drops_the_steps_that_a_resumed_run_repeats(tmp_path):
     config = TensorBoardConfig(log_dir=str(tmp_path / "elsewhere"))
     log(TensorBoardLogger(config=config, folder=tmp_path), [0.25, 0.5, 0.75], first_step=1)
     log(TensorBoardLogger(config=config, folder=tmp_path), [1.0, 2.0], first_step=3)
     assert scalars(tmp_path / "elsewhere") == {"reward/mean": [(1, 0.25), (2, 0.5), (3, 1.0), (4, 2.0)]}
-
-
-def records(path):
-    """The records of a .wandb file: after 7 bytes, the log format of LevelDB, which is blocks of 32 KiB with framed pieces."""
-    data, piece, at = path.read_bytes(), b"", 7
-    assert data[:4] == b":W&B"
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        piece += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield piece
-            piece = b""
-
-
-def wandb_rows(folder):
-    """The logged rows by run id."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    rows = {}
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        for data in records(path):
-            record = Record.FromString(data)
-            if record.WhichOneof("record_type") == "history":
-                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                rows.setdefault(path.stem.removeprefix("run-"), []).append(row)
-    return rows
-
-
-def written_wandb_rows(folder, count):
-    """The logged rows by run id, as soon as there are that many.
-
-    The library's own process writes the file, which on a busy machine may end after `finish`.
-    """
-    give_up = time.monotonic() + 120
-    while sum(map(len, (rows := wandb_rows(folder)).values())) < count and time.monotonic() < give_up:
-        time.sleep(0.2)
-    return rows
 
 
 def test_wandb_is_offline_despite_environment_variables_and_resumes_under_the_same_id(tmp_path, monkeypatch):
@@ -163,20 +110,6 @@ def test_wandb_offline_opens_no_connection(tmp_path):
     with nobody_is_called(tmp_path, "WANDB_BASE_URL") as env:
         log_one_step("Wandb", tmp_path, env)
     assert len(written_wandb_rows(tmp_path, 1)) == 1
-
-
-def mlflow_run(folder, store="mlflow.db"):
-    """The one run of a store, and its metrics by name: (step, value), in the order of the steps."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{folder / store}")
-    [experiment] = [found for found in client.search_experiments() if found.name != "Default"]
-    [run] = client.search_runs([experiment.experiment_id])
-    kept = {
-        name: sorted((one.step, one.value) for one in client.get_metric_history(run.info.run_id, name))
-        for name in run.data.metrics
-    }
-    return experiment, run, kept
 
 
 def test_mlflow_writes_to_the_run_folder_despite_environment_variables(tmp_path, monkeypatch):

@@ -14,13 +14,7 @@ def new_plugin(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Name of the component: what a config will contain.", show_default=False)
     ],
-    kind: Annotated[
-        str,
-        typer.Option(
-            help=f"One of {', '.join(PLUGIN_KINDS)}.",
-            show_default=False,
-        ),
-    ],
+    kind: Annotated[str, typer.Option(help=f"One of {', '.join(PLUGIN_KINDS)}.", show_default=False)],
 ) -> None:
     """Write the repository of a plugin into the new folder `rlcore-NAME`.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_core import testing
+import rl_core.testing
+import rl_train.testing
 from rl_core.plugins.component import Kind
 
 
@@ -37,10 +38,11 @@ class PluginKind:
         return self.kind not in (Kind.COMMAND, Kind.SANDBOX)
 
     @property
-    def kit(self) -> str | None:
-        """The class of its conformance tests in `rl_core.testing`; None if the kind has only those of every plugin."""
-        name = "".join(word.capitalize() for word in self.kind.split("_")) + "Conformance"
-        return name if name in testing.__all__ else None
+    def kits(self) -> dict[str, list[str]]:
+        """The classes of its conformance tests, by module."""
+        names = ("PackagingConformance", "".join(word.capitalize() for word in self.kind.split("_")) + "Conformance")
+        modules = (rl_core.testing, rl_train.testing)
+        return {module.__name__: [name for name in sorted(names) if name in module.__all__] for module in modules}
 
 
 _MODEL = ("torch", "transformers")

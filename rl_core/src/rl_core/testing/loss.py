@@ -18,6 +18,7 @@ from rl_core.testing.promises import Condition, Conformance, Found, promise
 from rl_core.testing.sections import section_of
 
 _UNITS, _WIDTH, _VOCABULARY, _CANDIDATES = 6, 12, 50, 4
+_SCALAR, _PARTS = "test_it_returns_a_scalar_and_metrics", "test_microbatches_do_not_change_the_gradient"
 _TOLERANCE = 2e-5
 """Relative; sums of float32 numbers in another order differ by about 1e-6."""
 
@@ -90,10 +91,7 @@ class LossConformance(Conformance):
                 raise Found(f"the metric {name!r} is {value!r}: metrics are finite scalar tensors, detached from the graph.")
         return f"loss {float(outcome.loss):g}, metrics {', '.join(outcome.metrics)}"
 
-    @promise(
-        "The sum of the losses of microbatches is the loss of the batch, and the gradient is the same.",
-        after="test_it_returns_a_scalar_and_metrics",
-    )
+    @promise("The losses of microbatches sum to the loss of the batch, and the gradient is the same.", after=_SCALAR)
     def test_microbatches_do_not_change_the_gradient(self) -> str:
         loss_fn, logprobs, rows = self._batch()
         whole = self._whole()
@@ -107,20 +105,14 @@ class LossConformance(Conformance):
         _check_equal(torch.cat([part.gradient for part in parts]), whole.gradient, "the gradient of microbatches")
         return f"loss {total:g} in {len(parts)} microbatches"
 
-    @promise(
-        "The loss is divided by the counts that it is passed: with twice the counts it is half as large.",
-        after="test_it_returns_a_scalar_and_metrics",
-    )
+    @promise("The loss is divided by the counts that it is passed: with twice the counts it is half as large.", after=_SCALAR)
     def test_the_loss_is_divided_by_the_global_counts(self) -> None:
         loss_fn, logprobs, rows = self._batch()
         seqs, toks = _counts(rows)
         half = _Outcome(loss_fn, logprobs, rows, (2 * seqs, 2 * toks))
         _check_equal(2 * half.gradient, self._whole().gradient, "twice the gradient with doubled counts")
 
-    @promise(
-        "Tokens outside `token_mask` and rows outside `sample_mask` have no gradient, and no effect on the loss.",
-        after="test_it_returns_a_scalar_and_metrics",
-    )
+    @promise("Tokens outside `token_mask` and rows outside `sample_mask` have no gradient and no effect.", after=_SCALAR)
     def test_masked_tokens_have_no_effect(self) -> None:
         loss_fn, logprobs, rows = self._batch()
         mask = _trained(rows)
@@ -134,16 +126,14 @@ class LossConformance(Conformance):
         )
         _check_equal(shifted.loss, whole.loss, "the loss with other numbers for untrained tokens")
 
-    @promise("Padding columns change neither loss nor gradient.", after="test_it_returns_a_scalar_and_metrics")
+    @promise("Padding columns change neither loss nor gradient.", after=_SCALAR)
     def test_padding_has_no_effect(self) -> None:
         loss_fn, logprobs, rows = self._batch()
         padded = {key: _padded(value) if _has_tokens(value) else value for key, value in rows.items()}
         wider = _Outcome(loss_fn, _padded(logprobs), BatchedDataDict(padded), _counts(rows))
         _check_equal(wider.gradient[:, :_WIDTH], self._whole().gradient, "the gradient with wider padding")
 
-    @promise(
-        "A microbatch without trained tokens has the loss 0 and no gradient.", after="test_it_returns_a_scalar_and_metrics"
-    )
+    @promise("A microbatch without trained tokens has the loss 0 and no gradient.", after=_SCALAR)
     def test_a_microbatch_without_trained_tokens_has_no_loss(self) -> None:
         loss_fn, logprobs, rows = self._batch()
         empty: BatchedDataDict[Any] = BatchedDataDict({**rows, "sample_mask": torch.zeros_like(rows["sample_mask"])})
@@ -153,10 +143,7 @@ class LossConformance(Conformance):
                 f"the loss is {float(outcome.loss):g} with a gradient of up to {float(outcome.gradient.abs().max()):g}."
             )
 
-    @promise(
-        "Metrics of microbatches, combined as `metric_reductions` says, are those of the batch.",
-        after="test_microbatches_do_not_change_the_gradient",
-    )
+    @promise("Metrics of microbatches, combined as `metric_reductions` says, are those of the batch.", after=_PARTS)
     def test_metrics_are_combined_as_declared(self) -> str:
         loss_fn, logprobs, rows = self._batch()
         whole, parts = self._whole(), self._parts(loss_fn, logprobs, rows)
@@ -171,7 +158,7 @@ class LossConformance(Conformance):
                 )
         return f"{len(whole.metrics)} metrics"
 
-    @promise("It does not change its arguments.", after="test_it_returns_a_scalar_and_metrics")
+    @promise("It does not change its arguments.", after=_SCALAR)
     def test_its_arguments_are_unchanged(self) -> None:
         loss_fn, logprobs, rows = self._batch()
         before = {key: value.clone() if isinstance(value, torch.Tensor) else list(value) for key, value in rows.items()}
@@ -186,16 +173,13 @@ class LossConformance(Conformance):
         if not torch.equal(given.detach(), logprobs):
             raise Found("it changed the log-probabilities in place.")
 
-    @promise("Equal calls have equal results.", after="test_it_returns_a_scalar_and_metrics")
+    @promise("Equal calls have equal results.", after=_SCALAR)
     def test_equal_calls_have_equal_results(self) -> None:
         first, again = self._whole(), self._whole()
         if not torch.equal(first.gradient, again.gradient):
             raise Found("two equal calls had different gradients, so the loss keeps state or draws at random.")
 
-    @promise(
-        "It can be pickled, because it is sent to the policy's workers, and computes the same there.",
-        after="test_it_returns_a_scalar_and_metrics",
-    )
+    @promise("It can be pickled, because it is sent to the policy's workers, and computes the same there.", after=_SCALAR)
     def test_it_can_be_pickled(self) -> None:
         loss_fn, logprobs, rows = self._batch()
         sent = pickle.loads(pickle.dumps(loss_fn))
@@ -206,7 +190,7 @@ class LossConformance(Conformance):
     @promise(
         "Rows that `rows_with_gradient` excludes have no gradient.",
         applies=Condition(text="`rows_with_gradient` is not overridden", holds=_excludes_rows),
-        after="test_it_returns_a_scalar_and_metrics",
+        after=_SCALAR,
     )
     def test_excluded_rows_have_no_gradient(self) -> str:
         loss_fn, _, rows = self._batch()

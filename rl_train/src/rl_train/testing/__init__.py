@@ -1,0 +1,7 @@
+"""Conformance kit for components of the training runtime; see `rl_core.testing` and docs/conformance.md."""
+
+from rl_core.first_use import import_on_first_use
+
+__all__ = ["DatasetConformance", "LoggerConformance"]
+
+__getattr__ = import_on_first_use(__name__, {".dataset": "DatasetConformance", ".logger": "LoggerConformance"})

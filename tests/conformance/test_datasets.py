@@ -1,0 +1,42 @@
+"""Our datasets keep the promises of datasets."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from rl_train.testing import DatasetConformance
+
+ROWS = Path(__file__).parent / "rows"
+
+
+class TestArithmetic(DatasetConformance):
+    component = "arithmetic"
+
+
+class TestGuess(DatasetConformance):
+    component = "guess"
+
+
+class TestSlidingPuzzle(DatasetConformance):
+    component = "sliding_puzzle"
+
+
+class TestReasoningGym(DatasetConformance):
+    component = "reasoning_gym"
+    config: ClassVar = {"task": "chain_sum"}
+
+
+class TestTextGame(DatasetConformance):
+    component = "text_game"
+    config: ClassVar = {"question": "Say up or down."}
+
+
+class TestJsonLines(DatasetConformance):
+    component = "jsonl"
+    config: ClassVar = {"path": str(ROWS / "sums.jsonl")}
+    bad_rows: ClassVar = {"wrong_sums.jsonl:2": {"path": str(ROWS / "wrong_sums.jsonl")}}
+
+
+class TestPreferences(DatasetConformance):
+    component = "preference"
+    config: ClassVar = {"path": str(ROWS / "pairs.jsonl")}
+    bad_rows: ClassVar = {"sums.jsonl:1": {"path": str(ROWS / "sums.jsonl")}}
