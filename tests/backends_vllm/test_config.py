@@ -292,3 +292,20 @@ def test_a_worker_with_a_model_starts_at_the_first_call_and_stops(engines, reada
         worker.shutdown()
     with pytest.raises(WeightSyncError, match="The engine is not running"):
         worker.generate(torch.tensor([[5, 6, 7]]))
+
+
+def test_an_engine_without_memory_for_one_row_says_which_keys_to_change(engines):
+    with pytest.raises(WorkerError, match="Out of memory in loading") as refused:
+        engines(kv_cache_gib=1e-6).wait_ready()
+    message = str(refused.value.__cause__)
+    assert "(MemoryError: No available memory for the cache blocks." in message
+    assert "Raise `policy.generation.vllm_cfg.kv_cache_gib` (1e-06)" in message
+    assert f"or lower `policy.generation.vllm_cfg.max_model_len` from {LENGTH}." in message
+
+
+def test_the_advice_on_a_gpu_names_its_keys_with_their_values():
+    context = WorkerContext(rank=0, world_size=1, local_rank=0, node_rank=0, master_address="", master_port=0, device="cuda")
+    config = VllmConfig(vllm_cfg={"gpu_memory_utilization": 0.4, "tensor_parallel_size": 2})
+    advice = VllmGenerationWorker(context, config).memory_advice("loading")
+    assert "Raise `policy.generation.vllm_cfg.gpu_memory_utilization` (0.4) if the KV cache is too small" in advice
+    assert "`policy.generation.vllm_cfg.tensor_parallel_size: 4`" in advice

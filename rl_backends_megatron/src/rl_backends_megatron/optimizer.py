@@ -152,6 +152,10 @@ class TrainableModel:
                         if isinstance(value, torch.Tensor):
                             yield f"{key} of {name}", value
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Megatron's buffers of all gradients."""
+        return (buffer.grad_data for model in self.models for buffer in (*model.buffers, *model.expert_parallel_buffers))
+
     def move_state(self, device: torch.device | str) -> None:
         """Move the optimizer's state to `device`; weights and their float32 copies are not moved."""
         for sub_optimizer in self.sub_optimizers:
@@ -208,6 +212,10 @@ class FrozenModel:
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Empty: there is no optimizer state."""
+        return iter(())
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Empty: there are no gradients."""
         return iter(())
 
     def complete_weights(self) -> None:

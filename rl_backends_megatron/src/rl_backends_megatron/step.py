@@ -7,6 +7,7 @@ optimizer unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def optimizer_step(
     head: Head,
     ranks: Ranks,
     max_grad_norm: float | None,
+    stepping: AbstractContextManager[None],
 ) -> StepResult:
     """Accumulate the gradients of all microbatches and ranks, clip, and step.
 
@@ -54,6 +56,7 @@ def optimizer_step(
         head: from the model's output to one number per token.
         ranks: the ranks.
         max_grad_norm: maximum gradient norm; None disables clipping.
+        stepping: entered while the optimizer updates the weights.
 
     Raises:
         NonFiniteError: on every rank, if a loss or gradient on any rank is NaN or infinite; nothing has changed.
@@ -71,7 +74,8 @@ def optimizer_step(
     reduced = reduce_metrics([metrics for _, metrics in found], loss_fn.metric_reductions)
     if ranks.any(first_non_finite_loss([norm, *losses]) is not None):
         raise _non_finite(losses, trainable, ranks, norm=norm)
-    lr = trainable.step(norm, max_grad_norm) if trainable is not None else 0.0
+    with stepping:
+        lr = trainable.step(norm, max_grad_norm) if trainable is not None else 0.0
     numbers = {name: float(value) for name, value in reduced.items()}
     loss, metrics = ranks.from_last_stage((sum(losses), numbers))
     return StepResult(loss=loss, grad_norm=norm, lr=lr, metrics=metrics)

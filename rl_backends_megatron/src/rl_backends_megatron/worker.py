@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,7 @@ from rl_backends_megatron.cpu_shim import cpu_shim
 from rl_backends_megatron.hf_folder import copy_generation_config, read_config, read_generation_config, write_folder
 from rl_backends_megatron.loading import LoadedModel, build_model
 from rl_backends_megatron.matrix_sizes import matrix_sizes
+from rl_backends_megatron.memory_advice import memory_advice
 from rl_backends_megatron.model import DTYPES, is_tied
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput, filler_microbatch
 from rl_backends_megatron.offloading import Offloader
@@ -42,6 +43,7 @@ from rl_core.backend import (
 from rl_core.config.schema import GenerationConfig
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.out_of_memory import explaining_memory
 
 _SHARDS_OPTIMIZER: Final = "use_distributed_optimizer"
 
@@ -132,7 +134,22 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
                 head=self._head,
                 ranks=self._ranks,
                 max_grad_norm=self.config.max_grad_norm,
+                stepping=explaining_memory(self, "the optimizer step"),
             )
+
+    def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        if not hasattr(self, "_trainable"):
+            return {}
+        state = [each for name, each in self._trainable.named_state() if not name.startswith("float32 ")]
+        return {
+            "weights": self._model.chunks.tensors(),
+            "float32 master weights": self._model.chunks.master_weights(),
+            "gradients": self._trainable.gradients(),
+            "optimizer state": state,
+        }
+
+    def memory_advice(self, doing: str) -> str:
+        return memory_advice(self.config, doing)
 
     def sample(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
         self._weights.restore()

@@ -40,6 +40,8 @@ from rl_core.backend import (
 from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError
 
 _POLL_S = 1.0
+_TOO_LITTLE_MEMORY = ("No available memory", "available KV cache memory", "Free memory on device")
+"""In the errors of an engine that does not start because it has no memory for its KV cache."""
 _INCOMPLETE_WEIGHTS = (
     "The engine does not have complete weights: its first or current refit has not finished. Refit it, then sample."
 )
@@ -128,6 +130,18 @@ class VllmGenerationWorker(GenerationWorker):
             "row_options": row_options,
             "streams_tokens": True,
         }
+
+    def memory_advice(self, doing: str) -> str:
+        own, section = self._config.vllm_cfg, "policy.generation.vllm_cfg"
+        length = f"lower `{section}.max_model_len`" + (f" from {own.max_model_len}" if own.max_model_len else "")
+        if self.context.device == "cpu":
+            size = f"`{section}.kv_cache_gib`" + (f" ({own.kv_cache_gib:g})" if own.kv_cache_gib else "")
+            return f"Raise {size} if the KV cache is too small, lower it if memory is full, or {length}."
+        return (
+            f"Raise `{section}.gpu_memory_utilization` ({own.gpu_memory_utilization:g}) if the KV cache is too small; lower it "
+            f"if other processes need the memory; or {length}, or set `{section}.tensor_parallel_size: "
+            f"{2 * own.tensor_parallel_size}`."
+        )
 
     def generate(
         self, data: BatchedDataDict[Any] | torch.Tensor | None = None, *, greedy: bool = False, **columns: Any
@@ -373,4 +387,6 @@ def _start(arguments: Mapping[str, Any], *, asynchronous: bool) -> Engine:
     try:
         return AsyncEngine(given) if asynchronous else InProcessEngine(given)
     except ValueError as error:  # raised by vLLM's config classes
+        if any(text in str(error) for text in _TOO_LITTLE_MEMORY):
+            raise MemoryError(str(error)) from error
         raise ConfigError(f"vLLM does not start with policy.generation.vllm_cfg and vllm_kwargs: {error}") from error

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.data.bin_packing import PACKERS, get_packer
+from rl_core.data.bin_packing import PACKERS, pack, split_to_count
 from rl_core.data.packed_layout import pack_rows
 from rl_core.errors import DataError
 
@@ -15,21 +15,16 @@ ALGORITHMS = st.sampled_from(sorted(PACKERS))
 
 @given(LENGTHS, ALGORITHMS)
 def test_every_packer_places_every_row_once_and_respects_the_capacity(lengths, algorithm):
-    bins = get_packer(algorithm, 50).pack(lengths)
+    bins = pack(lengths, 50, algorithm=algorithm)
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
     assert all(rows and sum(lengths[row] for row in rows) <= 50 for rows in bins)
 
 
-@given(LENGTHS, ALGORITHMS, st.integers(1, 6), st.integers(1, 4))
-def test_bin_counts_are_as_requested_or_too_few_rows_are_reported(lengths, algorithm, least, multiple):
-    plain = len(get_packer(algorithm, 50).pack(lengths))
-    wanted = -(-max(plain, least) // multiple) * multiple
-    packer = get_packer(algorithm, 50, min_bin_count=least, bin_count_multiple=multiple)
-    if wanted > len(lengths):
-        with pytest.raises(DataError, match="cannot fill"):
-            packer.pack(lengths)
-        return
-    bins = packer.pack(lengths)
+@given(LENGTHS, ALGORITHMS, st.integers(0, 6))
+def test_bins_are_split_to_any_number_that_there_are_rows_for(lengths, algorithm, more):
+    bins = pack(lengths, 50, algorithm=algorithm)
+    wanted = min(len(bins) + more, len(lengths))
+    bins = split_to_count(bins, lengths, wanted)
     assert len(bins) == wanted
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
     assert all(rows and sum(lengths[row] for row in rows) <= 50 for rows in bins)
@@ -58,26 +53,26 @@ def fewest_bins(lengths: list[int], capacity: int) -> int:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
 def test_decreasing_packers_stay_within_their_proven_bounds_of_the_optimum(lengths):
     optimum = fewest_bins(lengths, 60)
-    assert len(get_packer("first_fit_decreasing", 60).pack(lengths)) <= 11 / 9 * optimum + 6 / 9
-    assert len(get_packer("modified_first_fit_decreasing", 60).pack(lengths)) <= 71 / 60 * optimum + 1
+    assert len(pack(lengths, 60, algorithm="first_fit_decreasing")) <= 11 / 9 * optimum + 6 / 9
+    assert len(pack(lengths, 60, algorithm="modified_first_fit_decreasing")) <= 71 / 60 * optimum + 1
 
 
 def test_modified_first_fit_decreasing_pairs_small_rows_where_first_fit_decreasing_wastes_a_bin():
     # 53 + 23 + 23 and 52 + 26 + 22 fill two bins of 100; first fit puts the 26 next to the 53.
     lengths = [53, 52, 26, 23, 23, 22]
-    assert len(get_packer("MODIFIED_FIRST_FIT_DECREASING", 100).pack(lengths)) == 2
-    assert len(get_packer("first_fit_decreasing", 100).pack(lengths)) == 3
+    assert len(pack(lengths, 100, algorithm="MODIFIED_FIRST_FIT_DECREASING")) == 2
+    assert len(pack(lengths, 100, algorithm="first_fit_decreasing")) == 3
 
 
 def test_the_concatenative_packer_keeps_the_order():
-    assert get_packer("concatenative", 10).pack([4, 6, 1, 9, 10]) == [[0, 1], [2, 3], [4]]
+    assert pack([4, 6, 1, 9, 10], 10, algorithm="concatenative") == [[0, 1], [2, 3], [4]]
 
 
-def test_an_unknown_algorithm_and_a_capacity_of_zero_are_refused():
+def test_an_unknown_algorithm_and_a_row_that_fits_no_bin_are_refused():
     with pytest.raises(DataError, match="Unknown packing algorithm 'best_fit': choose one of"):
-        get_packer("best_fit", 10)
-    with pytest.raises(DataError, match="bin_capacity is 0"):
-        get_packer("concatenative", 0)
+        pack([1], 10, algorithm="best_fit")
+    with pytest.raises(DataError, match="row 1 has 11 tokens, but a bin holds at most 10"):
+        pack([1, 11], 10, algorithm="concatenative")
 
 
 ROWS = st.lists(st.integers(0, 7), min_size=1, max_size=5)
@@ -126,4 +121,4 @@ def test_a_pack_refuses_lengths_beyond_its_rows():
 @pytest.mark.parametrize("algorithm", [7, None, ["concatenative"]])
 def test_a_packing_algorithm_of_a_wrong_type_is_refused_with_the_known_names(algorithm):
     with pytest.raises(DataError, match=r"Unknown packing algorithm .*: choose one of"):
-        get_packer(algorithm, 50)
+        pack([1], 50, algorithm=algorithm)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rl_backends_hf.config import HFGenerationConfig
+from rl_backends_hf.memory_advice import generation_advice
 from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.sampling.freed_memory import return_freed_memory
 from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
@@ -39,6 +40,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
     def __init__(self, context: WorkerContext, config: HFGenerationConfig) -> None:
         self.context = context
         self._config = config
+        self._model: Any = None
 
     def setup(self) -> GenerationFacts:
         if self._config.model_name is None:
@@ -73,6 +75,12 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             "precision": options.precision or "float32",
             "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),
         }
+
+    def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        return {"weights": self._model.parameters()} if self._model is not None else {}
+
+    def memory_advice(self, doing: str) -> str:
+        return generation_advice(self._config, doing)
 
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         self.prepare_for_generation()

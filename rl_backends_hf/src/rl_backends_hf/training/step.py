@@ -7,7 +7,7 @@ only then is the step taken. A NaN anywhere therefore leaves weights and optimiz
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ def optimizer_step(
     state: TrainingState | None,
     parallel: Parallel,
     max_grad_norm: float | None,
+    stepping: AbstractContextManager[None],
 ) -> StepResult:
     """Accumulate the gradients of all microbatches and ranks, clip, and step.
 
@@ -50,6 +51,7 @@ def optimizer_step(
         state: optimizer state; None to compute loss and metrics only.
         parallel: the ranks.
         max_grad_norm: maximum gradient norm; None disables clipping.
+        stepping: entered while the optimizer updates the weights.
 
     Raises:
         NonFiniteError: on every rank, if a loss or gradient on any rank is NaN or infinite; nothing has changed.
@@ -73,7 +75,8 @@ def optimizer_step(
         raise _non_finite(losses, state, parallel, norm=numbers[2])
     if state is not None and max_grad_norm is not None:
         clip_(list(state.masters.gradients().values()), norm, max_grad_norm)
-    lr = _step(state) if state is not None else 0.0
+    with stepping:
+        lr = _step(state) if state is not None else 0.0
     return StepResult(loss=numbers[1], grad_norm=numbers[2], lr=lr, metrics=dict(zip(reduced, numbers[3:], strict=True)))
 
 

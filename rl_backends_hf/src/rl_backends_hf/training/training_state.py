@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -114,6 +114,11 @@ class TrainingState:
             raise CheckpointError(
                 f"{folder} is damaged: {trainer['world_size']} ranks wrote it, and {_rng_file(rank)} is missing."
             )
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """This rank's tensors of the optimizer's state."""
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        return (value for value in values if isinstance(value, torch.Tensor))
 
     def find_non_finite(self) -> str | None:
         """The name of the first of this rank's tensors that has NaN or infinities, or None."""

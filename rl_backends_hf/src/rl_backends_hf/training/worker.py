@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
+from rl_backends_hf.loading_checks import warn_of_slow_type
 from rl_backends_hf.matrix_sizes import matrix_sizes
+from rl_backends_hf.memory_advice import policy_advice
 from rl_backends_hf.model import (
     DTYPES,
     checkpoint_activations,
@@ -32,7 +33,6 @@ from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.master_weights import MasterWeights
 from rl_backends_hf.training.optimizer import build_optimizer
-from rl_backends_hf.training.out_of_memory import explaining_memory
 from rl_backends_hf.training.prefix_support import SUPPORTED, use_varlen_if_plain, why_not_shared
 from rl_backends_hf.training.reference import FrozenBase, Reference, ReferencePolicy
 from rl_backends_hf.training.scoring_inputs import Microbatcher
@@ -55,9 +55,9 @@ from rl_core.backend import (
 )
 from rl_core.errors import ConfigError, NotSupportedError, UserError
 from rl_core.interfaces.loss import LossFunction
+from rl_core.interfaces.out_of_memory import explaining_memory
 
 _CPU = torch.device("cpu")
-_log = logging.getLogger(__name__)
 
 
 class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
@@ -91,7 +91,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             # Tokens go to the device on which the map has placed the embeddings.
             self._parallel.device = model.get_input_embeddings().weight.device
         device = self._parallel.device
-        _warn_of_slow_type(self._dtype, device)
+        warn_of_slow_type(self._dtype, device)
         self._microbatcher = Microbatcher(self.config, device=device)
         self._quantized = is_quantized(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -153,7 +153,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        with self._scoring_model(reference=reference) as scoring, self._explaining_memory(training=False):
+        with self._scoring_model(reference=reference) as scoring:
             inputs = (self._microbatcher.form(each, training=False) for each in microbatches)
             if topk is None:
                 return [{scoring.column: scoring.score(each)} for each in inputs]
@@ -188,19 +188,29 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         *,
         eval_mode: bool,
     ) -> StepResult:
-        with self._explaining_memory(training=True):
-            return optimizer_step(
-                self._scoring,
-                (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
-                loss_fn,
-                counts,
-                state=None if eval_mode else self._trainable_state(),
-                parallel=self._parallel,
-                max_grad_norm=self.config.max_grad_norm,
-            )
+        return optimizer_step(
+            self._scoring,
+            (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
+            loss_fn,
+            counts,
+            state=None if eval_mode else self._trainable_state(),
+            parallel=self._parallel,
+            max_grad_norm=self.config.max_grad_norm,
+            stepping=explaining_memory(self, "the optimizer step"),
+        )
 
-    def _explaining_memory(self, *, training: bool) -> AbstractContextManager[None]:
-        return explaining_memory(self.config, self._scoring, self._state, training=training)
+    def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        kinds: dict[str, Iterable[torch.Tensor]] = {}
+        if hasattr(self, "_scoring"):
+            kinds["weights"] = self._scoring.parameters()
+        if self._state is not None:
+            kinds["float32 master weights"] = self._state.masters.parameters.values()
+            kinds["gradients"] = self._state.masters.gradients().values()
+            kinds["optimizer state"] = self._state.tensors()
+        return {kind: map(local, tensors) for kind, tensors in kinds.items()}
+
+    def memory_advice(self, doing: str) -> str:
+        return policy_advice(self.config, doing)
 
     def _training_input(
         self, microbatch: BatchedDataDict[Any], loss_fn: LossFunction
@@ -383,13 +393,3 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def _drop_gradients(self) -> None:
         if self._state is not None:
             self._state.masters.clear_gradients()
-
-
-def _warn_of_slow_type(dtype: torch.dtype, device: torch.device) -> None:
-    # Without native instructions, bfloat16 falls back to a plain loop: a hundred times slower, not twice as fast.
-    if dtype == torch.bfloat16 and device == _CPU and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        _log.warning(
-            "This CPU (%s) has no bfloat16 instructions, so `precision: bfloat16` will be many times slower than float32. "
-            "Set `policy.precision: float32` unless memory is too small for it.",
-            torch.backends.cpu.get_cpu_capability(),
-        )

@@ -21,6 +21,7 @@ from rl_core.cluster import orphan_reaper, stacks
 from rl_core.cluster.ports import free_port
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError, frames_of
+from rl_core.interfaces.out_of_memory import explaining_memory
 from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
 from rl_core.rendezvous.interfaces import interface_variables
 
@@ -121,7 +122,8 @@ class ActorHost:
         try:
             args = (*leading, *args)
             seed_call(self._worker, self._context, method, args)
-            result = getattr(self._worker, method)(*args, **kwargs)
+            with explaining_memory(self._worker, method):
+                result = getattr(self._worker, method)(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
             return result if keep_result else None

@@ -12,6 +12,7 @@ from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
 from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
+from rl_core.interfaces.out_of_memory import explaining_memory
 from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
 
 
@@ -127,7 +128,8 @@ class InProcessWorkerGroup(WorkerGroup):
             raise UserError(f"group '{self._name}' was shut down; {method}() cannot run on it")
         try:
             seed_call(self._worker, self._context, method, args)
-            value = getattr(self._worker, method)(*args, **kwargs)
+            with explaining_memory(self._worker, method):
+                value = getattr(self._worker, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
             failed = self._failed(method, error)
             failed.__cause__ = error

@@ -1,84 +1,43 @@
-"""Assigns rows to bins of limited capacity, by their lengths."""
+"""Assigns rows to bins of limited capacity, by their lengths. Deterministic: ranks that plan independently agree."""
 
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from rl_core.errors import DataError
 
 
-class SequencePacker(ABC):
-    """Packs rows into bins. Deterministic: ranks that plan independently agree.
+def pack(lengths: Sequence[int], capacity: int, *, algorithm: str) -> list[list[int]]:
+    """Row numbers by bin: every row once, no empty bin, none over capacity.
 
     Args:
-        bin_capacity: Maximum number of tokens in a bin.
-        min_bin_count: Minimum number of bins, reached by splitting full ones.
-        bin_count_multiple: Make the number of bins a multiple of this, by splitting full ones.
+        lengths: Tokens of each row.
+        capacity: Maximum number of tokens in a bin.
+        algorithm: A name in `PACKERS`, in any case.
+
+    Raises:
+        DataError: Unknown algorithm, or a row is longer than a bin.
     """
-
-    def __init__(self, bin_capacity: int, *, min_bin_count: int | None = None, bin_count_multiple: int | None = None) -> None:
-        for name, value in (
-            ("bin_capacity", bin_capacity),
-            ("min_bin_count", min_bin_count),
-            ("bin_count_multiple", bin_count_multiple),
-        ):
-            if value is not None and value < 1:
-                raise DataError(f"{name} is {value}: it must be at least 1")
-        self.bin_capacity = bin_capacity
-        self.min_bin_count = min_bin_count or 1
-        self.bin_count_multiple = bin_count_multiple or 1
-
-    @abstractmethod
-    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Bins of row numbers; every length fits a bin."""
-
-    def pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Row numbers by bin, from the tokens of each row: every row once, no empty bin, none over capacity.
-
-        Raises:
-            DataError: A row is longer than a bin, or there are fewer rows than required bins.
-        """
-        return self.split_to_count(self.fill(lengths), lengths) if lengths else []
-
-    def fill(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Row numbers by bin, in as few bins as the algorithm needs.
-
-        Raises:
-            DataError: A row is longer than a bin.
-        """
-        for row, length in enumerate(lengths):
-            if not 0 <= length <= self.bin_capacity:
-                raise DataError(
-                    f"row {row} has {length} tokens, but a bin holds at most {self.bin_capacity}: "
-                    "raise max_tokens_per_microbatch or shorten the row"
-                )
-        return self._pack(lengths)
-
-    def bin_count(self, bins: Sequence[list[int]]) -> int:
-        """The number of bins that `split_to_count` makes of `bins`."""
-        return -(-max(len(bins), self.min_bin_count) // self.bin_count_multiple) * self.bin_count_multiple
-
-    def split_to_count(self, bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        """Split the fullest bins until their number is allowed.
-
-        Raises:
-            DataError: There are fewer rows than required bins.
-        """
-        wanted = self.bin_count(bins)
-        if wanted > len(lengths):
+    packer = PACKERS.get(str(algorithm).lower())
+    if packer is None:
+        raise DataError(f"Unknown packing algorithm {algorithm!r}: choose one of {sorted(PACKERS)}.")
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= capacity:
             raise DataError(
-                f"{len(lengths)} rows cannot fill {wanted} bins (at least {self.min_bin_count}, a multiple of "
-                f"{self.bin_count_multiple}): use more rows, a larger capacity, or fewer shards"
+                f"row {row} has {length} tokens, but a bin holds at most {capacity}: "
+                "raise max_tokens_per_microbatch or shorten the row"
             )
-        while len(bins) < wanted:
-            fullest = max(
-                (number for number, rows in enumerate(bins) if len(rows) > 1),
-                key=lambda number: sum(lengths[row] for row in bins[number]),
-            )
-            bins[fullest : fullest + 1] = _halves(bins[fullest], lengths)
-        return bins
+    return packer(lengths, capacity) if lengths else []
+
+
+def split_to_count(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Split the fullest bins until there are `count`, which is at most the number of rows."""
+    while len(bins) < count:
+        weights = [sum(lengths[row] for row in rows) if len(rows) > 1 else -1 for rows in bins]
+        fullest = weights.index(max(weights))
+        bins[fullest : fullest + 1] = _halves(bins[fullest], lengths)
+    return bins
 
 
 def _halves(rows: list[int], lengths: Sequence[int]) -> list[list[int]]:
@@ -110,54 +69,44 @@ def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return sorted(rows, key=lambda row: -lengths[row])
 
 
-class ConcatenativePacker(SequencePacker):
+def _concatenative(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Rows in order; a new bin if the next row does not fit. Keeps the order but wastes the most space."""
-
-    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        bins: list[list[int]] = [[]]
-        left = self.bin_capacity
-        for row, length in enumerate(lengths):
-            if length > left:
-                bins.append([])
-                left = self.bin_capacity
-            bins[-1].append(row)
-            left -= length
-        return bins
+    bins: list[list[int]] = [[]]
+    left = capacity
+    for row, length in enumerate(lengths):
+        if length > left:
+            bins.append([])
+            left = capacity
+        bins[-1].append(row)
+        left -= length
+    return bins
 
 
-class FirstFitDecreasingPacker(SequencePacker):
+def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Longest row first, into the first bin that fits: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007)."""
-
-    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, self.bin_capacity)
+    return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, capacity)
 
 
-class FirstFitShufflePacker(SequencePacker):
+def _first_fit_shuffle(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Rows in a shuffled order of fixed seed, into the first bin that fits: bins of mixed lengths."""
-
-    seed = 0
-
-    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        order = list(range(len(lengths)))
-        random.Random(self.seed).shuffle(order)
-        return _first_fit(order, lengths, self.bin_capacity)
+    order = list(range(len(lengths)))
+    random.Random(0).shuffle(order)
+    return _first_fit(order, lengths, capacity)
 
 
-class ModifiedFirstFitDecreasingPacker(SequencePacker):
+def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """MFFD of Johnson and Garey (1985): at most 71/60 of the fewest bins, plus 1.
 
     Each row longer than half a bin opens one; each such bin then takes a row longer than a third, or a pair longer than a
     sixth. The remaining rows fill the gaps, longest first, and the rest is packed first-fit decreasing.
     """
-
-    def _pack(self, lengths: Sequence[int]) -> list[list[int]]:
-        order = _longest_first(range(len(lengths)), lengths)
-        large = [row for row in order if 2 * lengths[row] > self.bin_capacity]
-        filling = _Filling(lengths, self.bin_capacity, large, order[len(large) :])
-        filling.add_mediums()
-        filling.add_small_pairs()
-        filling.fill_gaps()
-        return filling.bins + _first_fit(filling.rest, lengths, self.bin_capacity)
+    order = _longest_first(range(len(lengths)), lengths)
+    large = [row for row in order if 2 * lengths[row] > capacity]
+    filling = _Filling(lengths, capacity, large, order[len(large) :])
+    filling.add_mediums()
+    filling.add_small_pairs()
+    filling.fill_gaps()
+    return filling.bins + _first_fit(filling.rest, lengths, capacity)
 
 
 class _Filling:
@@ -202,24 +151,10 @@ class _Filling:
         return True
 
 
-PACKERS: dict[str, type[SequencePacker]] = {
-    "concatenative": ConcatenativePacker,
-    "first_fit_decreasing": FirstFitDecreasingPacker,
-    "first_fit_shuffle": FirstFitShufflePacker,
-    "modified_first_fit_decreasing": ModifiedFirstFitDecreasingPacker,
+PACKERS: dict[str, Callable[[Sequence[int], int], list[list[int]]]] = {
+    "concatenative": _concatenative,
+    "first_fit_decreasing": _first_fit_decreasing,
+    "first_fit_shuffle": _first_fit_shuffle,
+    "modified_first_fit_decreasing": _modified_first_fit_decreasing,
 }
-"""Packing algorithms by name."""
-
-
-def get_packer(
-    algorithm: str, bin_capacity: int, *, min_bin_count: int | None = None, bin_count_multiple: int | None = None
-) -> SequencePacker:
-    """The packer with a name in `PACKERS`, in any case; other arguments as `SequencePacker`.
-
-    Raises:
-        DataError: Unknown algorithm.
-    """
-    packer = PACKERS.get(str(algorithm).lower())
-    if packer is None:
-        raise DataError(f"Unknown packing algorithm {algorithm!r}: choose one of {sorted(PACKERS)}.")
-    return packer(bin_capacity, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
+"""Packing algorithms by name: row numbers by bin, from the tokens of each row and the capacity of a bin."""

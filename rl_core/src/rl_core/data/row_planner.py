@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict, cast
 
-from rl_core.data.bin_packing import get_packer
+from rl_core.data.bin_packing import pack, split_to_count
 from rl_core.data.shared_prefix import PrefixGroup, common_prefix, computed_tokens
 from rl_core.errors import DataError
 
@@ -164,12 +164,11 @@ class RowPlanner:
 
     def _by_packing(self, cost: Callable[[Sequence[Unit]], int], *, max_tokens: int, algorithm: str) -> list[ShardPlan]:
         """Plan packed microbatches, the fullest first; a microbatch's length is the sum of the costs of its parts."""
-        packer = get_packer(algorithm, max_tokens, min_bin_count=self.shards, bin_count_multiple=self.shards)
         plans = [ShardPlan() for _ in range(self.shards)]
         for start, end in global_batches(self.rows, self.batch_size):
             parts = [part for units in self._groups(start, end) for part in _fitting(units, max_tokens, cost)]
             costs = [cost(part) for part in parts]
-            while (wanted := packer.bin_count(bins := packer.fill(costs))) > len(parts):
+            while (wanted := _round_up(len(bins := pack(costs, max_tokens, algorithm=algorithm)), self.shards)) > len(parts):
                 parts = _split_largest(parts, costs, wanted=wanted, shards=self.shards)
                 costs = [cost(part) for part in parts]
             microbatches = [
@@ -177,7 +176,7 @@ class RowPlanner:
                     rows=_rows_of(unit for number in sorted(group) for unit in parts[number]),
                     length=sum(costs[number] for number in group),
                 )
-                for group in packer.split_to_count(bins, costs)
+                for group in split_to_count(bins, costs, wanted)
             ]
             _distribute(sorted(microbatches, key=lambda microbatch: -microbatch.length), plans)
         return plans

@@ -43,12 +43,9 @@ def load_tokenizer(
     path = Path(name_or_path)
     require_model(str(name_or_path), query_cached=True)
     try:
-        if path.suffix == ".gguf":
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(path.parent), gguf_file=path.name, trust_remote_code=trust_remote_code
-            )
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=trust_remote_code)
+        gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        folder = str(path.parent if gguf else name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except ImportError as error:
         raise DataError(f"reading {str(name_or_path)!r} requires a package that is not installed: {error}") from error
     except (OSError, ValueError) as error:

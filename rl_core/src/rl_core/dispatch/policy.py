@@ -175,21 +175,14 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         """Split `rows` over the data axis, with the microbatch plan of the config, and the order of rows if it has changed."""
         packing, dynamic = self.config.sequence_packing, self.config.dynamic_batching
         plan: dict[str, Any] = {}
+        section = packing if packing.enabled else dynamic
+        tokens = section.train_mb_tokens if training else section.logprob_mb_tokens
+        common = {"max_tokens_per_microbatch": tokens, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
         if packing.enabled:
-            plan["sequence_packing_args"] = {
-                "max_tokens_per_microbatch": packing.train_mb_tokens if training else packing.logprob_mb_tokens,
-                "input_key": "input_ids",
-                "input_lengths_key": "input_lengths",
-                "algorithm": packing.algorithm,
-                "sequence_length_pad_multiple": packing.sequence_length_pad_multiple,
-            }
+            own = {"algorithm": packing.algorithm, "sequence_length_pad_multiple": packing.sequence_length_pad_multiple}
+            plan["sequence_packing_args"] = common | own
         elif dynamic.enabled:
-            plan["dynamic_batching_args"] = {
-                "max_tokens_per_microbatch": dynamic.train_mb_tokens if training else dynamic.logprob_mb_tokens,
-                "sequence_length_round": dynamic.sequence_length_round,
-                "input_key": "input_ids",
-                "input_lengths_key": "input_lengths",
-            }
+            plan["dynamic_batching_args"] = common | {"sequence_length_round": dynamic.sequence_length_round}
         fixed = (mbs or self.config.train_micro_batch_size) if training else self.config.logprob_batch_size
         rows = self._sharing.select(rows, rows_per_microbatch=None if plan else fixed)
         if PROMPT in rows:

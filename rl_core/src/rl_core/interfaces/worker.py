@@ -9,7 +9,7 @@ shard over the data axis, dispatch, restore the row order, enforce deadlines and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
@@ -107,6 +107,14 @@ class GenerationFacts(TypedDict):
 
 class MeasuredWorker:
     """A worker that reports the memory of its process."""
+
+    def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
+        """This rank's tensors, such as its weights, for the error of full memory; by default, none."""
+        return {}
+
+    def memory_advice(self, doing: str) -> str:
+        """Keys that lower the memory of `doing`, such as "scoring", with values, for that error; by default, none."""
+        return ""
 
     def take_peak_memory(self) -> int | None:
         """The most memory in use since the last call, in bytes; None if it is unknown.
