@@ -148,6 +148,20 @@ def test_an_engine_without_weights_refuses_to_sample_before_its_first_refit(tmp_
         engine.shutdown()
 
 
+def test_weights_packed_in_another_thread_are_read_as_they_were_packed(tmp_path):
+    # Sizes that no other test has: vLLM keeps what it built for the first weights of a size until the process ends.
+    path = make_model(tmp_path / "model", "llama-untied", intermediate_size=80)
+    policy, engine = make_policy(path), make_engine(path, load_format="dummy")
+    try:
+        # The reader of shared memory is a new thread, which starts with the process's number of threads, not torch's.
+        for step, transport in enumerate([SharedMemoryTransport, AcmeFiles], start=1):
+            take_step(policy, step)
+            assert synchronizer(policy, engine, transport=transport).sync()["refit/canary_error"] < 1e-5
+    finally:
+        engine.shutdown()
+        policy.shutdown()
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A policy and an engine that agree at weight version 1."""

@@ -32,9 +32,9 @@ FAMILIES = {
 }
 
 
-def make_model(folder, family):
+def make_model(folder, family, **sizes):
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(type(FAMILIES[family])(**FAMILIES[family].to_dict() | sizes))
     with torch.no_grad():  # biases and norms start as zeros and ones, so a missing one would not be noticed
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

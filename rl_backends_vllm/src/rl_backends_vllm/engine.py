@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, ClassVar
 
-import torch
-
 from rl_backends_vllm.extension import pack, unpack
+from rl_backends_vllm.torch_threads import use_torch_threads
 from rl_core.errors import ConfigError, EngineDiedError
 
 
@@ -122,6 +121,7 @@ class InProcessEngine(Engine):
                 "other. Shut the first down, set `vllm_cfg.async_engine: true` for the second, or run both on a cluster.",
                 key="vllm_cfg.async_engine",
             )
+        use_torch_threads()
         # vLLM's default number of tokens per step depends on the usage context; that of `vllm.LLM` is the largest.
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
         self.config = self._engine.vllm_config
@@ -138,8 +138,7 @@ class InProcessEngine(Engine):
     def finished(self, wait_s: float) -> list[Any]:
         until = time.monotonic() + wait_s
         done: list[Any] = []
-        # Torch would set the number of this thread's OpenMP threads in the middle of its first step, which vLLM refuses.
-        torch.get_num_threads()
+        use_torch_threads()
         with self.detect_engine_death():
             while not done and not self.is_paused and self._engine.has_unfinished_requests():
                 done = list(self._engine.step())

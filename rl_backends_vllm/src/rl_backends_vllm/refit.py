@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rl_backends_vllm.torch_threads import use_torch_threads
 from rl_core.backend import (
     CheckpointNames,
     RefitManifest,
@@ -186,6 +187,7 @@ class VllmWeightReceiver(WeightReceiver):
     def _vllm_context(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
+        use_torch_threads()
         with torch.device(self._worker.device), set_current_vllm_config(self._worker.vllm_config), torch.no_grad():
             yield
 
