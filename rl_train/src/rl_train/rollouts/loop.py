@@ -34,6 +34,7 @@ class RolloutLoop:
     def __init__(self, *, threaded: bool = False) -> None:
         self._threaded = threaded
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_report_unless_interrupted)
         self._threads: list[threading.Thread] = []
         """The loop's own thread, if it has one."""
         self._changed = threading.Condition()
@@ -92,10 +93,16 @@ class RolloutLoop:
         self._close()
 
     def _notify(self, _: Future[Any]) -> None:
-        if not self._threads:
+        if not self._threads and self.awaited_since is not None:  # after an interruption, it would end the loop of `close`
             self._loop.stop()
         with self._changed:
             self._changed.notify_all()
+
+
+def _report_unless_interrupted(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log the error of a task, except an interruption, which also ended the loop."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
+        loop.default_exception_handler(context)
 
 
 def _runs_event_loop() -> bool:
