@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from e2e_runs import HELD, TINY, TrainingProcess, merged
+from e2e_runs import HELD, SLOW_TURNS, TINY, TrainingProcess, merged
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,3 +70,31 @@ def held(train, tmp_path):
             (tmp_path / "hold").unlink()
 
     return Held()
+
+
+@pytest.fixture
+def slow_turns(tmp_path):
+    """Makes the config of an asynchronous run with `SLOW_TURNS`, two policy ranks and two replicas."""
+    (tmp_path / "slow_turns.py").write_text(SLOW_TURNS)
+
+    def make(steps, **environment):
+        section = {"env_cls": "slow_turns.SlowTurns", "num_workers": 2, **environment}
+        return {
+            "grpo": {"max_num_steps": steps, "max_rollout_turns": 2, "val_period": 1, "val_at_start": False},
+            "policy": {
+                "max_total_sequence_length": 40,
+                "scheduler": {"kwargs": {"num_training_steps": None}},
+                "generation": {"max_restarts": 100},
+            },
+            "cluster": {"workers_per_node": 2},
+            "loss_fn": {"ratio_to": "sampler"},
+            "rollout": {"max_staleness": 2, "ahead": 2, "retries": 4},
+            "data": {
+                "train": {"num_samples": 400},
+                "validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"},
+            },
+            "env": {"arithmetic": section},
+            "checkpointing": {"save_period": 1},
+        }
+
+    return make

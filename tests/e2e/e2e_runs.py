@@ -55,6 +55,57 @@ HELD = textwrap.dedent(
     """
 )
 
+SLOW_TURNS = textwrap.dedent(
+    """
+    import os, random, time
+    from pathlib import Path
+    import torch
+    from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+
+    FOLDER = Path(__file__).parent
+
+    class SlowTurns(EnvironmentInterface):
+        '''Two turns with rewards that depend on the text only; the response to each takes up to 0.2 s.'''
+
+        def __init__(self, cfg):
+            self.fails = cfg.get("fails", False)
+            self.hangs = cfg.get("hangs", False)
+            (FOLDER / "environments").mkdir(exist_ok=True)
+            (FOLDER / "environments" / str(os.getpid())).touch()
+
+        def step(self, message_log_batch, metadata):
+            if self.fails:
+                raise ConnectionError("the service does not respond")
+            if self.hangs and any(log[0]["content"].startswith("1") for log in message_log_batch):
+                time.sleep(3600)
+            time.sleep(random.random() * 0.2)
+            answers = [[m["content"] for m in log if m["role"] == "assistant"] for log in message_log_batch]
+            return EnvironmentReturn(
+                observations=[{"role": "environment", "content": "1+2="} for _ in answers],
+                metadata=metadata,
+                next_stop_strings=[None] * len(answers),
+                rewards=torch.tensor([sum(text.count("1") for text in texts) / 4 for texts in answers]),
+                terminateds=torch.tensor([len(texts) == 2 for texts in answers]),
+            )
+    """
+)
+
+TRAP_CALLS = textwrap.dedent(
+    """
+    def trap(owner, name, where, *, after=False):
+        '''Call `pass_by(where)`, which the module defines, before or after each call of a method or function.'''
+        function = getattr(owner, name)
+        def passing(*arguments, **options):
+            if not after:
+                pass_by(where)
+            result = function(*arguments, **options)
+            if after:
+                pass_by(where)
+            return result
+        setattr(owner, name, passing)
+    """
+)
+
 PLANS_OF_PAIRS = {
     "one pair at a time": {"train_micro_batch_size": 2},
     "an odd number of rows at a time": {"train_micro_batch_size": 5},

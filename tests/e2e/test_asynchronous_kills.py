@@ -11,7 +11,7 @@ from collections import Counter
 
 import psutil
 import pytest
-from e2e_runs import checkpoint_of, metrics_of
+from e2e_runs import TRAP_CALLS, checkpoint_of, metrics_of
 from killed_processes import kill
 
 from rl_train.metrics.jsonl import read_jsonl
@@ -23,30 +23,7 @@ pytestmark = [
 
 TRAPPED = textwrap.dedent(
     """
-    import os, random, sys, time
-    from pathlib import Path
-    import torch
-    from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
-
-    FOLDER = Path(__file__).parent
-
-    class SlowTurns(EnvironmentInterface):
-        '''Two turns with rewards that depend on the text only; the response to each takes up to 0.2 s.'''
-
-        def __init__(self, cfg):
-            (FOLDER / "environments").mkdir(exist_ok=True)
-            (FOLDER / "environments" / str(os.getpid())).touch()
-
-        def step(self, message_log_batch, metadata):
-            time.sleep(random.random() * 0.2)
-            answers = [[m["content"] for m in log if m["role"] == "assistant"] for log in message_log_batch]
-            return EnvironmentReturn(
-                observations=[{"role": "environment", "content": "1+2="} for _ in answers],
-                metadata=metadata,
-                next_stop_strings=[None] * len(answers),
-                rewards=torch.tensor([sum(text.count("1") for text in texts) / 4 for texts in answers]),
-                terminateds=torch.tensor([len(texts) == 2 for texts in answers]),
-            )
+    import sys
 
     def pass_by(where):
         '''Wait if the file `hold` names this phase, until it names another one or is taken away; `held` says so.'''
@@ -61,17 +38,6 @@ TRAPPED = textwrap.dedent(
             return (FOLDER / "hold").read_text() == where
         except FileNotFoundError:
             return False
-
-    def trap(owner, name, where, *, after=False):
-        function = getattr(owner, name)
-        def passing(*arguments, **options):
-            if not after:
-                pass_by(where)
-            result = function(*arguments, **options)
-            if after:
-                pass_by(where)
-            return result
-        setattr(owner, name, passing)
 
     if "rl_train.launch.train" in sys.modules:  # the driver
         from rl_core.dispatch.policy import DistributedPolicy
@@ -91,30 +57,10 @@ PROMPTS = GROUP_SIZE = 4
 
 
 @pytest.fixture
-def config(tmp_path):
-    (tmp_path / "trapped.py").write_text(TRAPPED)
-
-    def make(steps):
-        section = {"env_cls": "trapped.SlowTurns", "num_workers": 2}
-        return {
-            "grpo": {"max_num_steps": steps, "max_rollout_turns": 2, "val_period": 1, "val_at_start": False},
-            "policy": {
-                "max_total_sequence_length": 40,
-                "scheduler": {"kwargs": {"num_training_steps": None}},
-                "generation": {"max_restarts": 100},
-            },
-            "cluster": {"workers_per_node": 2},
-            "loss_fn": {"ratio_to": "sampler"},
-            "rollout": {"max_staleness": 2, "ahead": 2, "retries": 4},
-            "data": {
-                "train": {"num_samples": 400},
-                "validation": {"dataset_name": "arithmetic", "num_samples": 8, "split": "validation"},
-            },
-            "env": {"arithmetic": section},
-            "checkpointing": {"save_period": 1},
-        }
-
-    return make
+def config(slow_turns, tmp_path):
+    with (tmp_path / "slow_turns.py").open("a") as module:
+        module.write(TRAP_CALLS + TRAPPED)
+    return slow_turns
 
 
 class Held:

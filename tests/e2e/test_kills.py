@@ -10,7 +10,7 @@ import signal
 import textwrap
 
 import pytest
-from e2e_runs import MEASURED, ROOT, TINY, TrainingProcess, checkpoint_of, merged, reproducible_metrics_of
+from e2e_runs import MEASURED, ROOT, TINY, TRAP_CALLS, TrainingProcess, checkpoint_of, merged, reproducible_metrics_of
 from killed_processes import kill
 
 from rl_train.metrics.jsonl import read_jsonl
@@ -53,17 +53,6 @@ TRAP = textwrap.dedent(
         with one_at_a_time:
             pass_by("agent")
             return add(base_url, api_key, model, messages, metadata)
-
-    def trap(owner, name, where, *, after=False):
-        function = getattr(owner, name)
-        def passing(*arguments, **options):
-            if not after:
-                pass_by(where)
-            result = function(*arguments, **options)
-            if after:
-                pass_by(where)
-            return result
-        setattr(owner, name, passing)
 
     if "rl_train.launch.train" in sys.modules:  # the driver
         from rl_core.dispatch.policy import DistributedPolicy
@@ -122,7 +111,7 @@ ROWS = [
 
 
 def start_run(folder, setting):
-    (folder / "trap.py").write_text(TRAP.replace("ROOT", repr(str(ROOT))))
+    (folder / "trap.py").write_text((TRAP_CALLS + TRAP).replace("ROOT", repr(str(ROOT))))
     return TrainingProcess(folder, merged(merged(TINY, CONFIG), SETTINGS[setting]))
 
 
