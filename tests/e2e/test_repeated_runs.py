@@ -9,6 +9,7 @@ from e2e_runs import TINY, merged
 from safetensors.torch import load_file
 
 from rl_train.assembly import run_assembly
+from rl_train.assembly.workers import Builder
 from rl_train.launch.train import train
 from rl_train.metrics.jsonl import read_jsonl
 from rl_train.rollouts.source import RolloutSource
@@ -50,6 +51,25 @@ def run(tmp_path, local_ray):
         return train(path, console=False, **options).folder
 
     return start
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Names of the components of rollouts that runs have started."""
+    names = []
+
+    def count(name):
+        start = getattr(Builder, name)
+
+        def counted(self):
+            names.append(name)
+            return start(self)
+
+        monkeypatch.setattr(Builder, name, counted)
+
+    count("generation")
+    count("environments")
+    return names
 
 
 def weights_of(folder, step):
@@ -112,12 +132,26 @@ def test_a_resumed_exact_run_equals_an_uninterrupted_one_bit_for_bit(run, tmp_pa
     ],
     ids=["one turn", "dynamic sampling and importance weights"],
 )
-def test_a_replay_of_an_asynchronous_run_has_its_weights_bit_for_bit(run, changes):
+def test_a_replay_of_an_asynchronous_run_has_its_weights_bit_for_bit_without_an_engine(run, changes, started):
     recorded = run("recorded", changes)
+    assert sorted(started) == ["environments", "generation"]
     replayed = run("recorded", changes, replay=recorded)
     assert replayed != recorded
+    assert sorted(started) == ["environments", "generation"]
+    assert not any(name.startswith("refit/") for row in read_jsonl(replayed / "metrics.jsonl") for name in row)
     assert max(row["staleness/steps_max"] for row in read_jsonl(recorded / "metrics.jsonl")) > 0
     for step in range(1, STEPS + 1):
         assert trained(replayed, step) == trained(recorded, step)
         assert are_equal(weights_of(replayed, step), weights_of(recorded, step))
     assert not are_equal(weights_of(recorded, 1), weights_of(recorded, STEPS)), "nothing was learned"
+
+
+@pytest.mark.full("test_a_replay_of_an_asynchronous_run_has_its_weights_bit_for_bit_without_an_engine in this file")
+def test_a_replay_validates_with_an_engine_and_has_the_scores_of_the_recorded_run(run, started):
+    changes = {"grpo": {"val_period": 2}, "data": {"validation": {"dataset_name": "arithmetic", "num_samples": 8}}}
+    folders = [recorded := run("recorded", changes), run("recorded", changes, replay=recorded)]
+    assert sorted(started) == ["environments"] * 2 + ["generation"] * 2
+    rows = [read_jsonl(folder / "metrics.jsonl") for folder in folders]
+    scores = [{row["step"]: row["validation/reward"] for row in each if "validation/reward" in row} for each in rows]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) > 1

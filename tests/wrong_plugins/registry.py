@@ -1,7 +1,8 @@
 """The wrong plugins of this folder: what each does to a run, and what the error says.
 
 A `train` kind stops a plain `rlcore train` within three steps in float32, a `ranks` kind one with two ranks. A `check` kind
-cannot show in training, but `rlcore check env` finds it. A `kit` kind needs calls that neither makes: what such an engine
+cannot show in training, but `rlcore check env` finds it. A `flight` kind shows only in asynchronous runs
+(`tests/e2e/test_wrong_engines_in_flight.py`). A `kit` kind needs calls that neither makes: what such an engine
 samples could come from a right one.
 """
 
@@ -23,7 +24,7 @@ class Wrong:
 
     words: tuple[str, ...] = ()
     promise: str = ""
-    marker: Literal["train", "ranks", "check", "kit"] = "train"
+    marker: Literal["train", "ranks", "check", "flight", "kit"] = "train"
     changes: dict[str, Any] = field(default_factory=dict)
     frozen: bool = False
 
@@ -57,6 +58,8 @@ ENGINES = {
         words=("nats on average",), changes={"policy": {"generation": {"temperature": 0.5}}}, frozen=True
     ),
     "overstates_probabilities": Wrong(words=("nats on average",), frozen=True),
+    "streams_from_its_first_weights": Wrong(words=("the rows were streamed",), marker="flight"),
+    "keeps_keys_and_values": Wrong(words=("the rows were streamed",), marker="flight"),
     "leaves_out_the_end_token": Wrong(promise="test_the_end_token_is_kept", marker="kit", frozen=True),
     "reports_ended_rows_as_truncated": Wrong(promise="test_truncated_rows_are_reported", marker="kit", frozen=True),
     "ignores_seeds": Wrong(promise="test_seeds_are_independent_of_other_rows", marker="kit"),

@@ -35,6 +35,7 @@ from rl_train.rollouts.segments import join_segments
 from rl_train.rollouts.source import RolloutSource
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.weight_sync.device_memory import DeviceMemory
+from rl_train.weight_sync.no_engine import NoEngine
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_versions import by_weight_version
 
@@ -65,7 +66,7 @@ class Run:
     """Teacher model. Frozen; offloaded to CPU memory when idle."""
     generation: GenerationInterface | None = None
     """The engine that samples."""
-    weights: WeightSynchronizer | None = None
+    weights: WeightSynchronizer | NoEngine | None = None
     """Sends the policy's weights to the engine and verifies them."""
     memory: DeviceMemory | None = None
     """The device memory that policy, companion models and engine share; None if the policy has it alone."""

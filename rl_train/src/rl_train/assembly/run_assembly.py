@@ -50,10 +50,13 @@ from rl_train.rollouts.replay import ReplaySource
 from rl_train.rollouts.schedule import Schedule
 from rl_train.rollouts.scheduled_source import ScheduledSource
 from rl_train.rollouts.source import RolloutSource
+from rl_train.rollouts.streamed_rows import stream_rows_of
 from rl_train.rollouts.validation_set import ValidationSet
 from rl_train.run import Run
 from rl_train.run_folders.run_folder import checkpoint_store
 from rl_train.weight_sync.device_memory import DeviceMemory
+from rl_train.weight_sync.no_engine import NoEngine
+from rl_train.weight_sync.streamed_canary import StreamedCanary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 _log = logging.getLogger("rlcore")
@@ -77,7 +80,8 @@ def build_run(
         exits: closes all components in reverse order.
         before_models: called with the final config (epochs converted to steps) before models are loaded, so that a run that
             cannot be resumed fails within seconds.
-        replay: folder of a run whose recorded rollouts are trained on; None samples them.
+        replay: folder of a run whose recorded rollouts are trained on, without an engine unless validation samples; None
+            samples them.
 
     Raises:
         InvalidConfigError: lists all problems with the classes, models and data of the config.
@@ -94,9 +98,11 @@ def build_run(
     config = resolve_precision(config, cluster)
     loaded = with_precisions(loaded, precisions_of(config))
     builder = Builder(run=config, registry=registry, exits=exits, cluster=cluster, trains=True)
-    if config.rollout.max_staleness > 0 and builder.shares_gpus:  # without `cluster.use_gpus`, only the started cluster knows
+    samples = config.algorithm.runtime_needs.samples and (replay is None or bool(prepared.loaders.validation_prompts))
+    # Without `cluster.use_gpus`, only the started cluster knows.
+    if samples and config.rollout.max_staleness > 0 and builder.shares_gpus:
         raise ConfigError(ENGINE_SHARES_GPUS, key="rollout.max_staleness")
-    workers = builder.start(samples=config.algorithm.runtime_needs.samples)
+    workers = builder.start(samples=samples)
     workers.wait_ready()
     warn_about_engine_limit(config, workers.generation)
     return assemble_run(
@@ -172,11 +178,19 @@ def assemble_run(
         run.activities = collector.activities
         run.metrics.progress.rollouts = collector.activities.counts
         run.rollouts = _rollout_source(run, collector, loaders, run.weights, replay)
-        if run.rollouts is not None:
+        if run.rollouts is not None and replay is None:
             builder.exits.callback(run.rollouts.close)
-            if _ends_rollouts_before_refits(builder):
+            ends_rollouts = _ends_rollouts_before_refits(builder)
+            if ends_rollouts:
                 run.weights.before_refit = run.rollouts.end_rollouts
+            if config.rollout.max_staleness > 0 and collector.streams_rows:
+                rows = stream_rows_of(collector, over_refits=not ends_rollouts)
+                run.weights.streamed = StreamedCanary(rows, over_refits=not ends_rollouts)
         evaluations = {name: _evaluation(config, collector, prompts) for name, prompts in loaders.validation_prompts.items()}
+    elif replay is not None:
+        run.memory = DeviceMemory(workers.policy, companions=tuple(workers.companions.values()))
+        run.weights = NoEngine()
+        run.rollouts = _rollout_source(run, None, loaders, None, replay)
     run.initial_metrics = loaders.metrics()
     run.batches = loaders.batches
     run.validation_sets = [
@@ -191,7 +205,7 @@ def assemble_run(
     if config.checkpointing.max_time is not None:
         run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
     run.checkpoints = _checkpoints(run, resolved, folder=folder, defaults=defaults)
-    if run.weights is not None:
+    if isinstance(run.weights, WeightSynchronizer):
         run.keep("canary", run.weights.calibration)
     watch_training(run, builder)
     return run
@@ -207,7 +221,7 @@ def _ends_rollouts_before_refits(builder: Builder) -> bool:
 
 
 def _rollout_source(
-    run: Run, collector: Collector, loaders: DataLoaders, weights: WeightSynchronizer, replay: Path | None
+    run: Run, collector: Collector | None, loaders: DataLoaders, weights: WeightSynchronizer | None, replay: Path | None
 ) -> RolloutSource | None:
     """Rollouts of the prompts, mixed with the data's own answers if the algorithm uses them; None if it does not sample."""
     config = run.config
@@ -216,10 +230,12 @@ def _rollout_source(
         return None
     samples = SampledSteps(seed=config.algorithm.seed, fraction=needs.sampled_fraction)
     sampled: RolloutSource
-    if replay is None:
+    if collector is not None and weights is not None and replay is None:
         sampled = _scheduled_source(config, needs, collector, loaders.prompts, samples, weights, run.policy)
     else:
-        sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=collector.reward_weights)
+        assert replay is not None
+        reward_weights = {task: section.reward_weights for task, section in config.env.items()}
+        sampled = ReplaySource(replay, group_size=needs.samples_per_prompt, reward_weights=reward_weights)
     if loaders.answers is None:
         return sampled
     return MixedRolloutSource(sampled, loaders.answers, group_size=needs.samples_per_prompt, samples=samples)

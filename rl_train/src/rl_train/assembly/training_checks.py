@@ -13,6 +13,7 @@ from rl_train.diagnostics.model_files import read_model_config
 from rl_train.run import Run
 from rl_train.training_checks.agreement import Agreement
 from rl_train.training_checks.checks import TrainingChecks
+from rl_train.weight_sync.synchronizer import WeightSynchronizer
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -21,13 +22,14 @@ def watch_training(run: Run, builder: Builder) -> None:
     """Check every optimizer step of the run until its components are closed."""
     config, registry = run.config, builder.registry
     agreement = _agreement(run, builder) if run.generation is not None else None
-    checks = TrainingChecks(step=lambda: run.step, record=run.metrics.add, weights=run.weights, agreement=agreement)
+    weights = run.weights if isinstance(run.weights, WeightSynchronizer) else None
+    checks = TrainingChecks(step=lambda: run.step, record=run.metrics.add, weights=weights, agreement=agreement)
     label = component_label(registry, Kind.POLICY, config.policy.backend, run.policy)
     if run.generation is not None and config.policy.generation is not None:
         backend = config.policy.generation.backend
         checks.engine_label = component_label(registry, Kind.GENERATION, backend, run.generation)
-    if run.weights is not None:
-        run.weights.sent.label = label
+    if weights is not None:
+        weights.sent.label = label
     checks.watch(run.policy, label, builder.exits, is_policy=True)
     if run.value is not None and config.value is not None:
         value = component_label(registry, Kind.POLICY, config.value.backend, run.value, section="value")
@@ -46,7 +48,13 @@ def component_label(registry: Registry, kind: Kind, name: str, component: object
 def _agreement(run: Run, builder: Builder) -> Agreement | None:
     """The rule for engine and policy; None if the engine's log-probabilities are of another distribution."""
     section, weights = run.config.policy.generation, run.weights
-    if section is None or weights is None or run.generation is None or section.sampling_filters() or section.logit_changes():
+    if (
+        section is None
+        or not isinstance(weights, WeightSynchronizer)
+        or run.generation is None
+        or section.sampling_filters()
+        or section.logit_changes()
+    ):
         return None
     sides, float32 = builder.arithmetic(run.generation)
     return Agreement(

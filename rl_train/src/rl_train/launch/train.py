@@ -25,6 +25,7 @@ from rl_train.checkpoints.disk_space import explain_disk_errors
 from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.device_defaults import precisions_of, saved_precisions, with_precisions
 from rl_train.config.loader import LoadedConfig, load_config
+from rl_train.config.rules.required_sections import validates
 from rl_train.config.rules.rule import Stage
 from rl_train.config.schedule_lengths import schedule_changes
 from rl_train.config.schema import RunConfig
@@ -119,7 +120,7 @@ def train(
                 )
                 status.building()
             warn_if_too_large(config, registry)
-            _print_if(console, f"starting {_worker_names(config)}")
+            _print_if(console, f"starting {_worker_names(config, samples=replay is None or validates(config))}")
 
         with _reporting_start(console, start.folder):
             run = build_run(
@@ -236,11 +237,13 @@ def _move_later_checkpoints(run: Run, console: bool) -> None:
     )
 
 
-def _worker_names(config: RunConfig) -> str:
+def _worker_names(config: RunConfig, *, samples: bool) -> str:
     """The workers to be started, for the screen."""
-    models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)} | {"generation": config.policy.generation}
+    models = {name: getattr(config, name) for name in ("policy", *COMPANIONS)}
+    if samples:
+        models["generation"] = config.policy.generation
     named = [f"{name} {section.backend}" for name, section in models.items() if section is not None]
-    return ", ".join([*named, *(f"env {task}" for task in config.env)])
+    return ", ".join([*named, *(f"env {task}" for task in config.env if samples)])
 
 
 def _attach_loggers(

@@ -178,12 +178,20 @@ class Collector:
             late = RolloutTimeoutError(f"the rollout did not end within {self.timeout_s:g} s (rollout.timeout_s)")
             raise StepFailedError(late) from error
 
+    @property
+    def streams_rows(self) -> bool:
+        """Whether rollouts are sampled row by row."""
+        return (self._several_turns or self.row_by_row) and self.generation.streams_rows
+
+    @property
+    def _several_turns(self) -> bool:
+        return max(self.max_turns.values(), default=1) > 1 or bool(self.drivers)
+
     def _sampler(self, rollouts: int, greedy: bool) -> TurnSampler:
         pad_token_id: int = self.tokenizer.pad_token_id
-        several_turns = max(self.max_turns.values(), default=1) > 1 or bool(self.drivers)
-        if (several_turns or self.row_by_row) and self.generation.streams_rows:
+        if self.streams_rows:
             return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id)
-        if several_turns:
+        if self._several_turns:
             _log_batches(type(self.generation).__name__)
         return BatchSampler(self.generation, rollouts=rollouts, greedy=greedy, pad_token_id=pad_token_id)
 

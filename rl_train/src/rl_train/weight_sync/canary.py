@@ -15,6 +15,10 @@ The rule, with e the mean |difference| of log-probabilities per sampled token, i
   `LEAST_TOLERANCE`). An engine one optimizer step behind at a learning rate of 1e-5 has more than twice the first error.
 - `policy.generation.canary_tolerance` replaces both.
 
+If rollouts are streamed and continue over refits, the canary's rows are streamed over the first refit that changes the weights:
+an engine may sample complete batches correctly, but single rows with an older copy of the weights, or rows in progress with old
+keys and values. Only tokens of the new weights are compared, with `FIRST_TOLERANCE` if a side rounds.
+
 The mean over few tokens is noisy: |difference| has a standard deviation about as large as its mean. So the first sync measures
 `_ROUNDS` times as many rows as later ones, and a later sync beyond its tolerance is measured again with that many rows before
 the run is stopped.
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +60,15 @@ _ROUNDS = 4
 PROMPT_TOKENS = 16
 _PATTERN_TOKENS = 4
 _NEW_TOKENS = 4
+_STREAMED_TOKENS = 16
+"""New tokens of a row that is streamed: more, so that rows are in progress when the weights change."""
 _RESCORED_ROWS = 4
 _SEED = 20_240_601
+
+RowStreaming = Callable[[BatchedDataDict[Any], bool], AbstractContextManager[Callable[[], BatchedDataDict[Any]]]]
+"""Streams rows (the first argument; the second is whether to decode greedily) from the beginning of the block to its end, each
+repeatedly. The function waits until every row has tokens of the engine's weights at the time of the call, and returns them as a
+`GenerationOutputSpec` with `token_versions`, and `newest_version` [B] int64, that of the last token of each row."""
 
 
 @dataclass
@@ -171,6 +183,23 @@ class Canary:
         few = more if thorough else self._sample(generation, self.rows)
         return lambda policy: self._check(policy, lambda rows: few if rows is self.rows else more, thorough=thorough)
 
+    @property
+    def streamed_rows(self) -> BatchedDataDict[Any]:
+        """`more_rows` with more new tokens."""
+        limits = self.more_rows["max_new_tokens"] * (_STREAMED_TOKENS // _NEW_TOKENS)
+        return BatchedDataDict({**self.more_rows, "max_new_tokens": limits})
+
+    def check_streamed(
+        self, policy: ColocatablePolicyInterface, generation: GenerationInterface, output: BatchedDataDict[Any]
+    ) -> float:
+        """Compare the tokens of the current weights in rows that were streamed (`RowStreaming`); otherwise as `check`."""
+        check_version(generation, BatchedDataDict({"weight_version": output["newest_version"]}))
+        current = output["token_versions"] == output["newest_version"].unsqueeze(1)
+        differences = self._compare(policy, output, at_least=0, compared=current)
+        # Kernels for single rows round in another way than those for batches, which the calibration was measured with.
+        allowed = FIRST_TOLERANCE if self.tolerance is None else self.tolerance
+        return self._check_difference(differences, allowed, "; the rows were streamed, as those of rollouts are")
+
     def _check(
         self,
         policy: ColocatablePolicyInterface,
@@ -201,13 +230,22 @@ class Canary:
         check_version(generation, output)
         return output
 
-    def _compare(self, policy: ColocatablePolicyInterface, output: BatchedDataDict[Any], *, at_least: int) -> TokenDifferences:
+    def _compare(
+        self,
+        policy: ColocatablePolicyInterface,
+        output: BatchedDataDict[Any],
+        *,
+        at_least: int,
+        compared: torch.Tensor | None = None,
+    ) -> TokenDifferences:
         data = rows_to_score(output)
         if self.temperature_correction is None:
             scores = scored(policy.get_logprobs, _with_other_rows(data, at_least))["logprobs"][: data.size]
         else:
             scores = self.temperature_correction.logprobs(policy, data)
-        return TokenDifferences(output["output_ids"], scores, output["logprobs"], compared=sampled_tokens(output))
+        if compared is None:
+            compared = sampled_tokens(output)
+        return TokenDifferences(output["output_ids"], scores, output["logprobs"], compared=compared)
 
     def _check_difference(self, differences: TokenDifferences, allowed: float, rule: str) -> float:
         if differences.mean <= allowed:
@@ -218,10 +256,11 @@ class Canary:
             f"from the policy's: over {differences.num_tokens} canary tokens they differ by {differences.mean:.3g} nats on "
             f"average (allowed: {allowed:.3g}{rule}) and by {float(differences.sizes[at]):.3g} at most: token "
             f"{int(differences.token_ids[at])} at position {position} of row {row} has {differences.values_at(at)}. "
-            "The engine computes with an older copy of a weight, samples from a distribution other than the one that the "
-            "policy scores, or rounds much more than the policy; or the policy scores at another temperature, or returns "
-            f"scores in another order than its rows ({self.sides or 'unknown backends'}). `rlcore check logprobs` shows where "
-            "they differ. If this difference is acceptable for training, set policy.generation.canary_tolerance."
+            "The engine computes with an older copy of a weight or with older keys and values, samples from a distribution "
+            "other than the one that the policy scores, or rounds much more than the policy; or the policy scores at another "
+            f"temperature, or returns scores in another order than its rows ({self.sides or 'unknown backends'}). `rlcore "
+            "check logprobs` shows where they differ. If this difference is acceptable for training, set "
+            "policy.generation.canary_tolerance."
         )
 
 

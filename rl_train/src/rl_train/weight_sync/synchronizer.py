@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -20,7 +20,9 @@ from rl_core.weights.fingerprint import Kind, describe_differences
 from rl_train.weight_sync.canary import Canary, CanaryCalibration
 from rl_train.weight_sync.device_memory import DeviceMemory
 from rl_train.weight_sync.fingerprint_kind import kind_of
+from rl_train.weight_sync.refit_phases import attributed, timed
 from rl_train.weight_sync.sent_weights import SentWeights
+from rl_train.weight_sync.streamed_canary import StreamedCanary
 from rl_train.weight_sync.transport_choice import choose_transport, free_loopback_port
 from rl_train.weight_sync.waiting import wait_for_each
 
@@ -96,6 +98,8 @@ class WeightSynchronizer(WeightOwner):
         """Weight version of the last verified refit of all replicas."""
         self.before_refit: Callable[[], None] | None = None
         """Called before a refit that changes weights, if rollouts in progress must end with those that they began with."""
+        self.streamed: StreamedCanary | None = None
+        """The canary as rollouts are sampled; None if they are sampled in batches or not during training."""
         self._prove = prove
         self._make_canary, self.has_canary = canary, canary is not None
         self._canary: Canary | None = None
@@ -166,8 +170,11 @@ class WeightSynchronizer(WeightOwner):
                     return metrics
 
     def request_canary(self) -> None:
-        """Run the canary in the next `sync`, whatever it transfers."""
-        self._canary_restarts = None
+        """Run the canary in the next `sync`, whatever it transfers; streamed if rollouts are."""
+        if self.streamed is not None:
+            self.streamed.request()
+        else:
+            self._canary_restarts = None
 
     def check_canary(self) -> float:
         """Run the canary with many rows now, between rollouts and training; returns its error in nats per token.
@@ -181,9 +188,12 @@ class WeightSynchronizer(WeightOwner):
                 self.sync()
             self._memory.free_for_engine()
             self._unscored = None
-            with _attributed(self.transport_name):
+            with attributed(self.transport_name):
                 self._canary = self._canary or self._make_canary()
-                score = self._canary.sample(self._generation, thorough=True)
+                if self.streamed is not None:
+                    score = self.streamed.sample(self._canary, self._generation)
+                else:
+                    score = self._canary.sample(self._generation, thorough=True)
                 self._memory.free_for_model(self._policy)
                 return score(self._policy)
 
@@ -199,7 +209,7 @@ class WeightSynchronizer(WeightOwner):
         score, self._unscored = self._unscored, None
         if score is None:
             return {}
-        with _attributed(self.transport_name):
+        with attributed(self.transport_name):
             return {"refit/canary_error": score(self._policy)}
 
     def check_sent(self) -> None:
@@ -267,20 +277,21 @@ class WeightSynchronizer(WeightOwner):
             return self._metrics(seconds, started, moved=0, happened=False)
         self._memory.free_for_refit(engine)
         canary_metrics, moved = self.score_canary(), 0
-        try:
-            is_equal = only_if_stale and not self.is_stale and self._already_equal(seconds)
-            with _attributed(self.transport_name):
+        with self._streaming(engine) as end_stream:
+            try:
+                is_equal = only_if_stale and not self.is_stale and self._already_equal(seconds)
+                with attributed(self.transport_name):
+                    if not is_equal:
+                        moved = self._refit(engine, seconds)
+            finally:
+                self._policy.finish_refit()
+            self._memory.free_for_engine()
+            with attributed(self.transport_name):
                 if not is_equal:
-                    moved = self._refit(engine, seconds)
-        finally:
-            self._policy.finish_refit()
-        self._memory.free_for_engine()
-        with _attributed(self.transport_name):
-            if not is_equal:
-                self._empty_cache(engine, seconds)
-            if not (is_equal and self._digests_cover):
-                with _timed(seconds, "canary_s"):
-                    canary_metrics |= self._run_canary(engine)
+                    self._empty_cache(engine, seconds)
+                if not (is_equal and self._digests_cover):
+                    with timed(seconds, "canary_s"):
+                        canary_metrics |= self._run_canary(engine) | end_stream()
         return self._metrics(seconds, started, moved=moved, happened=not is_equal) | canary_metrics
 
     def close(self) -> None:
@@ -290,14 +301,14 @@ class WeightSynchronizer(WeightOwner):
         self._transport.close()
 
     def _refit(self, engine: GenerationInterface, seconds: dict[str, float]) -> int:
-        with _timed(seconds, "prepare_s"):
+        with timed(seconds, "prepare_s"):
             manifest = self._policy.prepare_refit_info() or {}
             seconds["paused_s"], dtypes = -time.perf_counter(), engine.prepare_refit_info(manifest)
             self._dtypes = dtypes or {name: dtype for name, (_, dtype) in manifest.items()}
         self._digested = None
-        with _timed(seconds, "push_s"), ThreadPoolExecutor(1, "rlcore-digest") as self._beside:
+        with timed(seconds, "push_s"), ThreadPoolExecutor(1, "rlcore-digest") as self._beside:
             moved = self._transport.push(self._policy, engine)
-        with _timed(seconds, "prove_s"):
+        with timed(seconds, "prove_s"):
             self._prove_version(engine)
             # Memory that is shared was compared once; the engine checks in each refit that it is still the policy's.
             if self._prove and not (self._transport.shares_memory and self.synced_version is not None):
@@ -305,7 +316,7 @@ class WeightSynchronizer(WeightOwner):
         return moved
 
     def _empty_cache(self, engine: GenerationInterface, seconds: dict[str, float]) -> None:
-        with _timed(seconds, "prove_s"):
+        with timed(seconds, "prove_s"):
             if not engine.invalidate_kv_cache():
                 raise WeightSyncError(
                     "The generation backend could not empty its prefix cache after the refit, so it would continue from keys "
@@ -327,6 +338,12 @@ class WeightSynchronizer(WeightOwner):
         self._memory.free_for_engine()
         self._canary_restarts = self._generation.restarts
         return {"refit/canary_error": error}
+
+    def _streaming(self, engine: GenerationInterface) -> AbstractContextManager[Callable[[], dict[str, float]]]:
+        moves = engine is self._generation and self.synced_version not in (None, self._policy.weight_version)
+        if self.streamed is None or self._canary is None or not moves:
+            return nullcontext(dict)
+        return self.streamed.over_refit(self._canary, self._policy, engine)
 
     def _prove_version(self, engine: GenerationInterface) -> None:
         policy_version, engine_version = self._policy.weight_version, engine.weight_version
@@ -363,7 +380,7 @@ class WeightSynchronizer(WeightOwner):
     def _already_equal(self, seconds: dict[str, float]) -> bool:
         if not self._prove:
             return True
-        with _timed(seconds, "prove_s"), _attributed(self.transport_name):
+        with timed(seconds, "prove_s"), attributed(self.transport_name):
             manifest = self._policy.prepare_refit_info() or {}
             engine = self._generation.weight_digests()
             kind = kind_of(self._generation.weight_fingerprint())
@@ -378,21 +395,3 @@ class WeightSynchronizer(WeightOwner):
             "refit/weight_version": float(self._policy.weight_version),
             "refit/moved": float(happened),
         }
-
-
-@contextmanager
-def _attributed(transport: str) -> Iterator[None]:
-    """Report rejected weights as a failed refit; a worker's death or an expired deadline keeps its own error."""
-    try:
-        yield
-    except WorkerDiedError:
-        raise
-    except WorkerError as error:
-        raise WeightSyncError(f"The refit by {transport} failed in a worker, so weights are unverified.\n{error}") from error
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[part] += time.perf_counter() - started
