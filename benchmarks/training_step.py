@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a causal LM")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--cpu-products", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--group", type=int, default=8, help="rows per prompt, which are also a microbatch")
     parser.add_argument("--prompt-tokens", type=int, default=74)
@@ -76,6 +77,7 @@ def main() -> None:
             train_micro_batch_size=arguments.group,
             logprob_batch_size=arguments.group,
             activation_checkpointing=arguments.checkpoint_activations,
+            hf_cfg={"cpu_products": arguments.cpu_products},
         )
         for mode in ("off", "auto")
     }

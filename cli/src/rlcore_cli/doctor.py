@@ -22,6 +22,7 @@ from rl_core.plugins.record import Plugin, Status
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rlcore_cli.listing import print_table
+from rlcore_cli.machine import print_machine
 from rlcore_cli.plugin_problems import problems_of
 
 _PLUGINS_FOLDER = Path(rl_core.plugins.__file__).parent
@@ -46,7 +47,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for each answer of a node with --cluster.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with --cluster.")] = False,
 ) -> None:
-    """Check the installation: requirements and imports of plugins, with tracebacks, and open network ports.
+    """Check the installation: requirements and imports of plugins, with tracebacks, this machine, and open network ports.
 
     With --cluster, check every node of a Ray cluster instead: versions, plugins, the files that a config names, whether the run
     folder is shared, connections between the nodes with their speed, clocks, free CPUs and GPUs.
@@ -74,6 +75,7 @@ def doctor(
         for warning in manager.warnings:
             print(f"warning: {warning}")
         if name is None:
+            print_machine()
             _print_open_ports()
     if not healthy:
         raise typer.Exit(1)

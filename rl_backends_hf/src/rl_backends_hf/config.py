@@ -45,6 +45,11 @@ class HFPolicyConfig(PolicyConfig):
                 f"{shards} ranks share one copy of the model, but the cluster has {ranks} rank(s). Use a divisor of {ranks}, "
                 "or remove it to share one copy among all.",
             )
+        if self.hf_cfg.cpu_products != "auto" and self.precision == "float32":
+            yield (
+                ("hf_cfg", "cpu_products"),
+                f"{self.hf_cfg.cpu_products} has no effect with policy.precision: float32. Remove it, or use bfloat16.",
+            )
         lora = self.hf_cfg.lora
         if lora is None:
             return

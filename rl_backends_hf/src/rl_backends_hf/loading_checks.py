@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import Any, Final
 
 import torch
@@ -13,7 +12,6 @@ from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.static_checks import NEEDS_BITSANDBYTES, NEEDS_FLASH_ATTN
 from rl_core.errors import UserError
 
-_log = logging.getLogger(__name__)
 _SPREADING: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps of Transformers that use all visible GPUs."""
 
@@ -73,15 +71,4 @@ def check_not_offloaded(model: PreTrainedModel, name: str) -> None:
             "because the GPU is too small. Such a model can be neither trained nor exported. Use more GPUs with "
             "`data_parallel: fsdp2`, a smaller model, or no device_map.",
             key="device_map",
-        )
-
-
-def warn_of_slow_type(dtype: torch.dtype, device: torch.device) -> None:
-    """Warn of bfloat16 on a CPU without instructions for it."""
-    # It falls back to a plain loop: a hundred times slower, not twice as fast.
-    if dtype == torch.bfloat16 and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        _log.warning(
-            "This CPU (%s) has no bfloat16 instructions, so `precision: bfloat16` will be many times slower than float32. "
-            "Set `policy.precision: float32` unless memory is too small for it.",
-            torch.backends.cpu.get_cpu_capability(),
         )

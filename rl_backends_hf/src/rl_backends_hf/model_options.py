@@ -105,6 +105,11 @@ class HFConfig(HFModelConfig):
     slow network and needs the memory of these layers. 0 leaves it to torch."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Number of positions for which the float32 logits of the LM head are in memory at one time."""
+    cpu_products: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type in which a policy on a CPU multiplies bfloat16 matrices; weights, results of products and transfers are
+    bfloat16 in any case. `auto` is `bfloat16` if the CPU has AVX512-BF16, AMX or BF16 of ARM. Others emulate it, so `auto` is
+    `float32` there, which is several times faster. The log-probabilities are those of CPUs with these instructions, up to
+    the order of float32 sums. Other values than `auto` require `policy.precision: bfloat16` and a CPU."""
     reference: bool = True
     """Whether a reference policy is available: a frozen copy of the initial weights, made when it is first needed. With `lora`,
     the adapters are disabled instead."""

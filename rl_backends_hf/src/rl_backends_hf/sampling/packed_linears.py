@@ -15,6 +15,8 @@ from typing import Final, TypeGuard
 import torch
 from torch import nn
 
+from rl_backends_hf.cpu_products import has_bfloat16_products
+
 _MIN_STEPS: Final = 12
 """Minimum number of decoding steps for packing, which takes about as long as two to four unpacked steps."""
 _MAX_PACKED_BYTES: Final = 4 * 2**30
@@ -142,7 +144,7 @@ class _SharedProduct:
 
 def _packed_dtype(module: nn.Linear) -> torch.dtype:
     """The weight's own type; float32 for bfloat16 on a CPU without its instructions."""
-    is_native = module.weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    is_native = module.weight.dtype == torch.float32 or has_bfloat16_products()
     return module.weight.dtype if is_native else torch.float32
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
-from rl_backends_hf.loading_checks import warn_of_slow_type
+from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.memory_advice import policy_advice
 from rl_backends_hf.model import (
@@ -91,7 +91,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             # Tokens go to the device on which the map has placed the embeddings.
             self._parallel.device = model.get_input_embeddings().weight.device
         device = self._parallel.device
-        warn_of_slow_type(self._dtype, device)
+        self._float32_products = multiplies_in_float32(self.config.hf_cfg.cpu_products, self._dtype, device)
         self._microbatcher = Microbatcher(self.config, device=device)
         self._quantized = is_quantized(model)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -153,7 +153,7 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        with self._scoring_model(reference=reference) as scoring:
+        with self._scoring_model(reference=reference) as scoring, float32_products(self._float32_products):
             inputs = (self._microbatcher.form(each, training=False) for each in microbatches)
             if topk is None:
                 return [{scoring.column: scoring.score(each)} for each in inputs]
@@ -188,16 +188,17 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         *,
         eval_mode: bool,
     ) -> StepResult:
-        return optimizer_step(
-            self._scoring,
-            (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
-            loss_fn,
-            counts,
-            state=None if eval_mode else self._trainable_state(),
-            parallel=self._parallel,
-            max_grad_norm=self.config.max_grad_norm,
-            stepping=explaining_memory(self, "the optimizer step"),
-        )
+        with float32_products(self._float32_products):
+            return optimizer_step(
+                self._scoring,
+                (self._training_input(microbatch, loss_fn) for microbatch in microbatches),
+                loss_fn,
+                counts,
+                state=None if eval_mode else self._trainable_state(),
+                parallel=self._parallel,
+                max_grad_norm=self.config.max_grad_norm,
+                stepping=explaining_memory(self, "the optimizer step"),
+            )
 
     def tensors_by_kind(self) -> Mapping[str, Iterable[torch.Tensor]]:
         kinds: dict[str, Iterable[torch.Tensor]] = {}
