@@ -144,6 +144,7 @@ POLICIES = {
 }
 
 ENVIRONMENTS = {
+    "reports_a_text_as_metric": Wrong(promise="test_metrics_are_numbers", words=("mood",), frozen=True),
     "returns_too_few_rewards": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("rewards",)),
     "returns_a_nan_reward": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("nan",)),
     "ends_rows_by_half": Wrong(promise="test_step_returns_one_valid_entry_per_row", words=("0.5", "terminateds")),
@@ -175,6 +176,7 @@ ENVIRONMENTS = {
 }
 
 TRANSPORTS = {
+    "closes_once": Wrong(promise="test_close_may_be_called_twice", frozen=True),
     "sends_float16": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
     "leaves_out_the_last_bucket": Wrong(promise="test_every_tensor_arrives_bit_for_bit"),
     "returns_the_number_of_buckets": Wrong(promise="test_push_returns_the_bytes_moved"),
@@ -185,6 +187,7 @@ TRANSPORTS = {
 }
 
 SANDBOXES = {
+    "strips_the_output": Wrong(promise="test_a_result_has_what_a_program_printed", frozen=True),
     "joins_both_outputs": Wrong(promise="test_a_result_has_what_a_program_printed"),
     "starts_a_new_interpreter_for_each_call": Wrong(promise="test_run_keeps_variables"),
     "reports_a_timeout_as_an_error": Wrong(promise="test_a_timeout_ends_the_call"),
@@ -194,6 +197,9 @@ SANDBOXES = {
 }
 
 LOGGERS = {
+    "counts_its_own_steps": Wrong(promise="test_every_step_is_written_once", frozen=True),
+    "removes_messages": Wrong(promise="test_its_arguments_are_unchanged", frozen=True),
+    "writes_three_decimals": Wrong(promise="test_every_step_is_written_once", frozen=True),
     "adds_the_step_to_the_metrics": Wrong(promise="test_its_arguments_are_unchanged"),
     "closes_once": Wrong(promise="test_finish_may_be_called_twice"),
     "ignores_errors_of_the_disk": Wrong(promise="test_a_folder_that_cannot_be_written_is_an_error"),
@@ -208,6 +214,9 @@ LOGGERS = {
 }
 
 DATASETS = {
+    "names_a_task_by_number": Wrong(promise="test_records_have_the_documented_form", frozen=True),
+    "notes_the_time": Wrong(promise="test_equal_reads_are_equal", frozen=True),
+    "shuffles_after_each_epoch": Wrong(promise="test_equal_reads_are_equal", frozen=True),
     "answers_with_numbers": Wrong(promise="test_records_have_the_documented_form"),
     "counts_its_instances": Wrong(promise="test_instances_are_equal"),
     "draws_at_each_read": Wrong(promise="test_equal_reads_are_equal"),
@@ -219,7 +228,12 @@ DATASETS = {
     "stops_at_a_bad_row": Wrong(promise="test_bad_rows_are_named"),
 }
 
+LOSSES = {
+    "averages_over_the_microbatch": Wrong(promise="test_microbatches_do_not_change_the_gradient", frozen=True),
+}
+
 COMMANDS = {
+    "exits_with_one": Wrong(promise="test_a_wrong_argument_is_a_user_error", frozen=True),
     "has_no_example": Wrong(promise="test_its_help_describes_every_argument"),
     "imports_torch": Wrong(promise="test_its_import_is_silent_and_light"),
     "ignores_unknown_options": Wrong(promise="test_an_unknown_option_is_refused"),

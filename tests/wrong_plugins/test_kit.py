@@ -4,12 +4,13 @@ import os
 
 import pytest
 from wrong_plugins.loggers.base import written
-from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, POLICIES, SANDBOXES, TRANSPORTS
+from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, LOSSES, POLICIES, SANDBOXES, TRANSPORTS
 
 from rl_core.testing import (
     CommandConformance,
     EnvironmentConformance,
     GenerationConformance,
+    LossConformance,
     PolicyConformance,
     SandboxConformance,
     WeightTransportConformance,
@@ -85,6 +86,13 @@ def test_the_kit_finds_a_wrong_dataset_by_the_promise_that_it_breaks(name):
     bad_rows = {"row 3": {"bad": 3}} if name in ("right", "stops_at_a_bad_row") else {}
     names, text = broken(DatasetConformance, f"wrong_plugins.datasets.{name}.Dataset", bad_rows=bad_rows)
     assert names == ([] if name == "right" else [DATASETS[name].promise]), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["right", *LOSSES])
+def test_the_kit_finds_a_wrong_loss_by_the_promise_that_it_breaks(name):
+    names, text = broken(LossConformance, f"wrong_plugins.losses.{name}.Loss")
+    assert names == ([] if name == "right" else [LOSSES[name].promise]), text
     assert "Traceback" not in text
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, POLICIES, SANDBOXES, TRANSPORTS
+from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, LOSSES, POLICIES, SANDBOXES, TRANSPORTS
 
 FOLDERS = {
     "engines": ENGINES,
@@ -14,6 +14,7 @@ FOLDERS = {
     "commands": COMMANDS,
     "datasets": DATASETS,
     "loggers": LOGGERS,
+    "losses": LOSSES,
 }
 
 

@@ -57,6 +57,9 @@ def _excludes_rows(tests: type[Conformance]) -> bool:
     return tests.registered().load().rows_with_gradient is not LossFunction.rows_with_gradient
 
 
+_EXCLUDING = Condition(text="`rows_with_gradient` is not overridden", holds=_excludes_rows)
+
+
 class LossConformance(Conformance):
     """Promises of losses.
 
@@ -105,7 +108,7 @@ class LossConformance(Conformance):
         _check_equal(torch.cat([part.gradient for part in parts]), whole.gradient, "the gradient of microbatches")
         return f"loss {total:g} in {len(parts)} microbatches"
 
-    @promise("The loss is divided by the counts that it is passed: with twice the counts it is half as large.", after=_SCALAR)
+    @promise("The loss is divided by the counts that it is passed: with twice the counts it is half as large.", after=_PARTS)
     def test_the_loss_is_divided_by_the_global_counts(self) -> None:
         loss_fn, logprobs, rows = self._batch()
         seqs, toks = _counts(rows)
@@ -187,11 +190,7 @@ class LossConformance(Conformance):
             _Outcome(sent, logprobs, rows, _counts(rows)).gradient, self._whole().gradient, "the gradient after pickling"
         )
 
-    @promise(
-        "Rows that `rows_with_gradient` excludes have no gradient.",
-        applies=Condition(text="`rows_with_gradient` is not overridden", holds=_excludes_rows),
-        after=_SCALAR,
-    )
+    @promise("Rows that `rows_with_gradient` excludes have no gradient.", applies=_EXCLUDING, after=_SCALAR)
     def test_excluded_rows_have_no_gradient(self) -> str:
         loss_fn, _, rows = self._batch()
         kept = loss_fn.rows_with_gradient(rows)

@@ -22,7 +22,7 @@ _STEPS = {
     0: {"validation/accuracy": 0.25},
     1: {"reward/mean": -0.5, "loss": 2.0},
     2: {"reward/mean": 0.75, "loss": 1.5, "validation/accuracy": 0.5},
-    3: {"reward/mean": 1.25, "loss": 1.0, "env/sums/late": 4.0},
+    3: {"reward/mean": 1.25, "loss": 2.0**-20, "env/sums/late": 4.0},
 }
 """Numbers that float32 represents exactly."""
 _ODD = {"validation/pass@4": math.nan, "env/x: hard (%)/ä": math.inf, "reward/mean": -math.inf, "loss": 3}
