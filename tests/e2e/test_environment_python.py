@@ -1,8 +1,11 @@
 """Environments and agents with their own interpreter: the driver cannot import them, and trains with them all the same."""
 
+import importlib.metadata
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -125,3 +128,35 @@ def test_what_another_interpreter_lacks_is_an_error_before_the_start(rlcore, oth
     code, output = rlcore("validate", "--deep", str(path), folder=tmp_path)
     assert code == 2
     assert re.search(message, " ".join(output.split())), output
+
+
+@pytest.mark.full("one interpreter of a worker is tested above; this one installs another version of Transformers")
+def test_policy_engine_and_environment_train_in_three_interpreters(train_here, tmp_path):
+    """Two of them have different versions of Transformers."""
+    folders = {name: make_environment(tmp_path / name) for name in ("policy", "engine", "game")}
+    pythons = {name: see_our_packages(folder) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        started = f"import os, sys; open({str(tmp_path / name)!r} + f'-{{os.getpid()}}.log', 'w').write(repr(sys.orig_argv))"
+        (site_packages(folder) / "started.pth").write_text(started + "\n")
+    other = next(version for version in ("5.17.0", "5.18.0") if version != importlib.metadata.version("transformers"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site_packages(folders["engine"])]
+    subprocess.run([*pip, f"transformers=={other}", "huggingface-hub>=1.5,<2"], check=True)
+    (site_packages(folders["game"]) / "only_there.py").write_text(GAME)
+    section = {"env_cls": "only_there.Game", "python": str(pythons["game"]), "max_rollout_turns": 2}
+    changes = {
+        "python": str(pythons["policy"]),
+        "max_total_sequence_length": 32,
+        "generation": {"python": str(pythons["engine"])},
+    }
+    code, output = train_here(changed(section, policy=changes))
+    assert code == 0, output
+    assert len(records(tmp_path)) == 16
+    for name in folders:
+        starts = [path.read_text() for path in tmp_path.glob(f"{name}-*.log")]
+        assert any("default_worker.py" in start for start in starts), (name, starts)
+    show = "import transformers; print(transformers.__version__)"
+    versions = {
+        name: subprocess.run([pythons[name], "-c", show], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("policy", "engine")
+    }
+    assert versions == {"policy": importlib.metadata.version("transformers"), "engine": other}

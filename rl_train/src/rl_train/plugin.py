@@ -130,6 +130,14 @@ def rlcore_environments() -> list[Component]:
             config="rl_train.agents.config:AgentEnvironmentConfig",
             summary="An agent with its own control loop returns the reward",
         ),
+        Component(
+            "inspect",
+            target="rl_train.agents.environment:AgentEnvironment",
+            config="rl_train.agents.config:InspectConfig",
+            summary="Inspect: the solver of a task runs the rollouts, and its scorers give the reward",
+            needs=("inspect-ai>=0.3.285,<0.4",),
+            install="pip install 'rl-train[inspect]'",
+        ),
     ]
 
 

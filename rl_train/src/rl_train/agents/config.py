@@ -1,8 +1,10 @@
-"""The section of a task whose agent returns its reward. Does not import torch."""
+"""The sections of tasks whose agents return the reward. Does not import torch."""
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from rl_core.config.schema import EnvironmentConfig
 
@@ -15,3 +17,16 @@ class AgentEnvironmentConfig(EnvironmentConfig):
         if self.agent is None:
             raise ValueError("environment `agent` does not score anything: set `agent` to the dotted path of a function")
         return self
+
+
+class InspectConfig(AgentEnvironmentConfig):
+    """`env.inspect`: a task of Inspect (inspect-ai), whose solver and scorers run each rollout."""
+
+    agent: str | None = "rl_train.agents.inspect_task:solve"
+    """Import path of the agent that runs the task."""
+    task: str
+    """Import path of a function that returns the task, such as `my_tasks:sums`."""
+    task_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function."""
+    target_key: str = "expected_answer"
+    """Key of the row's metadata with the sample's target; empty if a row lacks it."""

@@ -1,0 +1,73 @@
+"""The agent `inspect`: the solver and the scorers of an Inspect task run each rollout.
+
+Imported by the interpreter that runs the agent, which has inspect-ai.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inspect_ai import Task, eval_async
+from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.model import ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.scorer import value_to_float
+
+from rl_core.errors import ConfigError, RLCoreError
+from rl_core.plugins.import_path import resolve
+from rl_train.agents.config import InspectConfig
+
+os.environ.setdefault("INSPECT_DISPLAY", "none")
+_ONE_AT_A_TIME = threading.Lock()
+"""Inspect runs one evaluation per process at a time."""
+_ROLES = {"system": ChatMessageSystem, "user": ChatMessageUser}
+
+
+class InspectTaskError(RLCoreError):
+    """The task failed, or its scorers gave no score."""
+
+
+def solve(
+    *,
+    base_url: str,
+    api_key: str,
+    model: str,
+    messages: Sequence[Mapping[str, Any]],
+    metadata: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> dict[str, float]:
+    """Run the task on a row, whose prompt is the input of its only sample.
+
+    Returns:
+        The scores by the names of the scorers.
+
+    Raises:
+        ConfigError: `task` does not return an Inspect task.
+        InspectTaskError: The task failed, or gave no score.
+    """
+    settings: InspectConfig = InspectConfig.model_validate(config)
+    task = resolve(settings.task, key="env.inspect.task")(**settings.task_args)
+    if not isinstance(task, Task):
+        raise ConfigError(f"env.inspect.task: {settings.task} returned a {type(task).__name__}, not a Task of inspect_ai.")
+    given = [_ROLES[one["role"]](content=one["content"]) for one in messages]
+    target = str(metadata.get(settings.target_key, ""))
+    task.dataset = MemoryDataset([Sample(input=list(given), target=target, metadata=dict(metadata))])
+    endpoint = get_model(
+        f"openai-api/rlcore/{model}",
+        base_url=base_url,
+        api_key=api_key,
+        memoize=False,
+        config=GenerateConfig(max_retries=0),
+    )
+    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
+        [log] = asyncio.run(eval_async(task, model=endpoint, log_dir=folder, log_level="error"))
+        if log.error is not None or not log.samples:
+            raise InspectTaskError(f"the task {settings.task} failed: {log.error.message if log.error else 'it has no sample'}")
+        scores = {name: value_to_float()(score.value) for name, score in (log.samples[0].scores or {}).items()}
+    if not scores:
+        raise InspectTaskError(f"the task {settings.task} gave no score: it needs a scorer")
+    return scores
