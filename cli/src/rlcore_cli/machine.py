@@ -24,11 +24,12 @@ _BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "bf16")
 
 def print_machine() -> None:
     """Print threads, memory, instruction sets and whether sandboxes are available."""
-    from rl_train.plan.machine import GIB, available_memory
+    from rl_train.plan.machine import available_memory
+    from rl_train.sizes import format_size
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print("machine")
-    print(f"  cpu     {platform.machine()}, {threads} threads, {available_memory() / GIB:.1f} GiB of memory available")
+    print(f"  cpu     {platform.machine()}, {threads} threads, {format_size(available_memory())} of memory available")
     for line in instruction_lines(_cpu_flags()):
         print(f"  {line}")
     where = shutil.which("bwrap")
