@@ -68,6 +68,13 @@ def test_answers_that_the_environment_cannot_find(warned):
 
 
 @pytest.mark.full("a variant of test_rewards_that_are_all_zero")
+def test_completions_that_are_cut_off_except_for_one_that_ends_by_chance(warned):
+    found, metrics = warned(QUIET, "policy.generation.max_new_tokens=1")
+    assert min(row["length/truncated_frac"] for row in metrics) < 1.0
+    assert found == {"truncated"}
+
+
+@pytest.mark.full("a variant of test_rewards_that_are_all_zero")
 def test_a_policy_that_samples_one_token_only_and_leaves_its_reference(warned):
     changes = {"grpo": {"max_num_steps": 25}, "loss_fn": {"reference_policy_kl_penalty": 1e-5}}
     found, _ = warned(changes, reward="ones_above_average")

@@ -10,6 +10,8 @@ _log = logging.getLogger("rlcore")
 
 STEPS = 5
 """Number of steps in a row for which a condition must hold, so that one odd step gives no warning."""
+_MOSTLY_CUT_OFF = 0.95
+"""Fraction of cut-off completions from which hardly any gets to its end; a model that samples ends a few by chance."""
 _FEW_DIFFERENCES = 0.95
 """Fraction of groups with equal rewards above which hardly any step has a learning signal."""
 _SOLVED = 0.5
@@ -60,12 +62,12 @@ class RunWarnings:
 
 
 def _truncated(steps: Sequence[Step]) -> str | None:
-    if not _always(steps, "length/truncated_frac", lambda value: value == 1.0):
+    if not _always(steps, "length/truncated_frac", lambda value: value >= _MOSTLY_CUT_OFF):
         return None
     return (
-        f"all completions of the last {STEPS} steps were cut off, so none gets to its answer and none learns to end. Raise "
-        "policy.generation.max_new_tokens (and policy.max_total_sequence_length), ask for shorter answers in the "
-        "prompt, or check that the model writes its end token (`rlcore check model`)."
+        f"{_MOSTLY_CUT_OFF:.0%} or more of the completions of the last {STEPS} steps were cut off, so hardly any gets to its "
+        "answer and none learns to end. Raise policy.generation.max_new_tokens (and policy.max_total_sequence_length), ask for "
+        "shorter answers in the prompt, or check that the model writes its end token (`rlcore check model`)."
     )
 
 
