@@ -376,7 +376,7 @@ def test_the_command_prints_where_the_page_is_and_how_the_run_ended(write_run, t
     result = rlcore("report", write_run(tmp_path / "run"), "--output", tmp_path / "new" / "page.html")
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(
-        rf"{re.escape(str(tmp_path))}/new/page\.html \(0\.\d\d MiB\)\. Finished: 5 of 5 steps\.\n", result.stdout
+        rf"{re.escape(str(tmp_path))}/new/page\.html \(\d+\.\d KiB\)\. Finished: 5 of 5 steps\.\n", result.stdout
     )
 
 
