@@ -1,6 +1,6 @@
 """Matrix products of bfloat16 tensors on CPUs without instructions for them.
 
-There, torch is_on_cpu a bfloat16 product at a fraction of the speed of float32. `float32_products` converts its inputs to
+There, torch emulates a bfloat16 product at a fraction of the speed of float32. `float32_products` converts its inputs to
 float32, multiplies, and rounds the result to bfloat16 once. CPUs with these instructions add products in float32, too, so
 only the order of sums can differ. Weights, activations and gradients stay bfloat16.
 """
@@ -74,7 +74,7 @@ def float32_products(enabled: bool) -> AbstractContextManager[Any]:
 
 
 class _Float32Products(TorchDispatchMode):
-    """Replaces each product with bfloat16 inputs, also those of the backward pass, which CPUs run in the same thread."""
+    """Replaces each product with bfloat16 inputs, including those of the backward pass, which CPUs run in the same thread."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -44,8 +44,8 @@ def runtime_env_of(python: str | Path | None) -> dict[str, Any]:
     driver = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", **{name: version(name) for name in ("ray", "rl-core")}}
     found = probe(str(path), _PROBE)
     problems = []
-    if found.pop("python") != driver["python"]:
-        problems.append(f"its version is not that of the driver: create it with python{driver['python']}")
+    if (own := found.pop("python")) != driver["python"]:
+        problems.append(f"it is Python {own}, but the driver is {driver['python']}: create it with python{driver['python']}")
     for name, value in found.items():
         if name not in driver:
             problems.append(f"it cannot import {name.removesuffix(' error')} ({value})")
