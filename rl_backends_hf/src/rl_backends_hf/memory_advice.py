@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
+from rl_core.interfaces.out_of_memory import halved
 
 
 def policy_advice(config: HFPolicyConfig, doing: str) -> str:
@@ -15,14 +16,12 @@ def policy_advice(config: HFPolicyConfig, doing: str) -> str:
     hf, keys = config.hf_cfg, []
     training = doing == "training"
     if training or doing == "scoring":
-        keys += _smaller_microbatches(config, training=training)
+        keys += halved(*config.microbatch_limit(training=training))
         if training and not config.activation_checkpointing:
             keys.append("set `activation_checkpointing: true`")
-        if hf.logprob_chunk_tokens > 64:
-            keys.append(f"lower `hf_cfg.logprob_chunk_tokens` from {hf.logprob_chunk_tokens} to {hf.logprob_chunk_tokens // 2}")
+        keys += halved("hf_cfg.logprob_chunk_tokens", hf.logprob_chunk_tokens, 64)
     elif doing == "sampling":
-        rows = config.own_sampler.hf_cfg.max_batch_rows
-        keys.append(f"lower `generation.hf_cfg.max_batch_rows` from {rows} to {max(1, rows // 2)}")
+        keys += halved("generation.hf_cfg.max_batch_rows", config.own_sampler.hf_cfg.max_batch_rows)
     elif doing == "a refit":
         keys.append("lower `policy.generation.refit_buffer_mib`")
     if not keys or doing in ("loading", "the optimizer step"):
@@ -46,16 +45,3 @@ def generation_advice(config: HFGenerationConfig, doing: str) -> str:
         f"Lower `{section}.max_batch_rows` from {hf.max_batch_rows} to {max(1, hf.max_batch_rows // 2)}{kept}, or set "
         f"`{section}.kv_cache_gib`."
     )
-
-
-def _smaller_microbatches(config: HFPolicyConfig, *, training: bool) -> list[str]:
-    """The key of the size of microbatches, with half of its value, unless they cannot be smaller."""
-    if config.sequence_packing.enabled or config.dynamic_batching.enabled:
-        section = "sequence_packing" if config.sequence_packing.enabled else "dynamic_batching"
-        key = f"{section}.{'train_mb_tokens' if training else 'logprob_mb_tokens'}"
-        size = getattr(getattr(config, section), key.partition(".")[2])
-        smallest = config.max_total_sequence_length
-    else:
-        key = "train_micro_batch_size" if training else "logprob_batch_size"
-        size, smallest = getattr(config, key), 1
-    return [f"lower `{key}` from {size} to {max(smallest, size // 2)}"] if size > smallest else []

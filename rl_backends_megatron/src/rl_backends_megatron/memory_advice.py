@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_backends_megatron.config import MegatronPolicyConfig
+from rl_core.interfaces.out_of_memory import halved
 
 
 def memory_advice(config: MegatronPolicyConfig, doing: str) -> str:
@@ -15,7 +16,7 @@ def memory_advice(config: MegatronPolicyConfig, doing: str) -> str:
     megatron, keys = config.megatron_cfg, []
     training = doing == "training"
     if training or doing == "scoring":
-        keys += _smaller_microbatches(config, training=training)
+        keys += halved(*config.microbatch_limit(training=training))
         if training and not (config.activation_checkpointing or megatron.recompute_granularity == "full"):
             keys.append("set `activation_checkpointing: true`")
     elif doing == "a refit":
@@ -29,16 +30,3 @@ def memory_advice(config: MegatronPolicyConfig, doing: str) -> str:
             keys.append("set `precision: bfloat16`")
     keys.append("let the engine use less of the GPU, if both share it")
     return f"In the section of this model: {'; or '.join(keys)}."
-
-
-def _smaller_microbatches(config: MegatronPolicyConfig, *, training: bool) -> list[str]:
-    """The key of the size of microbatches, with half of its value, unless they cannot be smaller."""
-    if config.sequence_packing.enabled or config.dynamic_batching.enabled:
-        section = "sequence_packing" if config.sequence_packing.enabled else "dynamic_batching"
-        key = f"{section}.{'train_mb_tokens' if training else 'logprob_mb_tokens'}"
-        size = getattr(getattr(config, section), key.partition(".")[2])
-        smallest = config.max_total_sequence_length
-    else:
-        key = "train_micro_batch_size" if training else "logprob_batch_size"
-        size, smallest = getattr(config, key), 1
-    return [f"lower `{key}` from {size} to {max(smallest, size // 2)}"] if size > smallest else []

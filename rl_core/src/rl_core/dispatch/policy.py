@@ -175,9 +175,8 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         """Split `rows` over the data axis, with the microbatch plan of the config, and the order of rows if it has changed."""
         packing, dynamic = self.config.sequence_packing, self.config.dynamic_batching
         plan: dict[str, Any] = {}
-        section = packing if packing.enabled else dynamic
-        tokens = section.train_mb_tokens if training else section.logprob_mb_tokens
-        common = {"max_tokens_per_microbatch": tokens, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
+        limit = self.config.microbatch_limit(training=training)[1]
+        common = {"max_tokens_per_microbatch": limit, "input_key": "input_ids", "input_lengths_key": "input_lengths"}
         if packing.enabled:
             own = {"algorithm": packing.algorithm, "sequence_length_pad_multiple": packing.sequence_length_pad_multiple}
             plan["sequence_packing_args"] = common | own

@@ -44,6 +44,11 @@ def explaining_memory(worker: Any, doing: str) -> Iterator[None]:
         raise RLCoreError(f"Out of memory in {doing} ({text}). {_contents(worker)} {worker.memory_advice(doing)}") from error
 
 
+def halved(key: str, value: int, smallest: int = 1) -> list[str]:
+    """The advice to halve the value of a key; empty if it cannot be lower."""
+    return [f"lower `{key}` from {value} to {max(smallest, value // 2)}"] if value > smallest else []
+
+
 def _contents(worker: Any) -> str:
     """What is in the memory of the worker's device, in a sentence; tensors of two kinds count as the first."""
     import torch

@@ -58,13 +58,9 @@ def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microb
     if training:
         rows = rows_per_optimizer_step(rows, batch_size=model.train_global_batch_size, multiple_of=1)
     on_rank = max(1, -(-rows // ranks))
+    _, limit, _ = model.microbatch_limit(training=training)
     if model.sequence_packing.enabled:
-        budget = model.sequence_packing.train_mb_tokens if training else model.sequence_packing.logprob_mb_tokens
-        tokens = min(budget, on_rank * length)
+        tokens = min(limit, on_rank * length)
         return Microbatch(rows=1, length=tokens, several=on_rank * length > tokens)
-    if model.dynamic_batching.enabled:
-        budget = model.dynamic_batching.train_mb_tokens if training else model.dynamic_batching.logprob_mb_tokens
-        together = max(1, budget // length)
-    else:
-        together = model.train_micro_batch_size if training else model.logprob_batch_size
+    together = max(1, limit // length) if model.dynamic_batching.enabled else limit
     return Microbatch(rows=min(together, on_rank), length=length, several=on_rank > together)

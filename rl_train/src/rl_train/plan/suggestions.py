@@ -61,19 +61,12 @@ def suggest(
 def _candidates(run: RunConfig, registry: Registry) -> Iterator[str]:
     """Overrides to try, in this order."""
     policy = run.policy
-    enabled = {"sequence_packing": policy.sequence_packing.enabled, "dynamic_batching": policy.dynamic_batching.enabled}
-    budgets = [name for name, is_enabled in enabled.items() if is_enabled]
-    for training, rows_key, tokens_key in (
-        (True, "train_micro_batch_size", "train_mb_tokens"),
-        (False, "logprob_batch_size", "logprob_mb_tokens"),
-    ):
-        batch = microbatch(run, policy, training=training)
-        key, size, least = f"policy.{rows_key}", batch.rows, 1
-        if budgets:
-            key, size, least = f"policy.{budgets[0]}.{tokens_key}", batch.rows * batch.length, policy.max_total_sequence_length
+    for training in (True, False):
+        batch, (key, _, least) = microbatch(run, policy, training=training), policy.microbatch_limit(training=training)
+        size = batch.rows if least == 1 else batch.rows * batch.length
         while size > least:
             size = max(least, size // 2)
-            yield f"{key}={size}"
+            yield f"policy.{key}={size}"
     if not policy.activation_checkpointing:
         yield "policy.activation_checkpointing=true"
     planners = [] if policy.generation is None else [memory_planner(registry, "generation", policy.generation)]
