@@ -81,9 +81,7 @@ class _Episode:
     def _shown(self, observation: Mapping[str, Any]) -> Observation:
         key = self._config.observation_key
         if key is not None and key not in observation:
-            raise OpenEnvServerError(
-                f"the observation has no {key!r} (env.openenv.observation_key), only {sorted(observation)}"
-            )
+            raise OpenEnvServerError(f"the observation has no {key!r}, only {sorted(observation)}: set `observation_key`")
         value = observation if key is None else observation[key]
         return {"role": "environment", "content": value if isinstance(value, str) else json.dumps(value)}
 

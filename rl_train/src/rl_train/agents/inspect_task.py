@@ -14,7 +14,7 @@ from typing import Any
 
 from inspect_ai import Task, eval_async
 from inspect_ai.dataset import MemoryDataset, Sample
-from inspect_ai.model import ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
 from inspect_ai.scorer import value_to_float
 
 from rl_core.errors import ConfigError, RLCoreError
@@ -24,7 +24,7 @@ from rl_train.agents.config import InspectConfig
 os.environ.setdefault("INSPECT_DISPLAY", "none")
 _ONE_AT_A_TIME = threading.Lock()
 """Inspect runs one evaluation per process at a time."""
-_ROLES = {"system": ChatMessageSystem, "user": ChatMessageUser}
+_ROLES = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": ChatMessageAssistant}
 
 
 class InspectTaskError(RLCoreError):
@@ -50,9 +50,11 @@ def solve(
         InspectTaskError: The task failed, or gave no score.
     """
     settings: InspectConfig = InspectConfig.model_validate(config)
-    task = resolve(settings.task, key="env.inspect.task")(**settings.task_args)
+    task = resolve(settings.task, key="task")(**settings.task_args)
     if not isinstance(task, Task):
-        raise ConfigError(f"env.inspect.task: {settings.task} returned a {type(task).__name__}, not a Task of inspect_ai.")
+        raise ConfigError(f"{settings.task} returned a {type(task).__name__}, not a Task of inspect_ai.", key="task")
+    if unknown := sorted({str(one["role"]) for one in messages} - _ROLES.keys()):
+        raise InspectTaskError(f"a prompt has messages of the role {', '.join(unknown)}: use {', '.join(_ROLES)}")
     given = [_ROLES[one["role"]](content=one["content"]) for one in messages]
     target = str(metadata.get(settings.target_key, ""))
     task.dataset = MemoryDataset([Sample(input=list(given), target=target, metadata=dict(metadata))])
