@@ -112,7 +112,7 @@ class EngineDiedError(RLCoreError):
 
 
 class RayDiedError(RLCoreError):
-    """A Ray daemon exited, so no worker can be reached; names the process and its log."""
+    """A Ray daemon exited or did not start, so no worker can be reached; names the process and its log."""
 
 
 class DeadlineExceededError(RLCoreError):

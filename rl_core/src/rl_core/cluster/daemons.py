@@ -12,7 +12,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +180,12 @@ def wait(refs: Sequence[Any], *, timeout_s: float) -> list[Any]:
             return [*ready, *more]
 
 
+def last_errors(logs: Iterable[Path]) -> str:
+    """The last lines of each log of standard error among `logs`, each indented and on a new line."""
+    tails = (_end_of(log).decode(errors="replace").splitlines()[-_TAIL_LINES:] for log in logs if log.suffix == ".err")
+    return "".join(f"\n    {line}" for tail in tails for line in tail)
+
+
 def _find(node: Any) -> list[_Daemon]:
     session, logs = str(node.get_session_dir_path()), Path(node.get_logs_dir_path())
     daemons = []
@@ -215,11 +221,9 @@ def _end_of(file: Path) -> bytes:
 
 
 def _text(daemon: _Daemon, logs: Sequence[Path]) -> str:
-    errors = next((_end_of(log).decode(errors="replace") for log in logs if log.suffix == ".err"), "")
-    tail = "".join(f"\n    {line}" for line in errors.splitlines()[-_TAIL_LINES:])
     where = f" Its log: {', '.join(map(str, logs))}." if logs else ""
     return (
         f"Ray's {_DAEMONS[daemon.name]} (process {daemon.name}, pid {daemon.pid}) died, and no worker can run without it."
-        f"{where}{tail}\nIf it was not killed on purpose, look for an out-of-memory kill in the kernel log (`dmesg`). To "
-        "continue from the last checkpoint, run the same command again."
+        f"{where}{last_errors(logs)}\nIf it was not killed on purpose, look for an out-of-memory kill in the kernel log "
+        "(`dmesg`). To continue from the last checkpoint, run the same command again."
     )

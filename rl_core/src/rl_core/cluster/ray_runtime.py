@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,11 @@ from ray._private.node import Node
 from ray.job_config import JobConfig
 
 from rl_core.cluster import daemons, orphan_reaper
-from rl_core.errors import UserError
+from rl_core.errors import RayDiedError, UserError
 from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_core.rendezvous import interfaces
+
+_log = logging.getLogger(__name__)
 
 MARKER = "RLCORE_RAY"
 _UNUSED = ("start_monitor", "start_api_server")
@@ -38,7 +39,11 @@ class RayLease:
     """A lease on this process's Ray; releasing the last one stops a Ray that we started."""
 
     def __init__(self) -> None:
-        self._runtime: _Runtime | None = _acquire()
+        global _leases
+        if _leases is None or not ray.is_initialized() or _session() != _leases.session:
+            _leases = _Runtime()
+        _leases.claims += 1
+        self._runtime: _Runtime | None = _leases
 
     @property
     def is_connected(self) -> bool:
@@ -49,7 +54,9 @@ class RayLease:
         """Release the lease. Idempotent."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
-            runtime.release()
+            runtime.claims -= 1
+            if runtime.claims == 0:
+                runtime.stop()
 
 
 class _Runtime:
@@ -66,11 +73,6 @@ class _Runtime:
             atexit.register(self.stop)
         self.session = _session()
         self._watch = daemons.DaemonWatch(ray._private.worker._global_node)
-
-    def release(self) -> None:
-        self.claims -= 1
-        if self.claims == 0:
-            self.stop()
 
     def stop(self) -> None:
         global _leases
@@ -89,11 +91,7 @@ class _Runtime:
             atexit.register(_exit_without_ray)
         elif ray.is_initialized() and _session() == self.session:
             ray.shutdown()
-        if self._temp_dir is not None:
-            orphan_reaper.sweep(MARKER, str(self._temp_dir))
-            self._guard.kill()  # also ends it if it is stopped
-            self._guard.wait()
-            shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write a last line
+        self._remove_local()
 
     def _connect(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # before `init`, which logs before it applies its argument
@@ -104,22 +102,30 @@ class _Runtime:
             except (ConnectionError, ray.exceptions.AuthenticationError) as error:
                 raise UserError(f"RAY_ADDRESS={address}: {error}. To find the cause: rlcore doctor --cluster") from error
             return
-        # Readable only by this user. Ray makes the folder that it is given world-readable, so it gets one inside.
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
-        self._guard = orphan_reaper.start_reaper(MARKER, str(self._temp_dir), folder=str(self._temp_dir))
+        for is_last in (False, True):
+            # Readable only by this user. Ray makes the folder that it is given world-readable, so it gets one inside.
+            self._temp_dir = folder = Path(tempfile.mkdtemp(prefix="rlcore-ray-"))
+            try:
+                return self._start_local(folder, job)
+            except Exception as error:  # at its own limits, Ray raises plain exceptions
+                text = f"{error}{daemons.last_errors(folder.glob('ray/session_latest/logs/*.err'))}"
+                ray.shutdown()
+                self._remove_local()
+                if is_last:
+                    raise RayDiedError(f"Ray did not start in two attempts: {text}\n{_busy_machine()}") from error
+                _log.warning("Ray did not start, and is started once more. The reason: %s", text)
+
+    def _start_local(self, folder: Path, job: JobConfig) -> None:
+        self._guard = orphan_reaper.start_reaper(MARKER, str(folder), folder=str(folder))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray's daemons and their workers inherit these; later children of the driver must not. Ray's own niceness of 15 lets
-        # Linux run the threads of a worker on one core while another is idle.
-        niceness = ray_constants.RAY_WORKER_NICENESS
-        inherited = {MARKER: str(self._temp_dir), niceness: os.environ.get(niceness, "0")}
-        with _variables(**inherited), _on_loopback(), _daemons_in_own_session(), _without_unused_daemons():
+        with _daemons_as_needed(marker=str(folder)):
             ray.init(
                 address="local",
                 job_config=job,
                 include_dashboard=False,
                 object_store_memory=_object_store_bytes(),
                 logging_level=logging.ERROR,
-                _temp_dir=str(self._temp_dir / "ray"),
+                _temp_dir=str(folder / "ray"),
                 _node_ip_address=interfaces.LOOPBACK,
                 _system_config={
                     # Every actor has its own runtime environment, so prestarted workers are never used.
@@ -127,6 +133,22 @@ class _Runtime:
                     "process_group_cleanup_enabled": True,
                 },
             )
+
+    def _remove_local(self) -> None:
+        if self._temp_dir is not None:
+            orphan_reaper.sweep(MARKER, str(self._temp_dir))
+            self._guard.kill()  # also ends it if it is stopped
+            self._guard.wait()
+            shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write a last line
+
+
+def _busy_machine() -> str:
+    load, free = os.getloadavg()[0], psutil.virtual_memory().available / _GIB
+    return (
+        f"Ray waits 30 s for its GCS server and its raylet. This machine has {os.cpu_count()} CPUs with a load of {load:.1f}, "
+        f"and {free:.1f} GiB of free memory. End other processes and run the same command again, or start Ray "
+        "before the run (`ray start --head`) and set RAY_ADDRESS."
+    )
 
 
 @contextmanager
@@ -143,44 +165,26 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _variables(**values: str) -> Iterator[None]:
-    """Environment variables for processes started in the block."""
-    before = {name: os.environ[name] for name in values if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+def _daemons_as_needed(marker: str) -> Iterator[None]:
+    """Give the daemons that Ray starts in the block, and their workers, what no argument of Ray sets.
 
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Make a Ray that is started in the block listen only on 127.0.0.1.
-
-    On Linux, Ray replaces this address of a node with an external one, unless this switch, meant for other systems, is off.
+    - The marker; later children of the driver must not have it.
+    - They listen only on 127.0.0.1. On Linux, Ray replaces this address of a node with an external one, unless a switch, meant
+      for other systems, is off; daemons and workers read its variable as well.
+    - Niceness 0, because Ray's own 15 lets Linux run the threads of a worker on one core while another is idle.
+    - A new session, so that signals to our process group, by `timeout` or a closing terminal, do not end them before
+      the run. On systems other than Linux, Ray needs them in our group, to end them with us.
+    - Neither autoscaler nor dashboard; a release of Ray in which these methods have other names starts both.
     """
-    # Daemons and workers read the variable as well.
-    with _replaced(ray_constants, ENABLE_RAY_CLUSTER=False), _variables(**{ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
-        yield
+    niceness = ray_constants.RAY_WORKER_NICENESS
+    variables = {MARKER: marker, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", niceness: os.environ.get(niceness, "0")}
+    popen, own_session = services.ConsolePopen, sys.platform == "linux"
 
+    def start(command: Any, *, env: dict[str, str], **settings: Any) -> Any:
+        return popen(command, env=env | variables, start_new_session=own_session, **settings)
 
-@contextmanager
-def _daemons_in_own_session() -> Iterator[None]:
-    """Keep signals to our process group, by `timeout` or a closing terminal, from ending Ray's daemons before the run.
-
-    On systems other than Linux, Ray needs the daemons in our group, to end them with us.
-    """
-    with _replaced(services, ConsolePopen=partial(services.ConsolePopen, start_new_session=sys.platform == "linux")):
-        yield
-
-
-@contextmanager
-def _without_unused_daemons() -> Iterator[None]:
-    """Start neither autoscaler nor dashboard; a release of Ray in which these methods have other names starts both."""
-    unused = [name for name in _UNUSED if hasattr(Node, name)]
-    with _replaced(Node, **dict.fromkeys(unused, lambda *_, **__: None)):
+    unused = {name: lambda *_, **__: None for name in _UNUSED if hasattr(Node, name)}
+    with _replaced(ray_constants, ENABLE_RAY_CLUSTER=False), _replaced(services, ConsolePopen=start), _replaced(Node, **unused):
         yield
 
 
@@ -203,14 +207,6 @@ def _exit_without_ray() -> None:
         with suppress(OSError, ValueError):  # it may be closed
             stream.flush()
     os._exit(1)
-
-
-def _acquire() -> _Runtime:
-    global _leases
-    if _leases is None or not ray.is_initialized() or _session() != _leases.session:
-        _leases = _Runtime()
-    _leases.claims += 1
-    return _leases
 
 
 def _session() -> str:
