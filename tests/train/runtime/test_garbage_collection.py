@@ -31,7 +31,7 @@ print(json.dumps([collections(nullcontext()), collections(rare_full_collections(
 
 
 def test_full_collections_are_rare_and_younger_ones_as_frequent():
-    # In a process of its own, with Python's thresholds: the tests have other ones, and Python puts off a full collection
+    # In a new process, with Python's thresholds: the tests have other ones, and Python puts off a full collection
     # until a quarter of all objects are new.
     environment = {name: value for name, value in os.environ.items() if name != "RLCORE_TEST_IMPORTS"}
     output = subprocess.run(
