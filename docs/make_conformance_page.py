@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import rl_core.testing
 import rl_train.testing
@@ -57,9 +58,9 @@ def conformance_page() -> str:
     return "\n".join(lines)
 
 
-def section(path: str, tests: type[Conformance]) -> Iterator[str]:
+def section(path: str, tests: type[Conformance[Any]]) -> Iterator[str]:
     """The promises of one kind."""
-    promises = [stated for stated, _ in tests.promises()]
+    promises = [*tests.promises()]
     yield f"## {tests.title().capitalize()}\n"
     yield f"`{path}`: {len(promises)} promises, of which at least {tests.minimum} must apply.\n"
     yield "| promise | test |\n|---|---|"

@@ -22,45 +22,9 @@ def engine(model_folder):
     engine.shutdown()
 
 
-def test_the_promised_calls_complete_every_row(engine):
-    assert engine.prepare_for_generation()
-    output = engine.generate(batch_of([5, 6, 7], [9], [5, 6, 7]), greedy=False)
-    assert engine.finish_generation()
-    assert set(output) == {
-        "output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated", "weight_version",
-        "token_versions",
-    }  # fmt: skip
-    lengths = output["unpadded_sequence_lengths"] - output["generation_lengths"]
-    assert lengths.tolist() == [3, 1, 3]
-    assert output["output_ids"][:, 0].tolist() == [5, 9, 5]
-    assert output["weight_version"].tolist() == [-1, -1, -1]
-    assert engine.invalidate_kv_cache()
-
-
-def test_greedy_rows_equal_transformers_generate(engine, model_folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("qwen3"), dtype=torch.float32)
-    output = engine.generate(batch_of([5, 6, 7, 8]), greedy=True)
-    expected = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6, do_sample=False)
-    assert output["output_ids"].tolist() == expected.tolist()
-
-
 def test_bad_rows_are_data_errors_that_name_the_caller_s_row(engine):
     with pytest.raises(DataError, match=r"^Row 2 "):
         engine.generate(batch_of([5], [6], [160]))
-
-
-def test_rows_come_one_by_one_from_the_asynchronous_call(engine):
-    batch = batch_of([5, 6], [7], max_new_tokens=torch.tensor([6, 1]), sample_seeds=torch.tensor([1, 2]))
-    whole = engine.generate(batch)
-
-    async def collect():
-        return [item async for item in engine.generate_async(batch)]
-
-    rows = asyncio.run(collect())
-    assert [number for number, _ in rows] == [1, 0]
-    for number, output in rows:
-        length = int(output["unpadded_sequence_lengths"][0])
-        assert output["output_ids"][0].tolist() == whole["output_ids"][number, :length].tolist()
 
 
 def test_unknown_and_impossible_arguments_are_config_errors(model_folder):

@@ -67,20 +67,6 @@ def test_steps_are_those_of_torch_adamw_with_clipping_and_schedule(parts, model_
     assert worker.get_weight_version() == 4
 
 
-def test_evaluation_changes_nothing_and_sums_to_the_training_loss(parts, start):
-    rows = parts.make_rows()
-    worker = start()
-    before = snapshot(worker)
-    counts = parts.counts_of(rows)
-    evaluated = worker.train(rows, parts.NLL(), counts=counts, eval_mode=True, mbs=3)[0]
-    assert_same(snapshot(worker), before)
-    assert worker.get_weight_version() == 0
-    assert evaluated.grad_norm == 0.0
-    trained = worker.train(rows, parts.NLL(), counts=counts)[0]
-    assert trained.loss == pytest.approx(evaluated.loss, rel=1e-6)
-    assert trained.metrics["lowest"] == pytest.approx(evaluated.metrics["lowest"], rel=1e-6)
-
-
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_nan_leaves_weights_optimizer_and_version_untouched(parts, start, where):
     rows = parts.make_rows()

@@ -70,17 +70,6 @@ def test_an_answer_has_every_column_padded_on_the_right_with_zeros(engine):
     assert output["weight_version"].tolist() == [-1] * 8
 
 
-def test_the_same_batch_gives_the_same_tokens_and_a_row_does_not_depend_on_its_neighbours(engine):
-    batch = random_batch(rows=12)
-    first, again = engine.generate(batch), engine.generate(batch)
-    assert completions(first) == completions(again)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(2)).tolist()
-    shuffled = engine.generate(batch.select_indices(order))
-    assert completions(shuffled) == [completions(first)[row] for row in order]
-    few = engine.generate(batch.slice(4, 6))
-    assert completions(few) == completions(first)[4:6]
-
-
 def test_every_int64_is_a_distinct_seed(engine):
     # -1 means "none" in vLLM, and a CPU generator uses only the lower 32 bits.
     seeds = [-1, 0, 1, -2, 2**32, 2**40, 2**63 - 1, -(2**63), -(2**32)]
@@ -209,22 +198,6 @@ def test_after_a_rejected_refit_the_engine_samples_and_during_a_refit_it_raises(
         engine.generate(batch)
     assert engine.invalidate_kv_cache()
     assert completions(engine.generate(batch)) == expected
-
-
-FULL = pytest.mark.full("0.7 and 1.3 in make test; the test of bfloat16 and that of the end of sequence score at 1.0")
-
-
-@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=FULL), 1.3])
-def test_log_probabilities_are_those_of_a_plain_forward_pass_at_the_temperature(engines, plain, temperature):
-    engine = engines(temperature=temperature, max_new_tokens=NEW)
-    batch = random_batch(rows=12)
-    sampled, greedy = engine.generate(batch), engine.generate(batch, greedy=True)
-    equal(found_logprobs(sampled), expected_logprobs(plain, sampled, temperature=temperature))
-    equal(found_logprobs(greedy), expected_logprobs(plain, greedy, temperature=temperature))
-    for prompt, tokens, _ in rows_of(greedy):
-        expected = plain.generate(tokens[None, :prompt], max_new_tokens=NEW, do_sample=False)
-        assert tokens.tolist() == expected[0].tolist()
-    assert completions(sampled) != completions(greedy)
 
 
 def test_stop_strings_of_the_config_apply_to_every_row_in_addition_to_its_own(engines, tokenizer):

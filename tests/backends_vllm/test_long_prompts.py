@@ -30,7 +30,7 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.full("test_generation_contract.py proves that a row does not depend on its neighbours")
+@pytest.mark.full("test_vllm_conformance.py proves that a row does not depend on its neighbours")
 def test_seeded_rows_with_prompts_too_long_for_one_step_sample_as_if_alone(model):
     # A step takes 64 tokens: one prompt of 40 and a half, were the second one read in pieces.
     cfg = {"precision": "float32", "max_model_len": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}

@@ -248,7 +248,7 @@ def test_a_dpo_trainer_trains_on_fewer_records_than_the_default_batch(policy, ow
         DPOTrainer(policy, config={"max_num_steps": 2, "global_batch_size": 4}).train(pairs)
 
 
-@pytest.mark.full("backends_hf/test_generation_engine.py makes these calls in one process; test_runs.py samples on a cluster")
+@pytest.mark.full("conformance/test_generation.py makes these calls in one process; test_runs.py samples on a cluster")
 def test_a_generation_backend_prepares_generates_and_finishes(cluster):
     generator = HuggingFaceGeneration(model_name=str(MODEL), cluster=cluster, max_new_tokens=5)
     try:

@@ -51,7 +51,7 @@ def check_plugin(name: Name, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _record(tests: type[Conformance], result: Any) -> dict[str, str]:
+def _record(tests: type[Conformance[Any]], result: Any) -> dict[str, str]:
     return {
         "component": f"{tests.title()} {tests.component}",
         "test": result.promise.name,
@@ -61,7 +61,7 @@ def _record(tests: type[Conformance], result: Any) -> dict[str, str]:
     }
 
 
-def _tests_of(name: str) -> Iterator[type[Conformance]]:
+def _tests_of(name: str) -> Iterator[type[Conformance[Any]]]:
     """The test classes of a plugin or of one component."""
     from rl_core.errors import UnknownComponentError
     from rl_core.plugins.component import Kind, did_you_mean
@@ -87,7 +87,7 @@ def _tests_of(name: str) -> Iterator[type[Conformance]]:
             yield _tests(kits[registered], described.name)
 
 
-def _kits() -> dict[Kind, type[Conformance]]:
+def _kits() -> dict[Kind, type[Conformance[Any]]]:
     """The test class of each kind of component that has one."""
     import rl_core.testing as core
     import rl_train.testing as train
@@ -101,5 +101,5 @@ def _kits() -> dict[Kind, type[Conformance]]:
     }
 
 
-def _tests(kit: type[Conformance], component: str) -> type[Conformance]:
+def _tests(kit: type[Conformance[Any]], component: str) -> type[Conformance[Any]]:
     return type(kit.__name__, (kit,), {"component": component})

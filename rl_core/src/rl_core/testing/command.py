@@ -25,16 +25,15 @@ def _leaves(app: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield names, command
 
 
-def _runs(tests: type[Conformance]) -> bool:
-    assert issubclass(tests, CommandConformance)
-    return bool(tests.arguments)
+def _prints_json(tests: type[Any]) -> bool:
+    return bool(tests.arguments) and any("--json" in each.opts for _, leaf in _leaves(tests.create()) for each in leaf.params)
 
 
-def _prints_json(tests: type[Conformance]) -> bool:
-    return _runs(tests) and any("--json" in each.opts for _, leaf in _leaves(tests.create()) for each in leaf.params)
+_RUNS = Condition(text="`arguments` is not set", holds=lambda tests: bool(tests.arguments))
+_JSON = Condition(text="`arguments` is not set, or it has no `--json`", holds=_prints_json)
 
 
-class CommandConformance(Conformance):
+class CommandConformance(Conformance[Any]):
     """Promises of commands.
 
     Attributes:
@@ -83,18 +82,14 @@ class CommandConformance(Conformance):
             if wrong and (found := self._run(*names, *wrong))[0] != 2:
                 raise Found(f"`{' '.join((self.component, *names, *wrong))}` has the exit code {found[0]}: {found[1]}")
 
-    @promise("It succeeds with `arguments`.", applies=Condition(text="`arguments` is not set", holds=_runs), after=_PARSES)
+    @promise("It succeeds with `arguments`.", applies=_RUNS, after=_PARSES)
     def test_it_succeeds(self) -> str:
         code, text = self._run(*self.arguments)
         if code:
             raise Found(f"the exit code is {code}: {text}")
         return text[:80]
 
-    @promise(
-        "With `--json` it prints JSON and nothing else.",
-        applies=Condition(text="`arguments` is not set, or it has no `--json`", holds=_prints_json),
-        after="test_it_succeeds",
-    )
+    @promise("With `--json` it prints JSON and nothing else.", applies=_JSON, after="test_it_succeeds")
     def test_json_is_json(self) -> None:
         json.loads(self._run(*self.arguments, "--json")[1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -13,19 +13,10 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, RLCoreError, WeightSyncError
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.plugins.component import Kind
+from rl_core.testing.comparisons import check_logprobs, check_unchanged
 from rl_core.testing.outputs.models import check_version, generated
-from rl_core.testing.promises import Condition, Conformance, Found, promise
-from rl_core.testing.reference.model import (
-    EOS,
-    FIRST_BYTE,
-    VOCABULARY,
-    Weights,
-    greedy_completion,
-    log_distributions,
-    make_weights,
-    row_logprobs,
-    save_model,
-)
+from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
+from rl_core.testing.reference import model as reference
 from rl_core.testing.reference.sender import ReferenceSender
 from rl_core.testing.sections import section_of
 
@@ -41,29 +32,17 @@ _FORM, _SEEDS, _AGREES, _REFIT = (
 )
 
 
-class _Subject:
-    """An engine with the weights of a sender."""
+class _Subject(NamedTuple):
+    """An engine, and what sends its weights."""
 
-    def __init__(self, engine: GenerationInterface, sender: ReferenceSender) -> None:
-        self.engine, self.sender = engine, sender
-        self.received = dict(sender.weights)
-        """The weights that the engine must have."""
+    engine: GenerationInterface
+    sender: ReferenceSender
 
 
-def _is_refitted(tests: type[Conformance]) -> bool:
-    assert issubclass(tests, GenerationConformance)
-    return not tests.section().has_own_weights
+_REFITTED = Condition(text="the engine has its own weights", holds=lambda tests: not tests.section().has_own_weights)
 
 
-def _streams(tests: type[Conformance]) -> bool:
-    return bool({"async_rows"} & tests.capabilities())
-
-
-_REFITTED = Condition(text="the engine has its own weights", holds=_is_refitted)
-_STREAMING = Condition(text="the capability `async_rows` is not declared", holds=_streams)
-
-
-class GenerationConformance(Conformance):
+class GenerationConformance(Conformance[_Subject]):
     """Promises of generation backends.
 
     Attributes:
@@ -83,8 +62,8 @@ class GenerationConformance(Conformance):
 
     @classmethod
     def create(cls) -> _Subject:
-        weights = make_weights()
-        save_model(cls._folder / "model", weights)
+        weights = reference.make_weights()
+        reference.save_model(cls._folder / "model", weights)
         sender = ReferenceSender(weights, cls._folder)
         cls._exits.callback(sender.leave_refit)
         section = cls.section()
@@ -93,15 +72,14 @@ class GenerationConformance(Conformance):
             raise Found(f"{type(engine).__name__} is not a subclass of rl_core.interfaces.GenerationInterface.")
         cls._exits.callback(engine.shutdown)
         engine.prepare_for_generation()
-        subject = _Subject(engine, sender)
         if not section.has_own_weights:
             sender.refit(engine, cls.capabilities())
             engine.invalidate_kv_cache()
-        return subject
+        return _Subject(engine, sender)
 
-    @promise("It is created with `config`, `cluster` and `deadlines`, and loads a folder in the format of Transformers.")
-    def test_it_is_created_from_its_section(self) -> str:
-        return f"{type(self.subject().engine).__name__} was created"
+    test_it_is_created_from_its_section = creation(
+        "It is created with `config`, `cluster` and `deadlines`, and loads a folder in the format of Transformers."
+    )
 
     @promise("Outputs have the columns, types, lengths and order of `GenerationOutputSpec`, and begin with the prompts.")
     def test_outputs_have_the_documented_form(self) -> None:
@@ -117,7 +95,9 @@ class GenerationConformance(Conformance):
         output = self._generate(self._rows(seed=5))
         total, variance = 0.0, 0.0
         for start, end, tokens in _spans(output):
-            distributions = log_distributions(self._received, tokens[: end - 1], temperature=TEMPERATURE)[start - 1 :].double()
+            distributions = reference.log_distributions(
+                self.subject().sender.received, tokens[: end - 1], temperature=TEMPERATURE
+            )[start - 1 :].double()
             means = (distributions.exp() * distributions).sum(dim=-1)
             squares = (distributions.exp() * distributions.square()).sum(dim=-1)
             drawn = distributions.gather(1, tokens[start:end, None])[:, 0]
@@ -141,17 +121,17 @@ class GenerationConformance(Conformance):
     def test_the_end_token_is_kept(self) -> str:
         ended = 0
         for row, (found, expected) in enumerate(self._greedy()):
-            if expected[-1] == EOS and found == expected[:-1]:
-                raise Found(f"row {row} ends before its end token {EOS}: {found}. It must be {expected}.")
-            ended += expected[-1] == EOS
+            if expected[-1] == reference.EOS and found == expected[:-1]:
+                raise Found(f"row {row} ends before its end token {reference.EOS}: {found}. It must be {expected}.")
+            ended += expected[-1] == reference.EOS
         return f"{ended} rows ended by themselves"
 
     @promise("`truncated` is true for rows that a limit ended, and false for rows that ended by themselves.", after=_FORM)
     def test_truncated_rows_are_reported(self) -> str:
         output = self._generate(self._rows(), greedy=True)
         for row, (start, end, tokens) in enumerate(_spans(output)):
-            is_cut = int(output["generation_lengths"][row]) == LIMIT and int(tokens[end - 1]) != EOS
-            is_ended = int(tokens[end - 1]) == EOS
+            is_cut = int(output["generation_lengths"][row]) == LIMIT and int(tokens[end - 1]) != reference.EOS
+            is_ended = int(tokens[end - 1]) == reference.EOS
             if bool(output["truncated"][row]) is not is_cut and (is_cut or is_ended):
                 raise Found(
                     f"row {row} has {end - start} tokens, the last is {int(tokens[end - 1])}, and `truncated` is {not is_cut}."
@@ -185,25 +165,17 @@ class GenerationConformance(Conformance):
 
     @promise("`generate` does not change the rows that it is passed.", after=_FORM)
     def test_its_arguments_are_unchanged(self) -> None:
-        rows = self._rows()
-        before = copy.deepcopy(dict(rows))
-        self._engine.generate(rows)
-        changed = [key for key in rows.keys() | before.keys() if key not in before or not torch.equal(rows[key], before[key])]
-        if changed:
-            raise Found(f"it changed the columns {', '.join(changed)}.")
+        check_unchanged("generate", self._engine.generate, self._rows())
 
     @promise("A prompt that is empty or has a token outside of the vocabulary is a `DataError`.")
     def test_impossible_prompts_are_refused(self) -> None:
-        engine = self._engine
-        for what, tokens, length in (("an empty prompt", [2], 0), ("a token outside of the vocabulary", [VOCABULARY], 1)):
+        for what, tokens, length in (
+            ("an empty prompt", [2], 0),
+            ("a token outside of the vocabulary", [reference.VOCABULARY], 1),
+        ):
             rows: BatchedDataDict[Any] = BatchedDataDict(input_ids=torch.tensor([tokens]), input_lengths=torch.tensor([length]))
-            try:
-                engine.generate(rows)
-            except DataError:
-                continue
-            except (Exception, SystemExit) as error:
-                raise Found(f"{what} is {type(error).__name__}: {error}.") from error
-            raise Found(f"{what} is accepted.")
+            with must_raise(DataError, otherwise=f"{what} is accepted."):
+                self._engine.generate(rows)
 
     @promise("`prepare_for_generation` and `finish_generation` may be called twice, and sampling continues.", after=_AGREES)
     def test_it_may_be_prepared_and_finished_twice(self) -> str:
@@ -212,7 +184,9 @@ class GenerationConformance(Conformance):
             call()
         return self._compared(self._generate(self._rows()))
 
-    @promise("`generate_async` yields each row once, equal to that of `generate`.", applies=_STREAMING, after=_SEEDS)
+    @promise(
+        "`generate_async` yields each row once, equal to that of `generate`.", applies=declares("async_rows"), after=_SEEDS
+    )
     def test_generate_async_equals_generate(self) -> None:
         rows = self._rows()
         whole = _completions(self._generate(rows))
@@ -234,11 +208,9 @@ class GenerationConformance(Conformance):
     )
     def test_a_refit_brings_the_trained_weights(self) -> str:
         subject = self._refitted(seed=1)
-        if subject.engine.weight_version != subject.sender.get_weight_version():
-            raise Found(
-                f"the engine has weight version {subject.engine.weight_version} after a refit with version "
-                f"{subject.sender.get_weight_version()}."
-            )
+        found, sent = subject.engine.weight_version, subject.sender.get_weight_version()
+        if found != sent:
+            raise Found(f"the engine has weight version {found} after a refit with version {sent}.")
         output = self._generate(self._rows(seed=9))
         check_version(subject.engine, output)
         return self._compared(output)
@@ -265,43 +237,32 @@ class GenerationConformance(Conformance):
         "A refit in which tensors are missing leaves an engine that refuses to be verified.", applies=_REFITTED, after=_REFIT
     )
     def test_an_incomplete_refit_is_noticed(self) -> None:
-        subject = self.subject()
-        subject.sender.train(seed=4)
+        sender, engine = self.subject().sender, self._engine
+        sender.train(seed=4)
         try:
-            subject.sender.refit(subject.engine, self.capabilities(), leave_out=3)
-            version = subject.engine.weight_version
-            subject.engine.weight_fingerprint()
-        except RLCoreError:
-            return
+            with must_raise(RLCoreError, otherwise="3 tensors did not arrive, and the engine has a version and a fingerprint."):
+                sender.refit(engine, self.capabilities(), leave_out=3)
+                _ = engine.weight_version, engine.weight_fingerprint()
         finally:
             self._refitted(seed=5)
-        raise Found(
-            f"3 tensors did not arrive; the engine has weight version {version} and a fingerprint. Raise WeightSyncError."
-        )
 
     @promise("A manifest with a wrong shape is refused before anything is loaded.", applies=_REFITTED, after=_REFIT)
     def test_a_wrong_manifest_is_refused(self) -> None:
-        subject = self.subject()
-        name, (shape, dtype) = next(iter(subject.sender.weight_manifest().items()))
+        manifest = self.subject().sender.weight_manifest()
+        name, (shape, dtype) = next(iter(manifest.items()))
+        wrong = (shape[0] + 1, *shape[1:])
         try:
-            subject.engine.prepare_refit_info({**subject.sender.weight_manifest(), name: ((shape[0] + 1, *shape[1:]), dtype)})
-        except RLCoreError as error:
-            if not isinstance(error, WeightSyncError) and "WeightSyncError" not in str(error):
-                raise Found(f"it raised {type(error).__name__} instead of WeightSyncError: {error}") from error
-            return
+            with (
+                must_raise(WeightSyncError, otherwise=f"{name} is accepted with the shape {[*wrong]} instead of {[*shape]}."),
+                errors_of_workers(),
+            ):
+                self._engine.prepare_refit_info({**manifest, name: (wrong, dtype)})
         finally:
             self._refitted(seed=6)
-        raise Found(f"{name} of shape {[shape[0] + 1, *shape[1:]]} is accepted instead of {list(shape)}.")
 
     @property
     def _engine(self) -> GenerationInterface:
-        engine: GenerationInterface = self.subject().engine
-        return engine
-
-    @property
-    def _received(self) -> Weights:
-        weights: Weights = self.subject().received
-        return weights
+        return self.subject().engine
 
     def _generate(self, rows: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         """The output for copies of the rows, checked as in a run."""
@@ -311,15 +272,16 @@ class GenerationConformance(Conformance):
         """The greedy tokens of each row, and the expected ones."""
         rows = self._rows()
         prompts = [ids[:length] for ids, length in zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)]
-        expected = [greedy_completion(self._received, prompt, limit=LIMIT).tolist() for prompt in prompts]
+        expected = [
+            reference.greedy_completion(self.subject().sender.received, prompt, limit=LIMIT).tolist() for prompt in prompts
+        ]
         return list(zip(_completions(self._generate(rows, greedy=True)), expected, strict=True))
 
     def _refitted(self, *, seed: int) -> _Subject:
         """Train the sender's weights and send them."""
-        subject: _Subject = self.subject()
+        subject = self.subject()
         subject.sender.train(seed=seed)
         subject.sender.refit(subject.engine, self.capabilities())
-        subject.received = dict(subject.sender.weights)
         if not subject.engine.invalidate_kv_cache():
             raise Found("invalidate_kv_cache returned False after a refit, although no row is in progress.")
         return subject
@@ -329,7 +291,7 @@ class GenerationConformance(Conformance):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(shortest, shortest + 12, (_ROWS,), generator=generator)
         width = int(lengths.max())
-        ids = torch.randint(FIRST_BYTE, VOCABULARY - 2, (_ROWS, width), generator=generator)
+        ids = torch.randint(reference.FIRST_BYTE, reference.VOCABULARY - 2, (_ROWS, width), generator=generator)
         return BatchedDataDict(
             input_ids=torch.where(torch.arange(width) < lengths.unsqueeze(1), ids, 0),
             input_lengths=lengths,
@@ -337,24 +299,12 @@ class GenerationConformance(Conformance):
         )
 
     def _compared(self, output: BatchedDataDict[Any]) -> str:
-        """The largest difference from the reference.
-
-        Raises:
-            Found: it is larger than the tolerance.
-        """
-        largest = 0.0
-        for row, (start, end, tokens) in enumerate(_spans(output)):
-            expected = row_logprobs(self._received, tokens[:end], temperature=TEMPERATURE)[start:]
-            found = output["logprobs"][row, start:end]
-            difference = (found - expected).abs()
-            if not float(difference.max()) <= self.tolerance:
-                at = int(difference.argmax())
-                raise Found(
-                    f"token {at} of the completion of row {row} has the log-probability {float(found[at]):.4f}, and the "
-                    f"reference {float(expected[at]):.4f} at temperature {TEMPERATURE}."
-                )
-            largest = max(largest, float(difference.max()))
-        return f"largest difference {largest:.1e} nats"
+        """The largest difference of log-probabilities from the reference."""
+        ids, ends = output["output_ids"], output["unpadded_sequence_lengths"]
+        expected = reference.logprobs(self.subject().sender.received, ids, ends, temperature=TEMPERATURE)
+        starts, position = ends - output["generation_lengths"], torch.arange(ids.shape[1])
+        expected = torch.where(position >= starts.unsqueeze(1), expected, 0.0)
+        return check_logprobs(output["logprobs"], expected, tolerance=self.tolerance, when=f"at temperature {TEMPERATURE}")
 
 
 def _spans(output: BatchedDataDict[Any]) -> list[tuple[int, int, torch.Tensor]]:

@@ -14,11 +14,14 @@ from rl_core.data.schema import SCHEMA
 from rl_core.dispatch.rows import global_counts
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.component import Kind
-from rl_core.testing.promises import Condition, Conformance, Found, promise
+from rl_core.testing.comparisons import check_unchanged
+from rl_core.testing.promises import Condition, Conformance, Found, creation, promise
 from rl_core.testing.sections import section_of
 
 _UNITS, _WIDTH, _VOCABULARY, _CANDIDATES = 6, 12, 50, 4
 _SCALAR, _PARTS = "test_it_returns_a_scalar_and_metrics", "test_microbatches_do_not_change_the_gradient"
+_LOGPROBS = "next_token_logprobs"
+"""Column of the rows with the first argument of losses."""
 _TOLERANCE = 2e-5
 """Relative; sums of float32 numbers in another order differ by about 1e-6."""
 
@@ -29,38 +32,31 @@ class _Outcome:
     The gradient is [B, T, 1], or [B, T, 1 + K] with candidates.
     """
 
-    def __init__(
-        self, loss_fn: LossFunction, logprobs: torch.Tensor, rows: BatchedDataDict[Any], counts: tuple[float, float]
-    ) -> None:
-        leaves = [logprobs.unsqueeze(-1).clone().requires_grad_()]
+    def __init__(self, loss_fn: LossFunction, data: Mapping[str, Any], counts: list[torch.Tensor]) -> None:
+        rows: BatchedDataDict[Any] = BatchedDataDict({key: value for key, value in data.items() if key != _LOGPROBS})
+        leaves = [data[_LOGPROBS].unsqueeze(-1).clone().requires_grad_()]
         if "candidate_logprobs" in rows:
             leaves.append(rows["candidate_logprobs"].clone().requires_grad_())
             rows = BatchedDataDict({**rows, "candidate_logprobs": leaves[1]})
-        returned = loss_fn(leaves[0].squeeze(-1), rows, *(torch.tensor(count) for count in counts))
+        returned = loss_fn(leaves[0].squeeze(-1), rows, *counts)
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
             raise Found(f"it returned {type(returned).__name__} instead of the loss and a dict of metrics.")
         loss, self.metrics = returned
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.isfinite():
             raise Found(f"it returned {loss!r} as the loss of {rows.size} rows. The loss is a finite scalar tensor.")
         self.loss = loss.detach()
-        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
-        self.gradient = torch.cat(
-            [
-                torch.zeros_like(leaf) if gradient is None else gradient
-                for leaf, gradient in zip(leaves, gradients, strict=True)
-            ],
-            dim=-1,
-        )
+        unused = [torch.zeros_like(leaf) for leaf in leaves]
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True) if loss.requires_grad else unused
+        self.gradient = torch.cat([*gradients], dim=-1)
 
 
-def _excludes_rows(tests: type[Conformance]) -> bool:
-    return tests.registered().load().rows_with_gradient is not LossFunction.rows_with_gradient
+_EXCLUDING = Condition(
+    text="`rows_with_gradient` is not overridden",
+    holds=lambda tests: tests.registered().load().rows_with_gradient is not LossFunction.rows_with_gradient,
+)
 
 
-_EXCLUDING = Condition(text="`rows_with_gradient` is not overridden", holds=_excludes_rows)
-
-
-class LossConformance(Conformance):
+class LossConformance(Conformance[LossFunction]):
     """Promises of losses.
 
     Attributes:
@@ -80,13 +76,11 @@ class LossConformance(Conformance):
         loss: LossFunction = component.load(expect=LossFunction)(section_of(component, Section, cls.config))
         return loss
 
-    @promise("It is created with its config section alone, and is a `LossFunction`.")
-    def test_it_is_created_from_its_section(self) -> str:
-        return f"{type(self.subject()).__name__} was created"
+    test_it_is_created_from_its_section = creation("It is created with its config section alone, and is a `LossFunction`.")
 
     @promise("It returns a finite scalar with a gradient, and scalar metrics without one.")
     def test_it_returns_a_scalar_and_metrics(self) -> str:
-        outcome = self._whole()
+        outcome = self._outcome()
         if not outcome.gradient.isfinite().all() or not outcome.gradient.any():
             raise Found("the gradient of the loss with respect to the log-probabilities is zero everywhere or not finite.")
         for name, value in outcome.metrics.items():
@@ -96,9 +90,7 @@ class LossConformance(Conformance):
 
     @promise("The losses of microbatches sum to the loss of the batch, and the gradient is the same.", after=_SCALAR)
     def test_microbatches_do_not_change_the_gradient(self) -> str:
-        loss_fn, logprobs, rows = self._batch()
-        whole = self._whole()
-        parts = self._parts(loss_fn, logprobs, rows)
+        whole, parts = self._outcome(), self._parts()
         total = sum(float(part.loss) for part in parts)
         if abs(total - float(whole.loss)) > _TOLERANCE * max(1.0, abs(total)):
             raise Found(
@@ -110,20 +102,17 @@ class LossConformance(Conformance):
 
     @promise("The loss is divided by the counts that it is passed: with twice the counts it is half as large.", after=_PARTS)
     def test_the_loss_is_divided_by_the_global_counts(self) -> None:
-        loss_fn, logprobs, rows = self._batch()
-        seqs, toks = _counts(rows)
-        half = _Outcome(loss_fn, logprobs, rows, (2 * seqs, 2 * toks))
-        _check_equal(2 * half.gradient, self._whole().gradient, "twice the gradient with doubled counts")
+        half = self._outcome(scale=2.0)
+        _check_equal(2 * half.gradient, self._outcome().gradient, "twice the gradient with doubled counts")
 
     @promise("Tokens outside `token_mask` and rows outside `sample_mask` have no gradient and no effect.", after=_SCALAR)
     def test_masked_tokens_have_no_effect(self) -> None:
-        loss_fn, logprobs, rows = self._batch()
-        mask = _trained(rows)
-        whole = self._whole()
+        rows = self._batch()
+        mask, whole = rows["token_mask"] * rows["sample_mask"].unsqueeze(1) > 0, self._outcome()
         if (wrong := whole.gradient[~mask]).any():
             raise Found(f"a token that is not trained has a gradient of {float(wrong.abs().max()):g}. Multiply by both masks.")
-        hidden = {key: _where_trained(value, mask) if key in loss_fn.required_keys else value for key, value in rows.items()}
-        shifted = _Outcome(loss_fn, torch.where(mask, logprobs, -41.0), BatchedDataDict(hidden), _counts(rows))
+        hidden = {key: _where_trained(rows[key], mask) for key in {_LOGPROBS, *self.subject().required_keys}}
+        shifted = self._outcome(hidden)
         _check_equal(
             shifted.gradient, whole.gradient, "the gradient with other log-probabilities of tokens that are not trained"
         )
@@ -131,16 +120,12 @@ class LossConformance(Conformance):
 
     @promise("Padding columns change neither loss nor gradient.", after=_SCALAR)
     def test_padding_has_no_effect(self) -> None:
-        loss_fn, logprobs, rows = self._batch()
-        padded = {key: _padded(value) if _has_tokens(value) else value for key, value in rows.items()}
-        wider = _Outcome(loss_fn, _padded(logprobs), BatchedDataDict(padded), _counts(rows))
-        _check_equal(wider.gradient[:, :_WIDTH], self._whole().gradient, "the gradient with wider padding")
+        wider = self._outcome({key: _padded(value) for key, value in self._batch().items() if _has_tokens(value)})
+        _check_equal(wider.gradient[:, :_WIDTH], self._outcome().gradient, "the gradient with wider padding")
 
     @promise("A microbatch without trained tokens has the loss 0 and no gradient.", after=_SCALAR)
     def test_a_microbatch_without_trained_tokens_has_no_loss(self) -> None:
-        loss_fn, logprobs, rows = self._batch()
-        empty: BatchedDataDict[Any] = BatchedDataDict({**rows, "sample_mask": torch.zeros_like(rows["sample_mask"])})
-        outcome = _Outcome(loss_fn, logprobs, empty, _counts(rows))
+        outcome = self._outcome({"sample_mask": torch.zeros(self._batch().size)})
         if float(outcome.loss) or outcome.gradient.any():
             raise Found(
                 f"the loss is {float(outcome.loss):g} with a gradient of up to {float(outcome.gradient.abs().max()):g}."
@@ -148,10 +133,9 @@ class LossConformance(Conformance):
 
     @promise("Metrics of microbatches, combined as `metric_reductions` says, are those of the batch.", after=_PARTS)
     def test_metrics_are_combined_as_declared(self) -> str:
-        loss_fn, logprobs, rows = self._batch()
-        whole, parts = self._whole(), self._parts(loss_fn, logprobs, rows)
+        whole, parts = self._outcome(), self._parts()
         for name, value in whole.metrics.items():
-            reduction = loss_fn.metric_reductions.get(name, "sum")
+            reduction = self.subject().metric_reductions.get(name, "sum")
             values = torch.stack([part.metrics[name] for part in parts])
             combined = {"min": values.min(), "max": values.max()}.get(reduction, values.sum())
             if (combined - value).abs() > 10 * _TOLERANCE * max(1.0, abs(float(value))):
@@ -163,49 +147,40 @@ class LossConformance(Conformance):
 
     @promise("It does not change its arguments.", after=_SCALAR)
     def test_its_arguments_are_unchanged(self) -> None:
-        loss_fn, logprobs, rows = self._batch()
-        before = {key: value.clone() if isinstance(value, torch.Tensor) else list(value) for key, value in rows.items()}
-        given = logprobs.clone().requires_grad_()
-        loss_fn(given, rows, *(torch.tensor(count) for count in _counts(rows)))
-        for key, value in before.items():
-            same = torch.equal(rows[key], value) if isinstance(value, torch.Tensor) else list(rows[key]) == value
-            if not same:
-                raise Found(f"it changed the column {key!r}.")
-        if rows.keys() - before.keys():
-            raise Found(f"it added the columns {', '.join(rows.keys() - before.keys())}.")
-        if not torch.equal(given.detach(), logprobs):
+        rows = self._batch()
+        logprobs, counts = rows[_LOGPROBS].clone().requires_grad_(), _counts(rows)
+        check_unchanged("__call__", lambda passed: self.subject()(logprobs, passed, *counts), rows)
+        if not torch.equal(logprobs.detach(), rows[_LOGPROBS]):
             raise Found("it changed the log-probabilities in place.")
 
     @promise("Equal calls have equal results.", after=_SCALAR)
     def test_equal_calls_have_equal_results(self) -> None:
-        first, again = self._whole(), self._whole()
+        first, again = self._outcome(), self._outcome()
         if not torch.equal(first.gradient, again.gradient):
             raise Found("two equal calls had different gradients, so the loss keeps state or draws at random.")
 
     @promise("It can be pickled, because it is sent to the policy's workers, and computes the same there.", after=_SCALAR)
     def test_it_can_be_pickled(self) -> None:
-        loss_fn, logprobs, rows = self._batch()
-        sent = pickle.loads(pickle.dumps(loss_fn))
-        _check_equal(
-            _Outcome(sent, logprobs, rows, _counts(rows)).gradient, self._whole().gradient, "the gradient after pickling"
-        )
+        sent = pickle.loads(pickle.dumps(self.subject()))
+        _check_equal(self._outcome(loss_fn=sent).gradient, self._outcome().gradient, "the gradient after pickling")
 
     @promise("Rows that `rows_with_gradient` excludes have no gradient.", applies=_EXCLUDING, after=_SCALAR)
     def test_excluded_rows_have_no_gradient(self) -> str:
-        loss_fn, _, rows = self._batch()
-        kept = loss_fn.rows_with_gradient(rows)
+        rows = self._batch()
+        kept = self.subject().rows_with_gradient(rows)
         if kept is None:
             return "all rows may have a gradient"
         if kept.shape != (rows.size,) or kept.dtype != torch.bool:
             raise Found(
                 f"rows_with_gradient returned {list(kept.shape)} {kept.dtype} for {rows.size} rows: it must be [B] bool."
             )
-        if self._whole().gradient[~kept].any():
+        if self._outcome().gradient[~kept].any():
             raise Found("a row that rows_with_gradient excludes has a gradient, which training would leave out.")
         return f"{int((~kept).sum())} of {rows.size} rows are excluded"
 
-    def _batch(self) -> tuple[LossFunction, torch.Tensor, BatchedDataDict[Any]]:
-        loss_fn: LossFunction = self.subject()
+    def _batch(self) -> BatchedDataDict[Any]:
+        """Rows, which are the same in each call."""
+        loss_fn = self.subject()
         torch.manual_seed(11)
         num_rows = _UNITS * loss_fn.rows_per_unit
         lengths = torch.randint(5, _WIDTH - 1, (num_rows,))
@@ -221,7 +196,8 @@ class LossConformance(Conformance):
         for key in sorted(loss_fn.required_keys | candidates):
             if key not in rows:
                 rows[key] = self._column(key, rows)
-        return loss_fn, _made("logprobs", rows), rows
+        rows[_LOGPROBS] = _made("logprobs", rows)
+        return rows
 
     def _column(self, key: str, rows: BatchedDataDict[Any]) -> Any:
         if key in self.columns:
@@ -233,17 +209,19 @@ class LossConformance(Conformance):
             )
         return _made(key, rows)
 
-    def _whole(self) -> _Outcome:
-        loss_fn, logprobs, rows = self._batch()
-        return _Outcome(loss_fn, logprobs, rows, _counts(rows))
+    def _outcome(
+        self, changes: Mapping[str, Any] | None = None, *, scale: float = 1.0, loss_fn: LossFunction | None = None
+    ) -> _Outcome:
+        """The outcome of the batch: with other columns, the counts times `scale`, or another loss."""
+        rows = self._batch()
+        counts = [scale * count for count in _counts(rows)]
+        return _Outcome(loss_fn or self.subject(), {**rows, **(changes or {})}, counts)
 
-    def _parts(self, loss_fn: LossFunction, logprobs: torch.Tensor, rows: BatchedDataDict[Any]) -> list[_Outcome]:
+    def _parts(self) -> list[_Outcome]:
         """The outcomes of microbatches of two units."""
-        size = 2 * loss_fn.rows_per_unit
-        return [
-            _Outcome(loss_fn, logprobs[start : start + size], rows.slice(start, start + size), _counts(rows))
-            for start in range(0, rows.size, size)
-        ]
+        rows, size = self._batch(), 2 * self.subject().rows_per_unit
+        slices = (rows.slice(start, start + size) for start in range(0, rows.size, size))
+        return [_Outcome(self.subject(), part, _counts(rows)) for part in slices]
 
 
 def _made(key: str, rows: BatchedDataDict[Any]) -> torch.Tensor:
@@ -260,14 +238,9 @@ def _made(key: str, rows: BatchedDataDict[Any]) -> torch.Tensor:
     return torch.where(inside, numbers, 0.0)
 
 
-def _counts(rows: BatchedDataDict[Any]) -> tuple[float, float]:
+def _counts(rows: BatchedDataDict[Any]) -> list[torch.Tensor]:
     [counts] = global_counts(rows, rows.size)
-    return counts.valid_seqs, counts.valid_toks
-
-
-def _trained(rows: BatchedDataDict[Any]) -> torch.Tensor:
-    mask: torch.Tensor = rows["token_mask"] * rows["sample_mask"].unsqueeze(1) > 0
-    return mask
+    return [torch.tensor(counts.valid_seqs), torch.tensor(counts.valid_toks)]
 
 
 def _where_trained(value: Any, mask: torch.Tensor) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -18,39 +15,31 @@ from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.weights import WeightTransport
-from rl_core.plugins.component import Component, Kind
+from rl_core.plugins.component import Kind
 from rl_core.plugins.loading import HEAVY_MODULES
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.record import Plugin
 from rl_core.plugins.record import Status as PluginStatus
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
-from rl_core.testing.promises import Conformance, Found, promise
+from rl_core.testing.promises import Conformance, Found, promise, run_elsewhere
 
-_TARGETS = {
-    Kind.POLICY: TrainableInterface,
-    Kind.GENERATION: GenerationInterface,
-    Kind.ENVIRONMENT: EnvironmentInterface,
-    Kind.LOSS: LossFunction,
-    Kind.WEIGHT_TRANSPORT: WeightTransport,
+_CONTRACTS: dict[Kind, tuple[type, type[Section]]] = {
+    Kind.POLICY: (TrainableInterface, PolicyConfig),
+    Kind.GENERATION: (GenerationInterface, GenerationConfig),
+    Kind.ENVIRONMENT: (EnvironmentInterface, EnvironmentConfig),
+    Kind.LOSS: (LossFunction, Section),
+    Kind.WEIGHT_TRANSPORT: (WeightTransport, Section),
+    Kind.DATASET: (object, DatasetConfig),
 }
-"""Base classes of the targets of a kind."""
-_SECTIONS = {
-    Kind.POLICY: PolicyConfig,
-    Kind.GENERATION: GenerationConfig,
-    Kind.ENVIRONMENT: EnvironmentConfig,
-    Kind.DATASET: DatasetConfig,
-}
+"""Base classes of the targets and config models of a kind."""
 _IMPORT = """
-import sys
-sys.path[:] = {path}
 import {modules}
 print("HEAVY", *sorted(set({heavy}) & sys.modules.keys()))
 """
-_IMPORT_S = 120.0
 
 
-class PackagingConformance(Conformance):
+class PackagingConformance(Conformance[Plugin]):
     """Promises of a plugin as a package. `component` is the name of the plugin's entry point or of its distribution."""
 
     minimum = 9
@@ -65,22 +54,22 @@ class PackagingConformance(Conformance):
 
     @promise("It is installed, its requirements are met, and its module and hooks work.")
     def test_it_is_ready(self) -> str:
-        plugin = self._plugin
+        plugin = self.subject()
         if plugin.status is not PluginStatus.READY:
             raise Found(f"{plugin.label} is {plugin.status.value}: {plugin.reason}.")
         return plugin.label
 
     @promise("It registers at least one component or event hook.")
     def test_it_registers_something(self) -> str:
-        if not self._plugin.components and not self._plugin.hooks:
-            raise Found(f"the module {self._plugin.module} has no function with @hookimpl.")
-        return ", ".join(f"{kind.label} {component.name!r}" for kind, component in self._plugin.components)
+        if not self.subject().components and not self.subject().hooks:
+            raise Found(f"the module {self.subject().module} has no function with @hookimpl.")
+        return ", ".join(f"{kind.label} {component.name!r}" for kind, component in self.subject().components)
 
     @promise("Its distribution requires rl-core and a range of Python versions.")
     def test_its_metadata_names_what_it_needs(self) -> str:
-        metadata = importlib.metadata.metadata(self._plugin.distribution)
+        metadata = importlib.metadata.metadata(self.subject().distribution)
         required = {canonicalize_name(Requirement(text).name) for text in metadata.get_all("Requires-Dist") or ()}
-        if canonicalize_name(self._plugin.distribution) != "rl-core" and not any(name.startswith("rl-") for name in required):
+        if canonicalize_name(self.subject().distribution) != "rl-core" and not any(name.startswith("rl-") for name in required):
             raise Found("`dependencies` do not name rl-core, so pip could install a version that it was not written for.")
         if "Requires-Python" not in metadata:
             raise Found("`requires-python` is not set.")
@@ -88,11 +77,11 @@ class PackagingConformance(Conformance):
 
     @promise("Importing its entry point prints nothing, and imports none of the heavy libraries.")
     def test_registration_is_silent_and_light(self) -> None:
-        check_import([self._plugin.module])
+        check_import([self.subject().module])
 
     @promise("Importing its config models prints nothing, and imports none of the heavy libraries.")
     def test_config_models_are_silent_and_light(self) -> str:
-        modules = sorted({c.config.partition(":")[0] for _, c in self._plugin.components if c.config is not None})
+        modules = sorted({c.config.partition(":")[0] for _, c in self.subject().components if c.config is not None})
         if modules:
             check_import(modules)
         return ", ".join(modules)
@@ -100,11 +89,11 @@ class PackagingConformance(Conformance):
     @promise("Every config model can be imported, extends the base model of its kind, and documents each key.")
     def test_config_models_are_documented(self) -> str:
         count = 0
-        for kind, component in self._plugin.components:
+        for kind, component in self.subject().components:
             model: Any = component.load_config()
             if model is None:
                 continue
-            base = _SECTIONS.get(kind, Section)
+            _, base = _CONTRACTS.get(kind, (object, Section))
             if not issubclass(model, base):
                 raise Found(f"{component.config} does not extend {base.__module__}.{base.__name__}.")
             undocumented = [name for name, field in model.model_fields.items() if not field.description]
@@ -115,35 +104,26 @@ class PackagingConformance(Conformance):
 
     @promise("Every target can be imported and implements the interface of its kind.", after="test_it_is_ready")
     def test_targets_implement_their_interfaces(self) -> None:
-        for kind, component in self._usable():
+        for kind, component in self.subject().components:
+            if unmet_needs(component.needs) is not None:
+                continue
             target = component.load()
-            if isinstance(target, type) and kind in _TARGETS:
-                component.load(expect=_TARGETS[kind])
+            if isinstance(target, type) and kind in _CONTRACTS:
+                component.load(expect=_CONTRACTS[kind][0])
             elif not callable(target):
                 raise Found(f"{component.target} is {target!r}, which cannot be called.")
 
     @promise("Its components have names that no other installed plugin registers.", after="test_it_is_ready")
     def test_its_names_are_its_own(self) -> None:
         registry = Registry(discover(strict=False))
-        for kind, component in self._plugin.components:
+        for kind, component in self.subject().components:
             registry.find(kind, component.name)
 
     @promise("Loading it twice registers equal components: hooks are called in every process.")
     def test_hooks_may_be_called_again(self) -> None:
         again = plugin_named(self.component, discover(strict=False))
-        if again.components != self._plugin.components:
+        if again.components != self.subject().components:
             raise Found("a second call of its hooks returned other components.")
-
-    @property
-    def _plugin(self) -> Plugin:
-        plugin: Plugin = self.subject()
-        return plugin
-
-    def _usable(self) -> Iterator[tuple[Kind, Component]]:
-        """The components whose optional requirements are installed."""
-        for kind, component in self._plugin.components:
-            if unmet_needs(component.needs) is None:
-                yield kind, component
 
 
 def plugin_named(name: str, manager: PluginManager) -> Plugin:
@@ -162,14 +142,10 @@ def plugin_named(name: str, manager: PluginManager) -> Plugin:
 
 def check_import(modules: list[str]) -> None:
     """Raise Found if importing these modules prints something or imports heavy libraries."""
-    code = _IMPORT.format(modules=", ".join(modules), heavy=HEAVY_MODULES, path=sys.path)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_IMPORT_S, check=False)
     names = ", ".join(modules)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
-        raise Found(f"importing {names} ended the interpreter with exit code {done.returncode}: {last}.")
-    printed, _, heavy = done.stdout.rpartition("HEAVY")
-    if printed or done.stderr:
-        raise Found(f"importing {names} printed {(printed or done.stderr).strip()[:200]!r}. It would corrupt `--json` outputs.")
+    output, errors = run_elsewhere(_IMPORT.format(modules=names, heavy=HEAVY_MODULES), f"importing {names}")
+    printed, _, heavy = output.rpartition("HEAVY")
+    if printed or errors:
+        raise Found(f"importing {names} printed {(printed or errors).strip()[:200]!r}. It would corrupt `--json` outputs.")
     if heavy.strip():
         raise Found(f"importing {names} imports {', '.join(heavy.split())}. Import them inside the functions that need them.")

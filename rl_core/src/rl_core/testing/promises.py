@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from unittest import SkipTest
 
-from rl_core.errors import RLCoreError
+from rl_core.errors import RLCoreError, WorkerError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 
-_MARK = "__promise__"
+_MARK, _SECONDS = "__promise__", 120.0
 CheckT = TypeVar("CheckT", bound=Callable[[Any], Any])
+SubjectT = TypeVar("SubjectT")
 
 
 class NotKeptError(AssertionError):
@@ -48,7 +52,7 @@ class Condition:
 
     text: str
     """What it does not declare, if the condition is not met."""
-    holds: Callable[[type[Conformance]], bool]
+    holds: Callable[[type[Any]], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,12 @@ class Promise:
     applies: Condition | None
     after: str | None
     """Name of a test without whose promise this one cannot be tested."""
+    check: Callable[[Any], Any]
+    """Called with an instance of the test class."""
+
+    def applies_to(self, tests: type[Any]) -> bool:
+        """Whether the component of a test class declares what the promise needs."""
+        return self.applies is None or self.applies.holds(tests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +109,12 @@ def promise(statement: str, *, applies: Condition | None = None, after: str | No
     """
 
     def decorate(check: CheckT) -> CheckT:
-        name = check.__name__
-        stated = Promise(name=name, statement=statement, applies=applies, after=after)
+        stated = Promise(name=check.__name__, statement=statement, applies=applies, after=after, check=check)
 
         @wraps(check)
-        def test(self: Conformance) -> None:
+        def test(self: Conformance[Any]) -> None:
             __tracebackhide__ = True
-            result = type(self).result_of(stated, check)
+            result = type(self).result_of(stated)
             if result.status is Status.BROKEN:
                 raise NotKeptError(type(self).failure_text(result)) from None
             if result.status is Status.EXPECTED:
@@ -113,7 +122,7 @@ def promise(statement: str, *, applies: Condition | None = None, after: str | No
             if result.status is not Status.KEPT:
                 raise SkipTest(result.found)
 
-        setattr(test, _MARK, (stated, check))
+        setattr(test, _MARK, stated)
         return test  # type: ignore[return-value]
 
     return decorate
@@ -126,7 +135,47 @@ def declares(capability: str) -> Condition:
     )
 
 
-class Conformance:
+@contextmanager
+def must_raise(*kinds: type[Exception], otherwise: str, naming: str = "") -> Iterator[None]:
+    """A block in which the component must raise an error.
+
+    Args:
+        kinds: types of the error.
+        otherwise: what was found if there is none.
+        naming: what its message must contain.
+
+    Raises:
+        Found: there is no error, or its message does not contain `naming`. Other errors are raised as they are.
+    """
+    try:
+        yield
+    except kinds as error:
+        if naming not in str(error):
+            raise Found(f"the error does not name {naming!r}: {type(error).__name__}: {error}") from error
+    else:
+        raise Found(otherwise)
+
+
+@contextmanager
+def errors_of_workers() -> Iterator[None]:
+    """A block in which an error of a worker is raised as the exception that the worker raised."""
+    try:
+        yield
+    except WorkerError as error:
+        raise error.__cause__ or error from None
+
+
+def creation(statement: str) -> Any:
+    """The test of the promise that the component can be created."""
+
+    @promise(statement)
+    def test_it_is_created_from_its_section(tests: Conformance[Any]) -> None:
+        tests.subject()
+
+    return test_it_is_created_from_its_section
+
+
+class Conformance(Generic[SubjectT]):
     """Base of the test classes, one for each kind of component. A subclass for a component sets `component`.
 
     Attributes:
@@ -153,15 +202,15 @@ class Conformance:
     _folder: ClassVar[Path]
     _subject: ClassVar[Any] = None
     _is_unusable: ClassVar[bool] = False
+    _registry: ClassVar[Registry | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Read `xfail` of promises; refuse other definitions under the name of a promise."""
         super().__init_subclass__(**kwargs)
         cls.expected_failures, cls.results = dict(cls.expected_failures), {}
-        inherited = {promise.name for base in cls.__mro__[1:] if base is not object for promise, _ in _own_promises(base)}
+        inherited = {promise.name for base in cls.__mro__[1:] for promise in _own_promises(base)}
         for name in inherited & vars(cls).keys():
-            value = vars(cls)[name]
-            if not isinstance(value, xfail):
+            if not isinstance(value := vars(cls)[name], xfail):
                 raise TypeError(
                     f"{cls.__qualname__}.{name} replaces the test of a promise. Only `{name} = xfail(reason=...)` may do that."
                 )
@@ -189,15 +238,15 @@ class Conformance:
     def _begin(cls) -> None:
         cls._exits = ExitStack()
         cls._folder = Path(cls._exits.enter_context(TemporaryDirectory(prefix="rlcore-conformance-")))
-        cls._subject, cls._is_unusable = None, False
+        cls._subject, cls._is_unusable, cls._registry = None, False, None
 
     @classmethod
-    def create(cls) -> Any:
+    def create(cls) -> SubjectT:
         """Create what the tests use; `cls._exits` closes it."""
-        return None
+        raise NotImplementedError
 
     @classmethod
-    def subject(cls) -> Any:
+    def subject(cls) -> SubjectT:
         """What `create` returned, created once for all tests of the class.
 
         Raises:
@@ -206,12 +255,11 @@ class Conformance:
         if cls._is_unusable:
             raise SkipTest("the component could not be created")
         if cls._subject is None:
-            try:
-                cls._subject = cls.create()
-            except BaseException:
-                cls._is_unusable = True
-                raise
-        return cls._subject
+            cls._is_unusable = True
+            cls._subject = cls.create()
+            cls._is_unusable = False
+        subject: SubjectT = cls._subject
+        return subject
 
     @classmethod
     def cluster(cls, *, needs_ray: bool = False) -> Any:
@@ -230,9 +278,15 @@ class Conformance:
         return cls.kind.label
 
     @classmethod
+    def registry(cls) -> Registry:
+        """The installed components, discovered once for all tests of the class."""
+        cls._registry = cls._registry or Registry(discover())
+        return cls._registry
+
+    @classmethod
     def registered(cls) -> Component:
         """The component's description."""
-        return Registry(discover()).find(cls.kind, cls.component)
+        return cls.registry().find(cls.kind, cls.component)
 
     @classmethod
     def capabilities(cls) -> frozenset[str]:
@@ -242,15 +296,15 @@ class Conformance:
         return frozenset(map(str, names))
 
     @classmethod
-    def promises(cls) -> Iterator[tuple[Promise, Callable[[Any], Any]]]:
-        """The promises of the kind and their checks, in the order of definition."""
+    def promises(cls) -> Iterator[Promise]:
+        """The promises of the kind, in the order of definition."""
         for base in reversed(cls.__mro__):
             yield from _own_promises(base)
 
     @classmethod
-    def result_of(cls, stated: Promise, check: Callable[[Any], Any]) -> PromiseResult:
+    def result_of(cls, stated: Promise) -> PromiseResult:
         """Test one promise."""
-        status, found = cls._tested(stated, check)
+        status, found = cls._tested(stated)
         cls.results[stated.name] = result = PromiseResult(promise=stated, status=status, found=found)
         if cls.created_again and cls._subject is not None and status in (Status.BROKEN, Status.EXPECTED):
             cls.teardown_class()
@@ -262,54 +316,52 @@ class Conformance:
         """Test all promises without pytest."""
         cls.setup_class()
         try:
-            for stated, check in cls.promises():
-                yield cls.result_of(stated, check)
+            for stated in cls.promises():
+                yield cls.result_of(stated)
         finally:
             cls.teardown_class()
 
     @classmethod
     def failure_text(cls, result: PromiseResult) -> str:
         """The error for a broken promise."""
-        lines = [
-            f"The {cls.title()} {cls.component!r} does not keep a promise ({result.promise.name}).",
-            f"Promise: {result.promise.statement}",
-        ]
-        return "\n".join([*lines, f"Found: {result.found}", f"See {cls.page}#{cls.title().replace(' ', '-')}."])
+        return (
+            f"The {cls.title()} {cls.component!r} does not keep a promise ({result.promise.name}).\n"
+            f"Promise: {result.promise.statement}\nFound: {result.found}\nSee {cls.page}#{cls.title().replace(' ', '-')}."
+        )
 
     @classmethod
     def summary(cls) -> str:
         """One line: how many promises are kept, and why others were not tested."""
-        total = sum(1 for _ in cls.promises())
         kept = sum(result.status is Status.KEPT for result in cls.results.values())
-        text = f"{cls.title()} {cls.component!r}: {kept} of {total} promises kept"
-        others: dict[str, int] = {}
-        for result in cls.results.values():
-            if result.status in (Status.NOT_DECLARED, Status.NOT_CHECKED, Status.EXPECTED):
-                reason = f"{result.status}: {result.found}"
-                others[reason] = others.get(reason, 0) + 1
+        text = f"{cls.title()} {cls.component!r}: {kept} of {len([*cls.promises()])} promises kept"
+        others = Counter(
+            f"{result.status}: {result.found}"
+            for result in cls.results.values()
+            if result.status not in (Status.KEPT, Status.BROKEN)
+        )
         return "; ".join([text, *(f"{number} {reason}" for reason, number in others.items())])
 
     @promise("It declares enough for the minimum of promises of its kind to apply.")
     def test_enough_promises_apply(self) -> str:
         cls = type(self)
-        stated = [each for each, _ in cls.promises()]
-        applying = [each for each in stated if each.name not in cls.expected_failures and _applies(each, cls)]
+        stated = [*cls.promises()]
+        applying = [each for each in stated if each.name not in cls.expected_failures and each.applies_to(cls)]
         if len(applying) < cls.minimum:
-            texts = dict.fromkeys(each.applies.text for each in stated if each.applies and not each.applies.holds(cls))
+            texts = dict.fromkeys(each.applies.text for each in stated if each.applies and not each.applies_to(cls))
             raise Found(
                 f"{len(applying)} of {len(stated)} promises apply, and at least {cls.minimum} must: {'; '.join(texts)}."
             )
         return f"{len(applying)} of {len(stated)} promises apply"
 
     @classmethod
-    def _tested(cls, stated: Promise, check: Callable[[Any], Any]) -> tuple[Status, str]:
+    def _tested(cls, stated: Promise) -> tuple[Status, str]:
         expected = cls.expected_failures.get(stated.name)
         try:
-            if stated.applies is not None and not stated.applies.holds(cls):
+            if stated.applies and not stated.applies_to(cls):
                 return Status.NOT_DECLARED, stated.applies.text
             if (earlier := cls.results.get(stated.after or "")) and earlier.status in (Status.BROKEN, Status.NOT_CHECKED):
                 return Status.NOT_CHECKED, f"because of {stated.after}"
-            found = check(cls())
+            found = stated.check(cls())
         except SkipTest as reason:
             return Status.NOT_CHECKED, str(reason)
         except (Exception, SystemExit) as error:  # of the component, which may raise anything
@@ -330,11 +382,19 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-def _own_promises(base: type) -> Iterator[tuple[Promise, Callable[[Any], Any]]]:
-    for value in vars(base).values():
-        if (marked := getattr(value, _MARK, None)) is not None:
-            yield marked
+def run_elsewhere(code: str, action: str) -> tuple[str, str]:
+    """Run code in another interpreter with this one's import path; returns standard output and standard error.
+
+    Raises:
+        Found: the interpreter failed, and what it did.
+    """
+    code = f"import sys\nsys.path[:] = {sys.path}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+        raise Found(f"{action} ended the interpreter with exit code {done.returncode}: {last}.")
+    return done.stdout, done.stderr
 
 
-def _applies(stated: Promise, tests: type[Conformance]) -> bool:
-    return stated.applies is None or stated.applies.holds(tests)
+def _own_promises(base: type) -> Iterator[Promise]:
+    return (getattr(value, _MARK) for value in vars(base).values() if hasattr(value, _MARK))

@@ -10,14 +10,14 @@ from unittest.mock import patch
 from rl_core.config.python_sections import section_of_values
 from rl_core.errors import RLCoreError
 from rl_core.plugins.component import Component, Kind
-from rl_core.testing.promises import Conformance, Found, promise
+from rl_core.testing.promises import Conformance, Found, creation, must_raise, promise
 
 _RUNS = "test_a_result_has_what_a_program_printed"
 _SECRET = "RLCORE_CONFORMANCE_SECRET"
 _LIMITS = {"timeout_s": 60.0, "output_kb": 1, "memory_mb": 256}
 
 
-class SandboxConformance(Conformance):
+class SandboxConformance(Conformance[Any]):
     """Promises of sandboxes. `config` has keys of the section `sandbox`, such as `options`."""
 
     kind = Kind.SANDBOX
@@ -35,9 +35,7 @@ class SandboxConformance(Conformance):
             sandbox.open_session().close()
         return sandbox
 
-    @promise("It is created with a `SandboxConfig`, and opens a session.")
-    def test_it_is_created_from_its_section(self) -> str:
-        return f"{type(self.subject()).__name__} was created"
+    test_it_is_created_from_its_section = creation("It is created with a `SandboxConfig`, and opens a session.")
 
     @promise("A result has stdout, stderr and exit code of a program, which reads `stdin` and runs as `__main__`.")
     def test_a_result_has_what_a_program_printed(self) -> None:
@@ -128,19 +126,15 @@ class SandboxConformance(Conformance):
             session = sandbox.open_session()
             for _ in range(2):
                 (sandbox if closes_sandbox else session).close()
-            try:
-                result = session.run("print(1)")
-            except RLCoreError:
-                continue
-            raise Found(f"a session still runs code after `close` of {'the sandbox' if closes_sandbox else 'it'}: {result}.")
+            closed = "the sandbox" if closes_sandbox else "it"
+            with must_raise(RLCoreError, otherwise=f"a session still runs code after `close` of {closed}."):
+                session.run("print(1)")
 
     def _session(self) -> Any:
         return self._exits.enter_context(self.subject().open_session())
 
-    def _expect(
-        self, result: Any, outcome: str, stdout: str | None = None, stderr: str | None = None, exit_code: int | None = None
-    ) -> None:
-        expected = {"stdout": stdout, "stderr": stderr, "exit_code": exit_code}
+    def _expect(self, result: Any, outcome: str, stdout: str | None = None, stderr: str | None = None, **more: Any) -> None:
+        expected = {"stdout": stdout, "stderr": stderr, **more}
         wrong = [name for name, value in expected.items() if value is not None and getattr(result, name) != value]
         if result.outcome.value != outcome or wrong:
             raise Found(f"{result}; expected the outcome {outcome}" + "".join(f", {name} {expected[name]!r}" for name in wrong))

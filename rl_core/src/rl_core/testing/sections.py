@@ -27,17 +27,14 @@ def section_of(component: Component, base: type[SectionT], values: Mapping[str, 
         ConfigError: a key is unknown or a value is not allowed.
         WrongKindError: the config model does not extend the base class.
     """
-    model: Any = component.load_config()
-    if model is None:
-        model = _opened(base) if is_path(component.name) else base
+    model: Any = component.load_config() or base
+    if model is base and is_path(component.name):
+
+        class Opened(base):  # type: ignore[valid-type,misc]
+            model_config = ConfigDict(extra="allow")
+
+        model = Opened
     section: Any = section_of_values(model, values, name="config")
     if not isinstance(section, base):
         raise WrongKindError(f"{component.config} does not extend {base.__module__}.{base.__name__}.")
     return section
-
-
-def _opened(base: type[SectionT]) -> type[SectionT]:
-    class Opened(base):  # type: ignore[valid-type,misc]
-        model_config = ConfigDict(extra="allow")
-
-    return Opened

@@ -16,7 +16,7 @@ from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import DeadlineExceededError
 from rl_core.interfaces.weights import TransportContext, WeightTransport
 from rl_core.plugins.component import Kind, capability_problem, is_path
-from rl_core.testing.promises import Condition, Conformance, Found, promise
+from rl_core.testing.promises import Condition, Conformance, Found, must_raise, promise
 from rl_core.testing.reference.sender import ReferenceSender
 from rl_core.weights.fingerprint import describe_differences, tensor_digests
 from rl_core.weights.manifest import dtype_of
@@ -121,14 +121,12 @@ class _Subject:
         self.in_transit -= int(ipc_handles["num_bytes"])
 
 
-def _copies(tests: type[Conformance]) -> bool:
-    return not tests.registered().load().shares_memory
+_COPYING = Condition(
+    text="the engine shares the policy's memory", holds=lambda tests: not tests.registered().load().shares_memory
+)
 
 
-_COPYING = Condition(text="the engine shares the policy's memory", holds=_copies)
-
-
-class WeightTransportConformance(Conformance):
+class WeightTransportConformance(Conformance[_Subject]):
     """Promises of weight transports. One that requires `collective` runs over Ray, and one by reference in this process."""
 
     kind = Kind.WEIGHT_TRANSPORT
@@ -168,7 +166,9 @@ class WeightTransportConformance(Conformance):
     def test_push_returns_the_bytes_moved(self) -> str:
         moved = self.subject().push(self._transport())
         dtypes = {name: dtype_of(dtype) for name, dtype in self.subject().dtypes.items()}
-        least = sum(t.numel() * dtypes[name].itemsize for name, t in make_tensors(0).items()) if _copies(type(self)) else 0
+        least = (
+            sum(t.numel() * dtypes[name].itemsize for name, t in make_tensors(0).items()) if _COPYING.holds(type(self)) else 0
+        )
         if not isinstance(moved, int) or not least <= moved <= 2 * least:  # buckets have padding
             raise Found(f"it returned {moved!r}, and the tensors have {least} bytes.")
         return f"{moved} bytes"
@@ -185,11 +185,8 @@ class WeightTransportConformance(Conformance):
         subject, transport = self.subject(), self._transport()
         subject.engine.group.run_all("disturb", 0.0, True)
         try:
-            subject.push(transport)
-        except Exception:  # the engine's, or the transport's own
-            pass
-        else:
-            raise Found("the engine raised an error while it loaded, and `push` returned.")
+            with must_raise(Exception, otherwise="the engine raised an error while it loaded, and `push` returned."):
+                subject.push(transport)
         finally:
             subject.engine.group.run_all("disturb", 0.0, False)
         self._push_all(transport)
@@ -209,15 +206,13 @@ class WeightTransportConformance(Conformance):
     @promise("A push that takes longer than `deadline_s` is a `DeadlineExceededError`.", applies=_COPYING, after=_ARRIVES)
     def test_a_slow_push_ends_at_its_deadline(self) -> None:
         self.subject().engine.group.run_all("disturb", 2 * _SHORT_S, False)
-        try:
+        slow = f"the engine took {2 * _SHORT_S:g} s for each bucket, and `deadline_s` was {_SHORT_S:g}."
+        with must_raise(DeadlineExceededError, otherwise=slow):
             self.subject().push(self._transport(deadline_s=_SHORT_S))
-        except DeadlineExceededError:
-            return
-        raise Found(f"the engine took {2 * _SHORT_S:g} s for each bucket, and `deadline_s` was {_SHORT_S:g}.")
 
     def _push_all(self, transport: WeightTransport) -> None:
         """Push, and compare what has arrived."""
-        subject: _Subject = self.subject()
+        subject = self.subject()
         subject.push(transport)
         if (version := subject.engine.weight_version) != subject.version:
             raise Found(f"the engine has weight version {version} after a push of version {subject.version}.")
@@ -228,7 +223,7 @@ class WeightTransportConformance(Conformance):
             raise Found("; ".join(differences))
 
     def _transport(self, *, deadline_s: float = _DEADLINE_S) -> WeightTransport:
-        subject: _Subject = self.subject()
+        subject = self.subject()
         context = TransportContext(
             buffer_bytes=_BUFFER,
             deadline_s=deadline_s,

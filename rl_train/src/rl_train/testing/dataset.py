@@ -6,19 +6,14 @@ import hashlib
 import json
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
-
-import numpy as np
-import torch
 
 from rl_core.config.schema import DatasetConfig
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import DataError
 from rl_core.plugins.component import Kind
-from rl_core.testing.promises import Condition, Conformance, Found, promise
+from rl_core.testing.promises import Condition, Conformance, Found, must_raise, promise, run_elsewhere
 from rl_core.testing.sections import section_of
 from rl_train.data.conversations import read_messages
 from rl_train.data.dataset_classes import make_dataset, record_of
@@ -28,8 +23,6 @@ _MOST = 16
 _PAIR = ("prompt", "chosen", "rejected")
 _FORM, _EQUAL, _SEED = "test_records_have_the_documented_form", "test_equal_reads_are_equal", "test_other_seeds_change_nothing"
 _PROCESS = """
-import sys
-sys.path[:] = {path}
 from rl_train.testing import DatasetConformance
 class Tests(DatasetConformance):
     component, config = {component!r}, {config!r}
@@ -40,10 +33,13 @@ _BAD = Condition(text="`bad_rows` is not set", holds=lambda tests: bool(getattr(
 
 
 def _drawn() -> tuple[float, ...]:
+    import numpy as np  # heavy libraries, which the other process does not need
+    import torch
+
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-class DatasetConformance(Conformance):
+class DatasetConformance(Conformance[Any]):
     """Promises of datasets.
 
     Attributes:
@@ -134,11 +130,9 @@ class DatasetConformance(Conformance):
 
     @promise("Another process reads the same records, so that a run can be resumed.", after="test_instances_are_equal")
     def test_other_processes_read_the_same(self) -> None:
-        code = _PROCESS.format(path=sys.path, component=self.component, config=dict(self.config))
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-        if done.returncode:
-            raise Found(f"another process could not read them: {done.stderr.strip().splitlines()[-1:]}")
-        self._check(done.stdout.partition("DIGESTS")[2].split(), self.digests(self.subject()), "another process")
+        code = _PROCESS.format(component=self.component, config=dict(self.config))
+        output, _ = run_elsewhere(code, "reading the records in another process")
+        self._check(output.partition("DIGESTS")[2].split(), self.digests(self.subject()), "another process")
 
     @promise("Records can be pickled, because rollouts move between processes.", after=_FORM)
     def test_records_can_be_pickled(self) -> None:
@@ -154,14 +148,9 @@ class DatasetConformance(Conformance):
     @promise("A bad row is a `DataError` that names the row, and not the end of the data.", applies=_BAD)
     def test_bad_rows_are_named(self) -> None:
         for name, values in self.bad_rows.items():
-            try:
+            with must_raise(DataError, naming=name, otherwise=f"all records could be read with {values}."):
                 dataset = self.make(**values)
                 [dataset[index] for index in range(len(dataset))]
-            except DataError as error:
-                if name not in str(error):
-                    raise Found(f"the error does not name {name!r}: {error}") from error
-            else:
-                raise Found(f"all {len(dataset)} records could be read with {values}.")
 
     def _check(self, found: list[str], expected: list[str], what: str) -> None:
         if found[0] != expected[0]:

@@ -34,12 +34,12 @@ class EnvironmentChecks:
     def __init__(
         self, trial: EnvironmentTrial, environment: EnvironmentInterface, make: Callable[[], EnvironmentInterface]
     ) -> None:
-        self._trial, self._environment, self._make = trial, environment, make
+        self.trial, self.environment, self.make = trial, environment, make
         self._answers = [WRONG_ANSWERS[i % len(WRONG_ANSWERS)] for i in range(len(trial.rows))]
 
     def step(self) -> str:
         """Unusual answers are scored, and the response has the form of `EnvironmentReturn`."""
-        results = self._all(self._environment)
+        results = self._all(self.environment)
         names = ", ".join(results[0].rewards)
         unscored = sum(not result.scored for result in results)
         left_out = f"; {unscored} were not scored" if unscored else ""
@@ -47,11 +47,11 @@ class EnvironmentChecks:
 
     def unchanged_arguments(self) -> str:
         """`step` does not change its arguments."""
-        with LocalRollouts(self._environment, self._trial.task, self._trial.rows[:1], session="check") as rollouts:
+        with LocalRollouts(self.environment, self.trial.task, self.trial.rows[:1], session="check") as rollouts:
             answer = {"role": "assistant", "content": self._answers[0]}
             logs, metadata = [[*rollouts.logs[0], answer]], rollouts.metadata
             before = copy.deepcopy((logs, metadata))
-            step_checked(self._environment, self._trial.task, logs, metadata)
+            step_checked(self.environment, self.trial.task, logs, metadata)
         if not _equal((logs, metadata), before):
             raise Found(
                 "step() changed the metadata or the messages that it was passed. Return new metadata: {**info, 'key': value}."
@@ -60,7 +60,7 @@ class EnvironmentChecks:
 
     def repeated_calls(self) -> str:
         """Equal calls of one instance have equal results."""
-        environment = self._make()
+        environment = self.make()
         first, again = [[*map(_comparable, self._all(environment))] for _ in range(2)]
         if not _equal(first, again):
             raise Found("two equal calls had different results, so the environment keeps state or draws at random.")
@@ -68,7 +68,7 @@ class EnvironmentChecks:
 
     def instances(self) -> str:
         """Equal calls of two instances have equal results."""
-        first, fresh = [[*map(_comparable, self._all(each))] for each in (self._make(), self._make())]
+        first, fresh = [[*map(_comparable, self._all(each))] for each in (self.make(), self.make())]
         if not _equal(first, fresh):
             raise Found("a new instance returned different results, so workers would score differently.")
         return "equal calls have equal results in a new instance"
@@ -81,8 +81,8 @@ class EnvironmentChecks:
 
     def independence(self) -> str:
         """A row has the same result alone and in a batch."""
-        for row, (answer, result) in enumerate(zip(self._answers, self._all(self._environment), strict=True)):
-            [alone] = self._call(self._environment, [answer], [row])
+        for row, (answer, result) in enumerate(zip(self._answers, self._all(self.environment), strict=True)):
+            [alone] = self._call(self.environment, [answer], [row])
             together = self._shown(row, result)
             for name, value in self._shown(row, alone).items():
                 if not _equal(value, together[name]):
@@ -94,16 +94,16 @@ class EnvironmentChecks:
 
     def pickling(self) -> str:
         """Metadata, observations and answers can be sent to another process."""
-        results = self._all(self._environment)
+        results = self._all(self.environment)
         pickle.loads(pickle.dumps([(result.metadata, result.observation, result.answer) for result in results]))
         return "metadata can be sent to another process"
 
     def metrics(self) -> str:
         """`global_post_process_and_metrics` returns the batch and numbers by name."""
-        scored = {row: result for row, result in enumerate(self._all(self._environment)) if result.scored}
+        scored = {row: result for row, result in enumerate(self._all(self.environment)) if result.scored}
         if not scored:
             return "no row was scored, so there are no metrics"
-        metrics = metrics_checked(self._environment, self._trial.task, self._finished(scored))
+        metrics = metrics_checked(self.environment, self.trial.task, self._finished(scored))
         if not metrics:
             return "the environment reports none; with `accuracy`, validation reports validation/accuracy"
         return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
@@ -111,7 +111,7 @@ class EnvironmentChecks:
     def tool_calls(self) -> str:
         """A call of an unknown tool is answered."""
         call = {"id": "000000001", "type": "function", "function": {"name": "no_such_tool", "arguments": {}}}
-        [result] = self._call(self._environment, [""], [0], tool_calls=[call])
+        [result] = self._call(self.environment, [""], [0], tool_calls=[call])
         reply = "the end of the rollout" if result.terminated else repr(messages_of(result.observation)[0]["content"])
         return f"a call of an unknown tool was answered with {reply}; calls in a model's text are not checked"
 
@@ -119,8 +119,8 @@ class EnvironmentChecks:
         self, environment: EnvironmentInterface, answers: Sequence[str], rows: Sequence[int], **fields: Any
     ) -> list[StepResult]:
         """One step; `fields` are added to the model's messages."""
-        chosen = [self._trial.rows[row] for row in rows]
-        with LocalRollouts(environment, self._trial.task, chosen, session="check") as rollouts:
+        chosen = [self.trial.rows[row] for row in rows]
+        with LocalRollouts(environment, self.trial.task, chosen, session="check") as rollouts:
             return [*rollouts.answer(dict(enumerate(answers)), **fields).values()]
 
     def _all(self, environment: EnvironmentInterface) -> list[StepResult]:
@@ -132,20 +132,20 @@ class EnvironmentChecks:
             "rewards": _rewards(result),
             "end": result.terminated,
             "observation": None if result.terminated else result.observation,
-            "metadata": _kept(self._trial.rows[row].metadata, result.metadata),
+            "metadata": _kept(self.trial.rows[row].metadata, result.metadata),
         }
 
     def _finished(self, results: Mapping[int, StepResult]) -> BatchedDataDict[Any]:
         return BatchedDataDict(
             {
-                "rewards": torch.tensor([self._trial.reward_of(result.rewards) for result in results.values()]),
+                "rewards": torch.tensor([self.trial.reward_of(result.rewards) for result in results.values()]),
                 "truncated": torch.zeros(len(results), dtype=torch.bool),
                 "message_log": [
-                    [*self._trial.rows[row].messages, {"role": "assistant", "content": self._answers[row]}] for row in results
+                    [*self.trial.rows[row].messages, {"role": "assistant", "content": self._answers[row]}] for row in results
                 ],
                 "extra_env_info": [result.metadata for result in results.values()],
                 "answers": [result.answer for result in results.values()],
-                "task_name": [self._trial.task] * len(results),
+                "task_name": [self.trial.task] * len(results),
                 "idx": list(results),
             }
         )

@@ -6,54 +6,28 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from rl_core.config.schema import EnvironmentConfig
+from rl_core.config.schema import DatasetConfig, EnvironmentConfig
 from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
 from rl_core.plugins.component import Kind, is_path
-from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.checks import EnvironmentChecks
 from rl_core.testing.environments.local_rollouts import LocalRollouts
 from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, constructor
-from rl_core.testing.promises import Condition, Conformance, Found, promise
+from rl_core.testing.promises import Condition, Conformance, Found, creation, promise
 from rl_core.testing.sections import section_of
 
 _NUM_ROWS = 6
 _PROMPTS = ("messages", "prompt", "question", "problem")
 
 
-class _Subject:
-    """An environment under test, and its rows."""
-
-    def __init__(self, trial: EnvironmentTrial) -> None:
-        self.trial = trial
-        self.made: list[EnvironmentInterface] = []
-        self.environment = self.make()
-        self.checks = EnvironmentChecks(trial, self.environment, self.make)
-
-    def make(self) -> EnvironmentInterface:
-        self.made.append(self.trial.make())
-        return self.made[-1]
-
-    def shutdown(self) -> None:
-        for environment in self.made:
-            environment.shutdown()
-
-
-def _has_sessions(tests: type[Conformance]) -> bool:
-    return keeps_sessions(tests.registered().load())
-
-
-def _offers_tools(tests: type[Conformance]) -> bool:
-    assert issubclass(tests, EnvironmentConformance)
-    return tests.trial().reads_tool_calls
-
-
-_SESSIONS = Condition(text="`reset` and `close` are not overridden", holds=_has_sessions)
-_TOOLS = Condition(text="no tools are offered", holds=_offers_tools)
+_SESSIONS = Condition(
+    text="`reset` and `close` are not overridden", holds=lambda tests: keeps_sessions(tests.registered().load())
+)
+_TOOLS = Condition(text="no tools are offered", holds=lambda tests: tests.trial().reads_tool_calls)
 _STEP, _EQUAL = "test_step_returns_one_valid_entry_per_row", "test_equal_calls_have_equal_results"
 
 
-class EnvironmentConformance(Conformance):
+class EnvironmentConformance(Conformance[EnvironmentChecks]):
     """Promises of environments.
 
     Attributes:
@@ -68,7 +42,7 @@ class EnvironmentConformance(Conformance):
     @classmethod
     def trial(cls) -> EnvironmentTrial:
         """The environment's section, constructor and rows."""
-        registry, component = Registry(discover()), cls.registered()
+        registry, component = cls.registry(), cls.registered()
         chosen = {"env_cls": cls.component} if is_path(cls.component) else {"name": cls.component}
         section = section_of(component, EnvironmentConfig, {**chosen, **cls.config})
         make = constructor(section, cls.component, registry)
@@ -83,47 +57,45 @@ class EnvironmentConformance(Conformance):
         )
 
     @classmethod
-    def create(cls) -> _Subject:
-        subject = _Subject(cls.trial())
-        cls._exits.callback(subject.shutdown)
-        return subject
+    def create(cls) -> EnvironmentChecks:
+        trial = cls.trial()
 
-    @property
-    def _checks(self) -> EnvironmentChecks:
-        checks: EnvironmentChecks = self.subject().checks
-        return checks
+        def make() -> EnvironmentInterface:
+            environment = trial.make()
+            cls._exits.callback(environment.shutdown)
+            return environment
 
-    @promise("It is created with its config section alone.")
-    def test_it_is_created_from_its_section(self) -> str:
-        return f"{type(self.subject().environment).__name__} was created"
+        return EnvironmentChecks(trial, make(), make)
+
+    test_it_is_created_from_its_section = creation("It is created with its config section alone.")
 
     @promise("`step` scores every text, also empty and unusual ones, and returns an `EnvironmentReturn` with an entry per row.")
     def test_step_returns_one_valid_entry_per_row(self) -> str:
-        return self._checks.step()
+        return self.subject().step()
 
     @promise("`step` does not change the messages and the metadata that it is passed.", after=_STEP)
     def test_step_does_not_change_its_arguments(self) -> str:
-        return self._checks.unchanged_arguments()
+        return self.subject().unchanged_arguments()
 
     @promise("Two equal calls of `step` have equal results.", after=_STEP)
     def test_equal_calls_have_equal_results(self) -> str:
-        return self._checks.repeated_calls()
+        return self.subject().repeated_calls()
 
     @promise("Two instances have equal results, because several workers score the rows of a step.", after=_EQUAL)
     def test_instances_have_equal_results(self) -> str:
-        return self._checks.instances()
+        return self.subject().instances()
 
     @promise("The result of a row does not depend on the other rows of the call.", after=_EQUAL)
     def test_rows_are_independent(self) -> str:
-        return self._checks.independence()
+        return self.subject().independence()
 
     @promise("Metadata, observations and answers can be pickled, because they move between processes.", after=_STEP)
     def test_results_can_be_pickled(self) -> str:
-        return self._checks.pickling()
+        return self.subject().pickling()
 
     @promise("`global_post_process_and_metrics` returns the batch, and numbers by name.", after=_STEP)
     def test_metrics_are_numbers(self) -> str:
-        return self._checks.metrics()
+        return self.subject().metrics()
 
     @promise("`min_turns` is a positive number, and at most the number of turns that the section allows.")
     def test_min_turns_fits_the_section(self) -> str:
@@ -137,14 +109,13 @@ class EnvironmentConformance(Conformance):
 
     @promise("`shutdown` may be called twice, and before any step.")
     def test_shutdown_may_be_called_twice(self) -> None:
-        self.subject()
         environment = self.subject().make()
         environment.shutdown()
         environment.shutdown()
 
     @promise("A call of an unknown tool is answered, not an error.", applies=_TOOLS)
     def test_an_unknown_tool_is_answered(self) -> str:
-        return self._checks.tool_calls()
+        return self.subject().tool_calls()
 
     @promise("`close` accepts the name of a session whose `reset` failed or was not called.", applies=_SESSIONS)
     def test_close_accepts_an_unknown_session(self) -> None:
@@ -170,8 +141,6 @@ def _rows_of_dataset(name: str, registry: Registry) -> list[TrialRow]:
             f"there are no rows to step with. Set `rows` of the test class: [{{'prompt': ..., 'expected_answer': ...}}], or "
             f"register a dataset {name!r}."
         )
-    from rl_core.config.schema import DatasetConfig
-
     component = registry.find("dataset", name)
     records = component.load()(section_of(component, DatasetConfig, {"dataset_name": name}))
     return [_trial_row(records[index]) for index in range(min(_NUM_ROWS, len(records)))]

@@ -55,6 +55,5 @@ def make_rows(*, seed: int) -> BatchedDataDict[Any]:
 
 def with_filler(rows: BatchedDataDict[Any], number: int) -> BatchedDataDict[Any]:
     """The rows and copies of the first ones that `sample_mask` excludes."""
-    filler: BatchedDataDict[Any] = BatchedDataDict({key: column[:number] for key, column in rows.items()})
-    filler["sample_mask"] = torch.zeros(number)
-    return BatchedDataDict({key: torch.cat([column, filler[key]]) for key, column in rows.items()})
+    filler: BatchedDataDict[Any] = BatchedDataDict({**rows.slice(0, number), "sample_mask": torch.zeros(number)})
+    return BatchedDataDict.from_batches([rows, filler])

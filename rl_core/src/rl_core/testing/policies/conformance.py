@@ -11,14 +11,16 @@ import torch
 
 from rl_core.config.schema import DeadlineConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, NonFiniteError, NotSupportedError, WorkerError
+from rl_core.errors import CheckpointError, NonFiniteError, NotSupportedError
 from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
 from rl_core.plugins.component import Kind
+from rl_core.testing.comparisons import check_logprobs, check_unchanged
 from rl_core.testing.outputs.models import scored
 from rl_core.testing.policies.batch import NUM_ROWS, KitLoss, make_rows, with_filler
-from rl_core.testing.promises import Condition, Conformance, Found, declares, promise
-from rl_core.testing.reference.model import Weights, make_weights, save_model
-from rl_core.testing.reference.trainer import ReferenceStep, ReferenceTrainer
+from rl_core.testing.promises import Condition, Conformance, Found, creation, declares, errors_of_workers, must_raise, promise
+from rl_core.testing.reference.model import log_distributions, make_weights, save_model
+from rl_core.testing.reference.sender import transfer
+from rl_core.testing.reference.trainer import ReferenceTrainer
 from rl_core.testing.sections import section_of
 from rl_core.weights.fingerprint import Kind as DigestKind
 from rl_core.weights.fingerprint import combine, tensor_digests
@@ -47,18 +49,17 @@ _SCORES, _LOSS, _EVALUATION, _GRADIENT, _STEP, _VERSION, _SENT = (
 class _Subject:
     """A policy, and the reference that takes the same steps."""
 
-    def __init__(self, policy: PolicyInterface, reference: ReferenceTrainer, initial: Weights) -> None:
-        self.policy, self.reference, self.initial = policy, reference, initial
+    def __init__(self, policy: PolicyInterface, reference: ReferenceTrainer) -> None:
+        self.policy, self.reference = policy, reference
 
 
-def _sends_weights(tests: type[Conformance]) -> bool:
-    return bool({"by_reference", "shared_memory", "disk"} & tests.capabilities())
+_SENDING = Condition(
+    text="none of `by_reference`, `shared_memory` and `disk` is declared",
+    holds=lambda tests: bool({"by_reference", "shared_memory", "disk"} & tests.capabilities()),
+)
 
 
-_SENDING = Condition(text="none of `by_reference`, `shared_memory` and `disk` is declared", holds=_sends_weights)
-
-
-class PolicyConformance(Conformance):
+class PolicyConformance(Conformance[_Subject]):
     """Promises of policies.
 
     Attributes:
@@ -96,18 +97,16 @@ class PolicyConformance(Conformance):
             raise Found(f"{type(policy).__name__} is not a subclass of rl_core.interfaces.PolicyInterface.")
         cls._exits.callback(policy.shutdown)
         policy.prepare_for_training()
-        return _Subject(policy, ReferenceTrainer(weights, section), weights)
+        return _Subject(policy, ReferenceTrainer(weights, section))
 
-    @promise(
+    test_it_is_created_from_its_section = creation(
         "It is created with `config`, `cluster`, `deadlines` and `name`, and loads a folder in the format of Transformers."
     )
-    def test_it_is_created_from_its_section(self) -> str:
-        return f"{type(self._policy).__name__} was created"
 
     @promise("`get_logprobs` returns the log-probability of each token at the sampling temperature, and 0.0 on padding.")
     def test_log_probabilities_equal_the_reference(self) -> str:
-        self._compared(seed=1)
-        return self._compared(seed=2)
+        self._check_weights(f"at temperature {TEMPERATURE}", seed=1)
+        return self._check_weights(f"at temperature {TEMPERATURE}", seed=2)
 
     @promise(
         "`get_topk_logprobs` returns the most likely tokens of each position, in descending order.",
@@ -118,50 +117,33 @@ class PolicyConformance(Conformance):
         rows = make_rows(seed=1)
         scores = scored(self._policy.get_topk_logprobs, _scoring(rows), _TOP)["topk_logprobs"]
         for row, (tokens, length) in enumerate(zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)):
-            expected = self._reference.top_logprobs(tokens[:length], _TOP)
-            difference = float((scores[row, 1:length] - expected).abs().max())
+            expected = log_distributions(self._reference.weights, tokens[: length - 1], temperature=TEMPERATURE)
+            difference = float((scores[row, 1:length] - expected.topk(_TOP).values).abs().max())
             if not difference <= self.tolerance:
                 raise Found(f"the {_TOP} largest log-probabilities of row {row} differ by up to {difference:g} nats.")
 
     @promise("With `eval_mode`, `train` changes neither the weights nor their version.", after=_SCORES)
     def test_evaluation_takes_no_step(self) -> None:
-        before = self._policy.weight_version
         self._policy.train(make_rows(seed=4), KitLoss(), eval_mode=True)
-        if self._policy.weight_version != before:
-            raise Found(f"the weight version was {before}, and is {self._policy.weight_version}.")
-        self._check_weights("after an evaluation")
+        self._check_state("after an evaluation")
 
     @promise("`train` reports loss, metrics and counts of the whole batch, as the reference computes them.", after=_EVALUATION)
     def test_loss_and_metrics_equal_the_reference(self) -> str:
         rows = make_rows(seed=4)
         expected, returned = self._reference.outcome(rows, KitLoss()), self._policy.train(rows, KitLoss(), eval_mode=True)
-        _check_number("loss", returned.get("loss"), expected.loss)
-        for name, value in expected.metrics.items():
-            _check_number(f"metrics[{name!r}]", returned.get("metrics", {}).get(name), value)
-        trained = float((rows["token_mask"] * rows["sample_mask"].unsqueeze(1)).sum())
-        _check_number("global_valid_seqs", returned.get("global_valid_seqs"), float(rows["sample_mask"].sum()))
-        _check_number("global_valid_toks", returned.get("global_valid_toks"), trained)
-        return f"loss {expected.loss:.4f}"
+        reported = {**returned, **returned.get("metrics", {})}
+        for name in expected.keys() - {"grad_norm"}:
+            _check_number(name, reported.get(name), expected[name])
+        return f"loss {expected['loss']:.4f}"
 
     @promise("Scoring and training do not change the rows that they are passed.", after=_LOSS)
     def test_its_arguments_are_unchanged(self) -> None:
-        rows = make_rows(seed=3)
-        calls: dict[str, Callable[[BatchedDataDict[Any]], Any]] = {
-            "get_logprobs": self._policy.get_logprobs,
-            "train": lambda data: self._policy.train(data, KitLoss(), eval_mode=True),
-        }
-        for name, call in calls.items():
-            passed: BatchedDataDict[Any] = BatchedDataDict(copy.deepcopy(dict(rows)))
-            call(passed)
-            changed = [
-                key for key in {*rows, *passed} if not (key in rows and key in passed and torch.equal(passed[key], rows[key]))
-            ]
-            if changed:
-                raise Found(f"`{name}` changed the columns {', '.join(sorted(changed))}.")
+        check_unchanged("get_logprobs", self._policy.get_logprobs, make_rows(seed=3))
+        check_unchanged("train", lambda rows: self._policy.train(rows, KitLoss(), eval_mode=True), make_rows(seed=3))
 
     @promise("The gradient norm that a step reports is that of the reference, before clipping.", after=_LOSS)
     def test_the_gradient_equals_the_reference(self) -> str:
-        return f"norm {self._stepped(make_rows(seed=5)).grad_norm:.4f}"
+        return f"norm {self._stepped(make_rows(seed=5)):.4f}"
 
     @promise(
         "A step clips the gradient at `max_grad_norm`, and moves the weights with the section's optimizer.", after=_GRADIENT
@@ -197,21 +179,17 @@ class PolicyConformance(Conformance):
     @promise("`weight_version` counts the optimizer steps behind the weights.", after=_STEP)
     def test_the_version_counts_optimizer_steps(self) -> str:
         self._stepped(make_rows(seed=11))
-        found, expected = self._policy.weight_version, self._reference.version
-        if found != expected:
-            raise Found(f"the weight version is {found} after {expected} optimizer steps.")
-        return f"version {found}"
+        return self._check_version("after a step")
 
     @promise("The reference policy keeps the initial weights while the policy is trained.", after=_STEP)
     def test_the_reference_policy_is_frozen(self) -> str:
         rows = make_rows(seed=13)
         try:
-            scores = scored(self._policy.get_reference_policy_logprobs, _scoring(rows))["reference_logprobs"]
-        except (NotSupportedError, WorkerError) as error:
-            if isinstance(error, NotSupportedError) or isinstance(error.__cause__, NotSupportedError):
-                raise SkipTest("the policy keeps no reference policy") from None
-            raise
-        initial = ReferenceTrainer(self.subject().initial, self.section())
+            with errors_of_workers():
+                scores = scored(self._policy.get_reference_policy_logprobs, _scoring(rows))["reference_logprobs"]
+        except NotSupportedError:
+            raise SkipTest("the policy keeps no reference policy") from None
+        initial = ReferenceTrainer(make_weights(), self.section())
         return self._check_scores(scores, initial, rows, "of the reference policy")
 
     @promise(
@@ -220,12 +198,10 @@ class PolicyConformance(Conformance):
     def test_training_continues_from_a_checkpoint(self) -> None:
         paths = self._folder / "checkpoint" / "weights", self._folder / "checkpoint" / "optimizer"
         self._policy.save_checkpoint(*paths)
-        saved, first = self._reference.state(), self._continued()
+        saved, first = copy.deepcopy(self._reference), self._continued()
         self._policy.load_checkpoint(*paths)
-        self._reference.restore(saved)
-        if (found := self._policy.weight_version) != self._reference.version:
-            raise Found(f"the weight version is {found} after loading a checkpoint of version {self._reference.version}.")
-        self._check_weights("after loading")
+        self.subject().reference = saved
+        self._check_state("after loading a checkpoint")
         again = self._continued()
         if not torch.equal(first, again):
             raise Found(
@@ -236,11 +212,8 @@ class PolicyConformance(Conformance):
     @promise("`load_checkpoint` of a folder that does not exist is a `CheckpointError`.", after=_SCORES)
     def test_a_missing_checkpoint_is_refused(self) -> None:
         missing = self._folder / "missing"
-        try:
+        with must_raise(CheckpointError, otherwise=f"{missing} does not exist, and was loaded."):
             self._policy.load_checkpoint(missing / "weights", missing / "optimizer")
-        except CheckpointError:
-            return
-        raise Found(f"{missing} does not exist, and was loaded.")
 
     @promise("It may be prepared, finished and offloaded twice, and its scores stay the same.", after=_STEP)
     def test_it_may_be_offloaded_twice(self) -> None:
@@ -281,16 +254,11 @@ class PolicyConformance(Conformance):
 
     @promise("A loss that is not finite is a `NonFiniteError`; weights and version are unchanged.", after=_VERSION)
     def test_a_step_that_is_not_finite_is_refused(self) -> None:
-        rows, before = make_rows(seed=12), self._policy.weight_version
+        rows = make_rows(seed=12)
         rows["advantages"][0] = torch.nan
-        try:
+        with must_raise(NonFiniteError, otherwise="it took a step on a loss of NaN."):
             self._policy.train(rows, KitLoss())
-        except NonFiniteError:
-            if self._policy.weight_version != before:
-                raise Found(f"the weight version was {before}, and is {self._policy.weight_version}.") from None
-            self._check_weights("after a refused step")
-            return
-        raise Found("it took a step on a loss of NaN.")
+        self._check_state("after a refused step")
 
     @promise("`shutdown` may be called twice.")
     def test_shutdown_may_be_called_twice(self) -> None:
@@ -299,8 +267,7 @@ class PolicyConformance(Conformance):
 
     @property
     def _policy(self) -> PolicyInterface:
-        policy: PolicyInterface = self.subject().policy
-        return policy
+        return self.subject().policy
 
     @property
     def _sender(self) -> ColocatablePolicyInterface:
@@ -310,14 +277,13 @@ class PolicyConformance(Conformance):
 
     @property
     def _reference(self) -> ReferenceTrainer:
-        reference: ReferenceTrainer = self.subject().reference
-        return reference
+        return self.subject().reference
 
-    def _stepped(self, rows: BatchedDataDict[Any], *, passed: Any = None, mbs: int | None = None) -> ReferenceStep:
-        """Take a step in policy and reference, and compare the reported gradient."""
+    def _stepped(self, rows: BatchedDataDict[Any], *, passed: Any = None, mbs: int | None = None) -> float:
+        """Take a step in policy and reference, and compare the gradient norm, which is returned."""
         returned = self._policy.train(rows if passed is None else passed, KitLoss(), mbs=mbs)
-        expected = self._reference.train(rows, KitLoss())
-        _check_number("grad_norm", returned.get("grad_norm"), expected.grad_norm)
+        expected = self._reference.train(rows, KitLoss())["grad_norm"]
+        _check_number("grad_norm", returned.get("grad_norm"), expected)
         return expected
 
     def _continued(self) -> torch.Tensor:
@@ -330,11 +296,8 @@ class PolicyConformance(Conformance):
     def _sent(self) -> dict[str, torch.Tensor]:
         """Copies of the tensors of a refit, which are checked against its manifest."""
         policy, tensors = self._sender, {}
-        form: dict[str, Any] = {}
-        if "by_reference" in self.capabilities() and not self.uses_ray:
-            form = {"by_reference": True}
-        elif "shared_memory" not in self.capabilities():
-            form = {"file": str(self._folder / "sent.safetensors")}
+        usable = self.capabilities() - {"by_reference"} if self.uses_ray else self.capabilities()
+        form = transfer(usable, self._folder / "sent.safetensors")
         manifest = policy.prepare_refit_info() or {}
         try:
             for names in policy.prepare_weights_for_ipc(_BUFFER):
@@ -349,29 +312,24 @@ class PolicyConformance(Conformance):
             raise Found(f"{wrong[0]} is {stated.get(wrong[0])} in the manifest, and was sent as {found.get(wrong[0])}.")
         return tensors
 
-    def _compared(self, *, seed: int) -> str:
+    def _check_weights(self, when: str, *, seed: int = 18) -> str:
+        """Compare weights by the log-probabilities of rows."""
         rows = make_rows(seed=seed)
-        scores = scored(self._policy.get_logprobs, _scoring(rows))["logprobs"]
-        return self._check_scores(scores, self._reference, rows, f"at temperature {TEMPERATURE}")
-
-    def _check_weights(self, when: str) -> str:
-        """Compare weights by the log-probabilities of further rows."""
-        rows = make_rows(seed=18)
         scores = scored(self._policy.get_logprobs, _scoring(rows))["logprobs"]
         return self._check_scores(scores, self._reference, rows, when)
 
+    def _check_version(self, when: str) -> str:
+        if (found := self._policy.weight_version) != self._reference.version:
+            raise Found(f"the weight version is {found} {when}, and {self._reference.version} steps were taken.")
+        return f"version {found}"
+
+    def _check_state(self, when: str) -> None:
+        self._check_version(when)
+        self._check_weights(when)
+
     @torch.no_grad()
     def _check_scores(self, scores: torch.Tensor, trainer: ReferenceTrainer, rows: BatchedDataDict[Any], when: str) -> str:
-        expected = trainer.logprobs(rows)
-        difference = (scores - expected).abs()
-        largest = float(difference.max())
-        if not largest <= self.tolerance:
-            row, token = divmod(int(difference.argmax()), scores.shape[1])
-            raise Found(
-                f"token {token} of row {row}, which has {int(rows['input_lengths'][row])} tokens, has the log-probability "
-                f"{float(scores[row, token]):.4f} {when}, and the reference {float(expected[row, token]):.4f}."
-            )
-        return f"largest difference {largest:.1e} nats"
+        return check_logprobs(scores, trainer.logprobs(rows), tolerance=self.tolerance, when=when)
 
 
 def _scoring(rows: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

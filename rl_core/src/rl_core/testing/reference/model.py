@@ -84,10 +84,14 @@ def log_distributions(weights: Weights, tokens: torch.Tensor, *, temperature: fl
     return (logits / temperature).log_softmax(dim=-1)
 
 
-def row_logprobs(weights: Weights, tokens: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
-    """[T] float32 log-probability of each token given those before it; 0.0 for the first."""
-    distributions = log_distributions(weights, tokens[:-1], temperature=temperature)
-    return torch.nn.functional.pad(distributions.gather(1, tokens[1:, None])[:, 0], (1, 0))
+def logprobs(weights: Weights, ids: torch.Tensor, lengths: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """[B, T] float32 log-probability of each token given those before it; 0.0 for the first and on padding."""
+    rows = []
+    for tokens, length in zip(ids, lengths.tolist(), strict=True):
+        distributions = log_distributions(weights, tokens[: length - 1], temperature=temperature)
+        of_tokens = distributions.gather(1, tokens[1:length, None])[:, 0]
+        rows.append(torch.nn.functional.pad(of_tokens, (1, len(tokens) - length)))
+    return torch.stack(rows)
 
 
 def greedy_completion(weights: Weights, prompt: torch.Tensor, *, limit: int) -> torch.Tensor:
@@ -127,11 +131,6 @@ def save_model(folder: Path, weights: Weights) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer(), eos_token="<eos>", pad_token="<pad>")
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-def byte_token(character: str) -> int:
-    """The token of an ASCII character."""
-    return FIRST_BYTE + sorted(pre_tokenizers.ByteLevel.alphabet()).index(character)
 
 
 def _byte_tokenizer() -> Tokenizer:

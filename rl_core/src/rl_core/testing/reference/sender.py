@@ -30,6 +30,8 @@ class ReferenceSender(WeightSource):
             rank=0, world_size=1, local_rank=0, node_rank=0, master_address="127.0.0.1", master_port=0, run_in_process=True
         )
         self.weights, self._version, self._folder = dict(weights), 0, folder
+        self.received = self.weights
+        """What the engine has after the last complete refit."""
 
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, self.weights[name]) for name in (names if names is not None else self.weights))
@@ -61,9 +63,12 @@ class ReferenceSender(WeightSource):
         names = list(self.weights)
         try:
             for number, bucket in enumerate([names[:5], names[5 : len(names) - leave_out]]):
-                engine.update_weights(self.get_weights_ipc_handles(bucket, **self._form(capabilities, number)))
+                engine.update_weights(
+                    self.get_weights_ipc_handles(bucket, **transfer(capabilities, self._folder / f"{number}.safetensors"))
+                )
         finally:
             self.finish_refit()
+        self.received = self.weights
 
     def fingerprint(self, engine: GenerationInterface) -> str:
         """The fingerprint of the weights as the engine stores them, in the kind of the engine's."""
@@ -72,9 +77,11 @@ class ReferenceSender(WeightSource):
         kind: Kind = "wsum" if engine.weight_fingerprint().startswith("wsum") else "xxh3"
         return self.weight_fingerprint(dtypes=dtypes, kind=kind)
 
-    def _form(self, capabilities: Collection[str], number: int) -> Mapping[str, Any]:
-        if "by_reference" in capabilities:
-            return {"by_reference": True}
-        if "shared_memory" in capabilities:
-            return {}
-        return {"file": str(self._folder / f"{number}.safetensors")}
+
+def transfer(capabilities: Collection[str], file: Path) -> Mapping[str, Any]:
+    """Arguments of `get_weights_ipc_handles` for a primitive that both ends declare; `file` is for weights sent as files."""
+    if "by_reference" in capabilities:
+        return {"by_reference": True}
+    if "shared_memory" in capabilities:
+        return {}
+    return {"file": str(file)}

@@ -1,0 +1,50 @@
+"""Comparisons of columns with those of the reference, or with what they were before a call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.testing.promises import Found
+
+
+def check_logprobs(found: torch.Tensor, expected: torch.Tensor, *, tolerance: float, when: str) -> str:
+    """Compare log-probabilities [B, T], in nats; returns the largest difference.
+
+    Raises:
+        Found: a difference is larger than the tolerance, or not a number.
+    """
+    difference = (found - expected).abs()
+    largest = float(difference.max())
+    if not largest <= tolerance:
+        row, token = divmod(int(difference.argmax()), found.shape[1])
+        raise Found(
+            f"token {token} of row {row} has the log-probability {float(found[row, token]):.4f} {when}, and the reference "
+            f"{float(expected[row, token]):.4f}."
+        )
+    return f"largest difference {largest:.1e} nats"
+
+
+def check_unchanged(name: str, call: Callable[[BatchedDataDict[Any]], Any], rows: BatchedDataDict[Any]) -> None:
+    """Call a function with copies of the rows.
+
+    Raises:
+        Found: it changed, added or removed columns.
+    """
+    passed: BatchedDataDict[Any] = BatchedDataDict(copy.deepcopy(dict(rows)))
+    call(passed)
+    changed = [
+        key for key in sorted({*rows, *passed}) if key not in rows or key not in passed or _differ(rows[key], passed[key])
+    ]
+    if changed:
+        raise Found(f"`{name}` changed the columns {', '.join(changed)}.")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not torch.equal(one, other)
+    return list(one) != list(other)
