@@ -25,6 +25,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Torch waits for its slowest thread after each operation, and the processes of the suite use all cores: with two threads each,
+# the same tests take four times the time, and four times the CPU time. Torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Collecting imports all libraries, none of which is garbage.
 gc.disable()
 freeze, unfreeze = gc.freeze, gc.unfreeze
