@@ -56,11 +56,25 @@ def test_what_does_not_fit_is_printed_with_the_overrides_to_copy():
     assert "policy.train_micro_batch_size=" in result.stdout
 
 
-def test_a_plan_for_gpus_is_marked_as_computed_and_names_a_backend_that_does_not_describe_its_memory():
-    result = rlcore("plan", EXAMPLES / "grpo_smollm2_vllm.yaml", f"policy.model_name={MODEL}", "--gpu", "80GiB")
-    assert result.returncode == 0
+def test_a_plan_for_gpus_is_marked_as_computed_and_counts_the_share_of_the_engine():
+    engine = "++policy.generation.vllm_cfg"
+    given = (EXAMPLES / "grpo_smollm2_vllm.yaml", f"policy.model_name={MODEL}", f"{engine}.kv_cache_gib=null")
+    result = rlcore("plan", *given, "--gpu", "80GiB")
+    assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Computed, not run on a GPU.")
-    assert "all of the engine: its backend vllm does not describe its memory" in result.stdout
+    assert "does not describe its memory" not in result.stdout
+    share = f"{engine}.gpu_memory_utilization"
+    [gpu] = json.loads(rlcore("plan", *given, "--gpu", "80GiB", f"{share}=0.5", "--json").stdout)["processes"]
+    assert sum(gpu["phases"]["rollout"].values()) == 40 * 2**30
+    # The weights do not fit into a share of 2 MB, so vLLM would not start.
+    small = rlcore("plan", *given, "--gpu", "80GiB", f"{share}=0.000025", "--json")
+    assert (small.returncode, json.loads(small.stdout)["fits"]) == (1, False)
+
+
+def test_a_backend_that_does_not_describe_its_memory_is_named():
+    result = rlcore("plan", GRPO, "policy.backend=megatron", "--gpu", "80GiB")
+    assert result.returncode == 0, result.stderr
+    assert "all of `policy`: its backend megatron does not describe its memory" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,18 @@ class EngineMemory:
     def __init__(self, config: HFGenerationConfig) -> None:
         self._config = config
 
-    def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool) -> dict[str, dict[str, int]]:
+    processes = 1
+
+    def by_phase(
+        self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool
+    ) -> dict[str, dict[str, int]]:
         """Bytes by phase (`held`, which is in memory in all phases, and `rollout`) and part.
 
         Args:
             rows: rows that a replica samples in a step.
             prompt: tokens of the longest prompt.
             on_gpu: whether it runs on a GPU.
+            limit: bytes of the GPU; the engine takes what it needs.
             shares_weights: whether it computes with the policy's tensors.
         """
         config, options = self._config, self._config.hf_cfg

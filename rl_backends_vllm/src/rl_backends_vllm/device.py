@@ -94,11 +94,10 @@ def engine_arguments(config: VllmEngineConfig, *, device: str, hf_config: Any) -
             "enable_sleep_mode": bool(config.sleep_level),
         }
     _check_cpu_support(config, hf_config)
-    stated = None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30)
     return {
         "enforce_eager": config.enforce_eager is None or config.enforce_eager,
         "max_num_seqs": _cpu_rows(config),
-        "kv_cache_memory_bytes": stated or _kv_bytes(config, hf_config),
+        "kv_cache_memory_bytes": cpu_kv_bytes(config, hf_config),
         # A partially prefilled prompt draws a token too early, which vLLM undoes for GPU generators only: on a CPU, seeded rows
         # would fail. Prompts are therefore prefilled whole.
         "enable_chunked_prefill": False,
@@ -155,15 +154,33 @@ def _head_dim(hf_config: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def _kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
-    """KV cache size in bytes for all rows at full length: at most 1 GiB, but enough for at least one row."""
+def row_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
+    """Bytes of the keys and values of one row at full length in one process, in whole blocks.
+
+    Args:
+        config: the section.
+        hf_config: the model's configuration.
+    """
     text = hf_config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     itemsize = 4 if config.precision == "float32" else 2
-    token: int = 2 * text.num_hidden_layers * heads * _head_dim(hf_config) * itemsize // config.tensor_parallel_size
+    token: int = 2 * text.num_hidden_layers * heads * _head_dim(hf_config) * itemsize // config.processes
     length = config.max_model_len or text.max_position_embeddings
-    blocks = -(-length // _CPU_BLOCK) + 1
-    row: int = token * blocks * _CPU_BLOCK
+    return token * (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
+
+
+def cpu_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
+    """Size of the KV cache of one process on a CPU, in bytes.
+
+    It is `kv_cache_gib`, or enough for all rows at full length: at most 1 GiB, but enough for at least one row.
+
+    Args:
+        config: the section.
+        hf_config: the model's configuration.
+    """
+    if config.kv_cache_gib is not None:
+        return int(config.kv_cache_gib * 2**30)
+    row = row_kv_bytes(config, hf_config)
     return max(min(row * _cpu_rows(config), _MAX_CPU_KV_BYTES), 2 * row)
 
 

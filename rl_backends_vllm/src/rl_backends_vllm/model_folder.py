@@ -50,15 +50,8 @@ def model_files(
     Raises:
         ConfigError: the model does not exist or cannot be read.
     """
-    from transformers import AutoConfig
-
-    path = Path(model_name)
-    is_gguf = path.suffix == ".gguf"
-    location, options = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (model_name, {})
-    try:
-        hf_config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
+    is_gguf = Path(model_name).suffix == ".gguf"
+    hf_config = read_config(model_name, trust_remote_code=trust_remote_code)
     tokenizer = find_tokenizer(model_name, TokenizerConfig(name=tokenizer_name), trust_remote_code=trust_remote_code)
     with TemporaryDirectory(dir=temp_dir) as folder:
         if is_gguf:
@@ -74,6 +67,26 @@ def model_files(
             tokenizer_path=None if tokenizer is None else folder if is_gguf or tokenizer_name is not None else model_name,
             has_weights=not is_gguf,
         )
+
+
+def read_config(model_name: str, *, trust_remote_code: bool) -> Any:
+    """The Transformers configuration of a model.
+
+    Args:
+        model_name: folder, name on a hub, or GGUF file.
+        trust_remote_code: whether code that comes with the model is run.
+
+    Raises:
+        ConfigError: the model does not exist or cannot be read.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model_name)
+    location, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (model_name, {})
+    try:
+        return AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
 
 
 def _generation_config(model_name: str) -> Any:

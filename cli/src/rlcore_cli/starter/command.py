@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from rlcore_cli.starter.config_values import Starter
     from rlcore_cli.starter.data_file import DataFile
+    from rlcore_cli.starter.recipe import Hardware
     from rlcore_cli.starter.row_format import RowFormat
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -47,6 +48,14 @@ def init(
     response: Annotated[
         str | None, typer.Option(metavar="FIELD", help="Field with a response to imitate.", show_default=False)
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[[NODES x] GPUS x] SIZE",
+            help="Fit the config to GPUs, such as 24GiB, 8x80GiB or 2x8x80GiB; computed, not run on them.",
+            show_default=False,
+        ),
+    ] = None,
     own_reward: Annotated[
         bool, typer.Option("--own-reward", help="Write a reward function even if `math` can grade the answers.")
     ] = False,
@@ -60,10 +69,13 @@ def init(
         rlcore init questions.jsonl --model path/to/model
         rlcore init conversations.parquet --output chat
         rlcore init table.csv --question Frage --answer Antwort
+        rlcore init questions.jsonl --model path/to/model --gpus 8x80GiB
     """
     from rlcore_cli.starter.data_file import read_data_file
+    from rlcore_cli.starter.recipe import parse_hardware
     from rlcore_cli.starter.row_format import named_fields, recognize
 
+    hardware = None if gpus is None else parse_hardware(gpus)
     train = read_data_file(data)
     held_out = None if validation is None else read_data_file(validation)
     if question is None and (answer or response):
@@ -73,7 +85,9 @@ def init(
     else:
         form = recognize(train.rows, str(data))
     chosen = _chosen(algorithm, form, data)
-    files, starter = _files(train, held_out, form, model=model, algorithm=chosen, output=output, own_reward=own_reward)
+    files, starter = _files(
+        train, held_out, form, model=model, algorithm=chosen, output=output, own_reward=own_reward, hardware=hardware
+    )
     _write(files, output)
     _report(starter, form, train, files, output)
 
@@ -97,10 +111,10 @@ def _files(
     algorithm: str,
     output: Path,
     own_reward: bool,
+    hardware: Hardware | None,
 ) -> tuple[dict[str, str], Starter]:
     """The text of each new file by its name, and what the config was made from."""
-    from rlcore_cli.annotated import annotated_yaml
-    from rlcore_cli.starter.config_values import COMMENTS, Starter, are_mathematical, config_values
+    from rlcore_cli.starter.config_values import Starter, are_mathematical
     from rlcore_cli.starter.data_file import json_lines_text
     from rlcore_cli.starter.reward_files import reward_files
 
@@ -126,11 +140,24 @@ def _files(
         validation,
         model=model,
     )
-    head = f"# Trains on {train.path.name}: {len(train.rows)} rows, each {form.name}. Written by `rlcore init`.\n\n"
-    files[_CONFIG] = head + "\n".join(annotated_yaml(config_values(starter), lambda key: COMMENTS.get(key, ""))) + "\n"
+    head = f"# Trains on {train.path.name}: {len(train.rows)} rows, each {form.name}. Written by `rlcore init`.\n"
+    files[_CONFIG] = head + _config_text(starter, model, hardware)
     if starter.samples and not is_math:
         files |= reward_files(train.path.name, str(answers[0]) if answers else None)
     return files, starter
+
+
+def _config_text(starter: Starter, model: str, hardware: Hardware | None) -> str:
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
+    from rlcore_cli.annotated import annotated_yaml
+    from rlcore_cli.starter import config_values, recipe
+
+    values, comments, head = config_values.config_values(starter), config_values.COMMENTS, ""
+    if hardware is not None:
+        fitted = recipe.fit(values, hardware, Registry(discover()), model=_absolute(model))
+        values, comments, head = dict(fitted.values), comments | recipe.COMMENTS, fitted.description(hardware)
+    return head + "\n" + "\n".join(annotated_yaml(values, lambda key: comments.get(key, ""))) + "\n"
 
 
 def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *, model: str) -> Starter:
@@ -152,8 +179,7 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     tokenizer = load_tokenizer(model)
     starter = replace(starter, has_template=tokenizer.chat_template is not None)
     with _readable(train, validation) as (train_source, validation_source):
-        local_model = str(Path(model).resolve()) if Path(model).exists() else model
-        preliminary = replace(starter, model=local_model, train=train_source, validation=validation_source)
+        preliminary = replace(starter, model=_absolute(model), train=train_source, validation=validation_source)
         values = {key: section for key, section in config_values(preliminary).items() if key != "env"}
         registry = Registry(discover())
         prepared = Preparation(load_config(values, registry=registry, stages=()).run, registry)
@@ -199,6 +225,10 @@ def _source(file: DataFile, output: Path) -> dict[str, Any]:
 
 def _converted_name(file: DataFile) -> str:
     return f"{file.path.stem}.jsonl"
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def _from_folder(path: str, folder: Path) -> str:

@@ -53,10 +53,14 @@ class ModelMemory(Protocol):
 
 
 class EngineMemory(Protocol):
-    """Describes the memory of one replica of an engine; created with the section of the engine. See `ModelMemory`."""
+    """Describes the memory of one process of an engine; created with the section of the engine. See `ModelMemory`."""
 
-    def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, shares_weights: bool) -> Mapping[str, Parts]:
-        """Bytes of one replica by phase (`held`, `rollout`) and part."""
+    @property
+    def processes(self) -> int:
+        """Number of processes of a replica, each with its own GPU."""
+
+    def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool) -> Mapping[str, Parts]:
+        """Bytes of one process by phase (`held`, `rollout`) and part; `limit` is the size of a GPU, None if unknown."""
 
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""
@@ -92,7 +96,7 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     components = [*_models(run, registry, not_counted)]
     policy = memory_planner(registry, "policy", run.policy)
     shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
-    engine = _engine(run, registry, not_counted, on_gpu=on_gpu, shares_weights=shares)
+    engine = _engine(run, registry, not_counted, gpu=limit if on_gpu else None, on_gpu=on_gpu, shares_weights=shares)
     components += [] if engine is None else [engine]
     processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
     not_counted += _assumptions(run, on_gpu=on_gpu)
@@ -156,15 +160,16 @@ def _ranks(run: RunConfig) -> int:
     return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
 
 
-def _replicas(run: RunConfig, section: GenerationConfig) -> int:
+def _replicas(run: RunConfig, section: GenerationConfig, *, processes: int) -> int:
     if section.num_workers is not None:
         return section.num_workers
     own = section.resources
-    return _ranks(run) if own is None else own.num_nodes * own.workers_per_node
+    workers = _ranks(run) if own is None else own.num_nodes * own.workers_per_node
+    return max(1, workers // processes)
 
 
 def _engine(
-    run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool, shares_weights: bool
+    run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool, gpu: int | None, shares_weights: bool
 ) -> _Component | None:
     section = run.policy.generation
     if section is None or not run.algorithm.runtime_needs.samples:
@@ -173,15 +178,17 @@ def _engine(
     if planner is None:
         not_counted.append(f"all of the engine: its backend {section.backend} does not describe its memory")
         return None
-    replicas = _replicas(run, section)
-    rows = -(-rows_of_step(run) // replicas)
-    phases = dict(planner.by_phase(rows=rows, prompt=longest_prompt(run), on_gpu=on_gpu, shares_weights=shares_weights))
+    replicas = _replicas(run, section, processes=planner.processes if on_gpu else 1)
+    rows, prompt = -(-rows_of_step(run) // replicas), longest_prompt(run)
+    phases = dict(planner.by_phase(rows=rows, prompt=prompt, on_gpu=on_gpu, limit=gpu, shares_weights=shares_weights))
     held = phases.pop(HELD)
     if not shares_weights:
         buffers = min(section.refit_buffer_mib * 2**20, sum(held.values()))
         phases["refit"] = {"transfer buffers": buffers}
     not_counted += [f"engine: {left_out}" for left_out in planner.not_counted()]
-    return _Component(name="engine", held=held, phases=phases, count=-(-replicas // max(1, run.cluster.num_nodes)))
+    return _Component(
+        name="engine", held=held, phases=phases, count=-(-replicas * planner.processes // max(1, run.cluster.num_nodes))
+    )
 
 
 def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:

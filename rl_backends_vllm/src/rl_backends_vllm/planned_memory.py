@@ -1,0 +1,77 @@
+"""Predicts the memory of a replica of vLLM from the model's config, without weights and without importing vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_backends_vllm.device import cpu_kv_bytes, row_kv_bytes
+from rl_backends_vllm.model_folder import read_config
+
+if TYPE_CHECKING:
+    from rl_backends_vllm.config import VllmConfig
+
+
+class EngineMemory:
+    """The memory of one process of a replica.
+
+    Args:
+        config: its section, with the values that it takes from the policy.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of a replica; on GPUs, each has its own."""
+        return self._config.vllm_cfg.processes
+
+    def by_phase(
+        self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool
+    ) -> dict[str, dict[str, int]]:
+        """Bytes by phase (`held`, which is in memory in all phases, and `rollout`) and part.
+
+        Args:
+            rows: rows that a replica samples in a step.
+            prompt: tokens of the longest prompt.
+            on_gpu: whether it runs on GPUs.
+            limit: bytes of a GPU; None if unknown. vLLM takes `gpu_memory_utilization` of it.
+            shares_weights: whether it computes with the policy's tensors; vLLM always has its own.
+        """
+        own = self._config.vllm_cfg
+        hf_config = read_config(str(self._config.model_name), trust_remote_code=own.trust_remote_code)
+        weights = (
+            _weights(hf_config, trust_remote_code=own.trust_remote_code)
+            * (4 if own.precision == "float32" else 2)
+            // own.processes
+        )
+        if not on_gpu:
+            size = cpu_kv_bytes(own, hf_config)
+            return {"held": {"weights": weights, "keys and values": size}, "rollout": {}}
+        row, share = row_kv_bytes(own, hf_config), own.gpu_memory_utilization
+        if own.kv_cache_gib is not None:
+            size, unused = int(own.kv_cache_gib * 2**30), 0
+        elif limit is None:
+            size, unused = rows * row, 0
+        else:
+            size = max(row, int(share * limit) - weights)
+            # vLLM does not start if its share is too small, so the GPU would have to be larger.
+            unused = 0 if size > row else int((weights + row) * (1 / share - 1))
+        return {"held": {"weights": weights}, "rollout": {"keys and values": size, "outside the engine's share": unused}}
+
+    def not_counted(self) -> list[str]:
+        """What `by_phase` leaves out."""
+        return ["activations and recorded graphs, which vLLM takes from its share of the GPU"]
+
+    def saving_overrides(self) -> list[str]:
+        """Overrides that save memory, for `rlcore plan` to try."""
+        return ["policy.generation.vllm_cfg.gpu_memory_utilization=0.8"]
+
+
+def _weights(hf_config: Any, *, trust_remote_code: bool) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
