@@ -89,7 +89,8 @@ def policy(folder):
                 ("Llama-3.1-8B", "80GiB", {"lora": {"rank": 32, "alpha": 32}}),
                 ("Llama-3.1-8B", "8x80GiB", {"data_parallel": "fsdp2"}),
                 ("Llama-3.1-8B", "2x8x80GiB", {"data_parallel": "fsdp2", "fsdp_num_shards": 8}),
-                ("Qwen3-30B-A3B", "2x8x80GiB", {"data_parallel": "fsdp2"}),
+                ("Qwen3-30B-A3B", "8x80GiB", {"data_parallel": "fsdp2"}),
+                ("Qwen3-30B-A3B", "2x8x80GiB", {"data_parallel": "fsdp2", "fsdp_num_shards": 8}),
             )
         ),
     ],
