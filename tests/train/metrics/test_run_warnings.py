@@ -98,6 +98,12 @@ def test_a_run_that_learns_gives_no_warning(warned):
     assert warned(rows) == []
 
 
+def test_held_out_accuracy_that_is_best_before_the_first_step_is_compared_with_the_rewards_of_the_first_steps(warned):
+    rows = [{"validation/accuracy": 0.5}, *CASES["held_out_falls"][1:]]
+    [warning] = warned(rows)
+    assert "held-out accuracy fell from 0.500 to 0.300" in warning
+
+
 def test_an_interrupted_condition_starts_again(warned):
     rows = steps(STEPS - 1, length__truncated_frac=1.0) + steps(1) + steps(STEPS - 1, length__truncated_frac=1.0)
     assert warned(rows) == []

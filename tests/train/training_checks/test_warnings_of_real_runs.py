@@ -10,6 +10,12 @@ REWARDS = """
 def nothing(completion):
     return 0.0
 
+def always(completion):
+    return 1.0
+
+def length(completion):
+    return float(len(completion))
+
 def ones_above_average(completions, **_):
     ones = [completion.count("1") for completion in completions]
     return [each - sum(ones) / len(ones) for each in ones]
@@ -79,6 +85,28 @@ def test_a_policy_that_samples_one_token_only_and_leaves_its_reference(warned):
     changes = {"grpo": {"max_num_steps": 25}, "loss_fn": {"reference_policy_kl_penalty": 1e-5}}
     found, _ = warned(changes, reward="ones_above_average")
     assert {"entropy", "far_from_reference"} <= found
+
+
+@pytest.mark.full("a variant of test_rewards_that_are_all_zero")
+def test_rewards_that_are_equal_for_all_samples(warned):
+    found, metrics = warned(QUIET, reward="always")
+    assert {row["reward/equal_groups_frac"] for row in metrics} == {1.0}
+    assert found == {"equal_rewards"}
+
+
+@pytest.mark.full("a variant of test_rewards_that_are_all_zero")
+def test_a_reward_for_length_makes_completions_longer_until_they_are_cut_off(warned):
+    changes = {
+        "grpo": {"max_num_steps": 12},
+        "policy": {
+            "max_total_sequence_length": 32,
+            "optimizer": {"kwargs": {"lr": 2e-3}},
+            "generation": {"max_new_tokens": 24},
+        },
+    }
+    found, metrics = warned(changes, reward="length")
+    assert metrics[-1]["length/mean"] > 3 * metrics[0]["length/mean"]
+    assert "longer_and_longer" in found
 
 
 @pytest.mark.full("a variant of test_rewards_that_are_all_zero")

@@ -121,7 +121,9 @@ def _held_out_falls(steps: Sequence[Step]) -> str | None:
         return None
     best = max(validated, key=lambda number: steps[number]["validation/accuracy"])
     top, last = steps[best]["validation/accuracy"], [steps[number]["validation/accuracy"] for number in validated[-2:]]
-    then, now = _mean(steps[max(0, best - STEPS) : best + 1], "reward/mean"), _mean(steps[-STEPS:], "reward/mean")
+    # A validation before the first step has no reward: it is compared with those of the first steps.
+    then = _mean(steps[max(0, best - STEPS) : (best or STEPS) + 1], "reward/mean")
+    now = _mean(steps[-STEPS:], "reward/mean")
     if max(last) > top - _FORGOTTEN or then is None or now is None or now < then:
         return None
     return (
