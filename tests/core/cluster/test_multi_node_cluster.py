@@ -157,7 +157,23 @@ def test_bundles_that_are_too_few_or_lie_on_two_nodes_are_refused_with_what_to_c
 
 
 def test_the_loss_of_a_node_is_reported_for_each_of_its_ranks(nodes, group, tmp_path):
-    """The last test, because it removes a node."""
+    """The last test but one, because it removes a node."""
     nodes.remove_node(nodes.list_all_nodes()[1], allow_graceful=False)
     with pytest.raises(WorkerDiedError, match=r"rank [23] .*of 'Worker'"):
         group.run_all("sleep_on", 3, str(tmp_path), deadline_s=240.0)
+
+
+def test_a_rank_whose_node_died_waits_for_another_node_and_is_restarted_there(nodes, group, monkeypatch):
+    assert wait_until(lambda: [node["Alive"] for node in ray.nodes()].count(False) == 1)
+    monkeypatch.setattr(group, "_deadlines", Deadlines(start_s=1.0))
+    with pytest.raises(DeadlineExceededError) as error:
+        group.restart(2)
+    assert "It needs [{'CPU': 1.0}, {'CPU': 1.0}]. Ray has " in str(error.value)
+    assert ("with 6 CPUs" in str(error.value), "with 3 CPUs" in str(error.value)) == (True, False)
+    monkeypatch.undo()
+    joined = nodes.add_node(num_cpus=2, include_log_monitor=False)
+    for rank in (2, 3):
+        group.restart(rank)
+    assert group.workers_alive() == [True] * 4
+    assert [actor.identity.node_id for actor in group._actors[2:]] == [joined.node_id] * 2
+    assert group.run_all("add", 1) == [1] * 4

@@ -99,11 +99,10 @@ class PendingCall:
             if raised:
                 raise raised[0]
             if not self._open:
-                break
+                answers = self._values | self._errors
+                return [answers[index] for index in sorted(answers)]
             if time.monotonic() >= until:
                 raise self._expired()
-        answers = self._values | self._errors
-        return [answers[index] for index in sorted(answers)]
 
     def _finish(self, ref: Any) -> None:
         index = self._open.pop(ref)

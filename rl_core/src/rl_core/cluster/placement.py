@@ -85,15 +85,12 @@ def insufficient(request: Request, nodes: Sequence[Node], *, free: bool) -> Reso
     """The error for a request that no node can meet: what was requested, what is available, what to change."""
     there = "; ".join(str(node) for node in nodes) or "no node"
     count = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"
-    lines = [f"Asked for {request}.", f"Ray has {count}: {there}."]
-    if free:
-        lines.append(
-            "It would fit, but the missing resources are in use: shut down the other cluster or worker group first, "
-            "or let groups share the bundles of one cluster (max_colocated_worker_groups=2)."
-        )
-    else:
-        lines.append(_advice(request, nodes))
-    return ResourceInsufficientError("\n".join(lines))
+    in_use = (
+        "It would fit, but the missing resources are in use: shut down the other cluster or worker group first, "
+        "or let groups share the bundles of one cluster (max_colocated_worker_groups=2)."
+    )
+    advice = in_use if free else _advice(request, nodes)
+    return ResourceInsufficientError(f"Asked for {request}.\nRay has {count}: {there}.\n{advice}")
 
 
 def _advice(request: Request, nodes: Sequence[Node]) -> str:

@@ -29,8 +29,6 @@ from rl_core.rendezvous import interfaces
 _log = logging.getLogger(__name__)
 
 MARKER = "RLCORE_RAY"
-_UNUSED = ("start_monitor", "start_api_server")
-"""Ray starts its autoscaler and its dashboard even if nothing uses them: two CPU-seconds, and 100 MB until its end."""
 _GIB = 2**30
 _leases: _Runtime | None = None
 
@@ -174,7 +172,7 @@ def _daemons_as_needed(marker: str) -> Iterator[None]:
     - Niceness 0, because Ray's own 15 lets Linux run the threads of a worker on one core while another is idle.
     - A new session, so that signals to our process group, by `timeout` or a closing terminal, do not end them before
       the run. On systems other than Linux, Ray needs them in our group, to end them with us.
-    - Neither autoscaler nor dashboard; a release of Ray in which these methods have other names starts both.
+    - Neither autoscaler nor dashboard, which take two CPU-seconds and 100 MB; a release with other method names starts both.
     """
     niceness = ray_constants.RAY_WORKER_NICENESS
     variables = {MARKER: marker, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", niceness: os.environ.get(niceness, "0")}
@@ -183,7 +181,7 @@ def _daemons_as_needed(marker: str) -> Iterator[None]:
     def start(command: Any, *, env: dict[str, str], **settings: Any) -> Any:
         return popen(command, env=env | variables, start_new_session=own_session, **settings)
 
-    unused = {name: lambda *_, **__: None for name in _UNUSED if hasattr(Node, name)}
+    unused = {name: lambda *_, **__: None for name in ("start_monitor", "start_api_server") if hasattr(Node, name)}
     with _replaced(ray_constants, ENABLE_RAY_CLUSTER=False), _replaced(services, ConsolePopen=start), _replaced(Node, **unused):
         yield
 

@@ -18,10 +18,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_core.cluster import daemons, orphan_reaper, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
 from rl_core.cluster.deadlines import Unanswered
+from rl_core.cluster.virtual_cluster import live_nodes
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 
 _DEATHS = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
+
+_NOT_STARTED = "If none has room, add a node (`ray start --address=...`). Otherwise its environment is being created."
 
 _CLOCK_S = 2.0
 """Tolerance when comparing process start times: both are relative to the boot time, which the kernel reports in whole seconds
@@ -79,6 +82,7 @@ class RemoteActor:
         self._identity: Identity | None = None
         self._death_seen = False
         self.marker = uuid.uuid4().hex
+        self._needs = getattr(getattr(options.get("scheduling_strategy"), "placement_group", None), "bundle_specs", options)
         own_env = {**runtime_env.get("env_vars", {}), **env, MARKER: self.marker}
         self._handle = (
             ray.remote(ActorHost)
@@ -176,7 +180,8 @@ class RemoteActor:
         """What its threads are doing, or why that is unavailable."""
         identity = self.identity
         if identity is None:
-            return "nothing yet: Ray has not started its process (no free resources, or its environment is being created)"
+            nodes = "; ".join(map(str, live_nodes()))
+            return f"nothing yet: Ray has not started its process. It needs {self._needs}. Ray has {nodes}. {_NOT_STARTED}"
         if identity.host == gethostname():
             return stacks.read_stack(identity.pid, identity.stack_file, timeout_s=timeout_s)
         return _stack_elsewhere(identity, timeout_s)

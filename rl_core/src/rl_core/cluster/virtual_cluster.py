@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.cluster import daemons
@@ -27,14 +28,17 @@ class _Tenant(Protocol):
     def shutdown(self) -> None: ...
 
 
+@dataclass(frozen=True)
 class Bundle:
-    """One rank's share of a node: bundle `index` of Ray's placement group `group`, on the node with index `node_rank`."""
+    """One rank's share of a node: bundle `index` of Ray's placement group `group`, on the node with index `node_rank`.
 
-    def __init__(self, group: PlacementGroup, index: int, node: Node, node_rank: int) -> None:
-        self.group = group
-        self.index = index
-        self.node = node
-        self.node_rank = node_rank
+    If the node dies, Ray moves the group to another one that has room, or waits until one joins; `node` is then the first one.
+    """
+
+    group: PlacementGroup
+    index: int
+    node: Node
+    node_rank: int
 
 
 class RayVirtualCluster:
@@ -159,16 +163,19 @@ class RayVirtualCluster:
         if self.use_gpus:
             resources["GPU"] = request.gpus_per_bundle
         for count, node in zip(request.entries, nodes, strict=True):
-            # Pinned by node id, so that ranks are in order and a lack of resources is known before Ray waits for them.
+            # Each on its planned node, so that ranks are in order; if it dies, on any that has no other entry.
+            others = ",".join(other.node_id for other in nodes if other is not node)
+            selector = {"ray.io/node-id": f"!in({others})"} if others else {}
             group = placement_group(
-                [resources] * count, strategy="STRICT_PACK", bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count
+                [resources] * count,
+                strategy="STRICT_PACK",
+                _soft_target_node_id=node.node_id,
+                bundle_label_selector=[selector] * count,
             )
             self._groups.append(group)
-        distinct = list(dict.fromkeys(node.node_id for node in nodes))
-        for count, group, node in zip(request.entries, self._groups, nodes, strict=True):
-            if not group.wait(_PLACE_S):
+        for node_rank, (count, group, node) in enumerate(zip(request.entries, self._groups, nodes, strict=True)):
+            if not group.wait(_PLACE_S) or set(placement_group_table(group)["bundles_to_node_id"].values()) != {node.node_id}:
                 raise insufficient(request, live_nodes(), free=True)
-            node_rank = distinct.index(node.node_id)
             self._bundles += [Bundle(group, at, node, node_rank) for at in range(count)]
 
 
