@@ -39,7 +39,7 @@ def run(nodes, train, tmp_path):
             "grpo": {"max_num_steps": 100_000},
             "policy": {
                 "scheduler": {"kwargs": {"num_training_steps": None}},
-                "generation": {"resources": {}, "refit_transport": transport, "refit_folder": str(tmp_path / "refits")},
+                "generation": {"resources": {}, "refit_transport": transport},
             },
             "cluster": {"cpus_per_worker": 1, "use_gpus": False, "deadlines": {"start_s": start_s}},
             "loss_fn": {"ratio_to": "sampler"},
@@ -47,8 +47,9 @@ def run(nodes, train, tmp_path):
             "data": {"train": {"num_samples": 400_000}},
             "checkpointing": {"save_period": 3, "keep_latest_k": 2},
         }
-        if transport != "disk":
-            del config["policy"]["generation"]["refit_folder"]
+        if transport == "disk":
+            (tmp_path / "refits").mkdir()
+            config["policy"]["generation"]["refit_folder"] = str(tmp_path / "refits")
         made = train(config, environment={"RAY_ADDRESS": nodes.address})
         made.wait_for(checkpoint_of(3, tmp_path).exists)
         [dying] = [node for node in nodes.list_all_nodes() if node is not nodes.head_node]
