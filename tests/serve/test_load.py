@@ -95,7 +95,8 @@ def requests_of_all_kinds(count):
 
 
 @pytest.mark.full("10,000 requests take several minutes")
-def test_memory_after_10000_requests_is_within_5_percent_of_that_after_1000():
+def test_memory_after_10000_requests_is_within_5_percent_of_that_after_2000():
+    # Until then, threads start, and batches have sizes that were not there before: when, depends on the machine's speed.
     server, port = start_backend(0)
     assert httpx.get(f"http://127.0.0.1:{port}/health", headers={"Host": "evil.example"}).status_code == 403
     process = psutil.Process(server.pid)
@@ -109,7 +110,7 @@ def test_memory_after_10000_requests_is_within_5_percent_of_that_after_1000():
     async def scenario():
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
             found = []
-            for part in (requests[:1000], requests[1000:]):
+            for part in (requests[:2000], requests[2000:]):
                 waiting = iter(part)
                 await asyncio.gather(*(send(client, waiting) for _ in range(64)))
                 found.append(process.memory_info().rss)
@@ -121,4 +122,4 @@ def test_memory_after_10000_requests_is_within_5_percent_of_that_after_1000():
         server.kill()
         server.wait()
         server.stdout.close()
-    assert after <= 1.05 * before, f"{before / 2**20:.0f} MiB after 1,000 requests, {after / 2**20:.0f} MiB after 10,000"
+    assert after <= 1.05 * before, f"{before / 2**20:.0f} MiB after 2,000 requests, {after / 2**20:.0f} MiB after 10,000"
