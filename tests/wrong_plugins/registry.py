@@ -228,6 +228,16 @@ DATASETS = {
     "stops_at_a_bad_row": Wrong(promise="test_bad_rows_are_named"),
 }
 
+ALGORITHMS = {
+    "changes_its_rows": Wrong(promise="test_its_rows_are_unchanged"),
+    "depends_on_the_microbatch": Wrong(promise="test_microbatches_do_not_change_the_loss"),
+    "draws_from_the_system": Wrong(promise="test_equal_runs_are_equal"),
+    "forgets_its_state": Wrong(promise="test_a_resumed_run_is_equal"),
+    "only_evaluates": Wrong(promise="test_the_weights_change"),
+    "reports_nan": Wrong(promise="test_metrics_are_finite"),
+    "takes_fewer_groups": Wrong(promise="test_it_takes_what_it_declares"),
+}
+
 LOSSES = {
     "averages_over_the_microbatch": Wrong(promise="test_microbatches_do_not_change_the_gradient", frozen=True),
 }

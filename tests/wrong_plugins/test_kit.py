@@ -4,7 +4,18 @@ import os
 
 import pytest
 from wrong_plugins.loggers.base import written
-from wrong_plugins.registry import COMMANDS, DATASETS, ENGINES, ENVIRONMENTS, LOGGERS, LOSSES, POLICIES, SANDBOXES, TRANSPORTS
+from wrong_plugins.registry import (
+    ALGORITHMS,
+    COMMANDS,
+    DATASETS,
+    ENGINES,
+    ENVIRONMENTS,
+    LOGGERS,
+    LOSSES,
+    POLICIES,
+    SANDBOXES,
+    TRANSPORTS,
+)
 
 from rl_core.testing import (
     CommandConformance,
@@ -16,7 +27,7 @@ from rl_core.testing import (
     WeightTransportConformance,
 )
 from rl_core.testing.promises import Status
-from rl_train.testing import DatasetConformance, LoggerConformance
+from rl_train.testing import AlgorithmConformance, DatasetConformance, LoggerConformance
 
 ROWS = [{"prompt": f"{number}+2=", "expected_answer": str(number + 2)} for number in range(4)]
 
@@ -93,6 +104,25 @@ def test_the_kit_finds_a_wrong_dataset_by_the_promise_that_it_breaks(name):
 def test_the_kit_finds_a_wrong_loss_by_the_promise_that_it_breaks(name):
     names, text = broken(LossConformance, f"wrong_plugins.losses.{name}.Loss")
     assert names == ([] if name == "right" else [LOSSES[name].promise]), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "right",
+        "forgets_its_state",
+        *(
+            pytest.param(name, marks=pytest.mark.full("each trains four runs; two of these algorithms run in `make test`"))
+            for name in ALGORITHMS
+            if name != "forgets_its_state"
+        ),
+    ],
+)
+def test_the_kit_finds_a_wrong_algorithm_by_the_promise_that_it_breaks(name):
+    path, settings = f"wrong_plugins.algorithms.{name}.train", "wrong_plugins.algorithms.settings.Settings"
+    names, text = broken(AlgorithmConformance, path, settings=settings)
+    assert names == ([] if name == "right" else [ALGORITHMS[name].promise]), text
     assert "Traceback" not in text
 
 

@@ -2,6 +2,8 @@
 
 from rl_core.first_use import import_on_first_use
 
-__all__ = ["DatasetConformance", "LoggerConformance"]
+__all__ = ["AlgorithmConformance", "DatasetConformance", "LoggerConformance"]
 
-__getattr__ = import_on_first_use(__name__, {".dataset": "DatasetConformance", ".logger": "LoggerConformance"})
+__getattr__ = import_on_first_use(
+    __name__, {".algorithm": "AlgorithmConformance", ".dataset": "DatasetConformance", ".logger": "LoggerConformance"}
+)
