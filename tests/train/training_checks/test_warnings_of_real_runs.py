@@ -16,6 +16,9 @@ def always(completion):
 def length(completion):
     return float(len(completion))
 
+def ones(completion):
+    return float(completion.count("1"))
+
 def ones_above_average(completions, **_):
     ones = [completion.count("1") for completion in completions]
     return [each - sum(ones) / len(ones) for each in ones]
@@ -107,6 +110,21 @@ def test_a_reward_for_length_makes_completions_longer_until_they_are_cut_off(war
     found, metrics = warned(changes, reward="length")
     assert metrics[-1]["length/mean"] > 3 * metrics[0]["length/mean"]
     assert "longer_and_longer" in found
+
+
+@pytest.mark.full("a variant of test_rewards_that_are_all_zero")
+def test_a_reward_that_contradicts_the_validation_makes_held_out_accuracy_fall(warned):
+    changes = {
+        "grpo": {"max_num_steps": 12, "val_period": 2, "val_at_start": True},
+        "policy": {"optimizer": {"kwargs": {"lr": 1e-3}}},
+        "data": {
+            "train": {"task_name": "task", "min_digits": 2},
+            "validation": {"dataset_name": "arithmetic", "num_samples": 40, "min_digits": 2, "task_name": "arithmetic"},
+        },
+    }
+    found, metrics = warned(changes, env={"arithmetic": {"num_workers": 1}}, reward="ones")
+    assert metrics[-1]["reward/mean"] > metrics[1]["reward/mean"]
+    assert "held_out_falls" in found
 
 
 @pytest.mark.full("a variant of test_rewards_that_are_all_zero")
