@@ -72,7 +72,7 @@ SHARED = ("checks.py", "local_rollouts.py", "trial.py")
 
 
 def test_the_conformance_kit_has_at_most_3224_lines():
-    """Without `SHARED` (344 lines), and without `outputs/`: those checks of returned values run in every training step.
+    """Without `SHARED` (355 lines), and without `outputs/`: those checks of returned values run in every training step.
 
     3,000 lines are the goal; the tests of algorithms added 229.
     """

@@ -164,6 +164,7 @@ ENVIRONMENTS = {
         promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")
     ),
     "ends_another_row": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
+    "subtracts_the_mean_of_the_call": Wrong(promise="test_rows_are_independent", marker="check", words=("in a batch", "alone")),
     "remembers_its_calls": Wrong(
         promise="test_equal_calls_have_equal_results", marker="check", words=("two equal calls had different results",)
     ),
