@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rl_core.errors import WrongKindError
+from rl_core.errors import ConfigError, WrongKindError
 from rlcore_cli.main import app
 
 
@@ -68,3 +68,11 @@ def test_check_env_refuses_a_class_that_is_not_an_environment(tmp_path):
     done = run("check", "env", "fractions.Fraction", "--rows", str(rows))
     assert isinstance(done.exception, WrongKindError)
     assert "fractions.Fraction is not a subclass of" in str(done.exception)
+
+
+@pytest.mark.parametrize("words", [("check", "env"), ("env", "play")])
+def test_an_environment_of_another_interpreter_is_refused(words):
+    done = run(*words, "guess", "python=/opt/other/bin/python")
+    assert isinstance(done.exception, ConfigError), done.output
+    assert done.exception.exit_code == 2
+    assert "env.guess.python is /opt/other/bin/python" in str(done.exception)

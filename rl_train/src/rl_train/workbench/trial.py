@@ -94,6 +94,11 @@ def _trial(
 ) -> EnvironmentTrial:
     if not rows:
         raise ConfigError(f"There are no rows for {task!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
+    if section.python is not None:
+        raise ConfigError(
+            f"env.{task}.python is {section.python}, but this command creates the environment in its own process. Remove the "
+            "key, or install rlcore for that interpreter and run the command with it."
+        )
     make = constructor(section, task, registry)
     plain: Any = make.func
     reads_tool_calls = bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
