@@ -89,7 +89,8 @@ def cpu_sdpa(
     return merged.transpose(1, 2), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(CPU_SDPA, cpu_sdpa)
+# Compiled code would be compiled again for each layout of rows.
+ALL_ATTENTION_FUNCTIONS.register(CPU_SDPA, torch.compiler.disable(cpu_sdpa))
 ALL_MASK_ATTENTION_FUNCTIONS.register(CPU_SDPA, sdpa_mask)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -251,6 +252,13 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             key="policy.activation_checkpointing",
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers that Transformers says to keep together on one device; none if the model's class does not name them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP2 replaces a layer's class by one that inherits from it.
+    return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
 
 
 def _locate(name: str) -> dict[str, Any]:

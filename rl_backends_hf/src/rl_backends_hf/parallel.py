@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from rl_backends_hf.model import is_gguf, load_model, load_model_shards, model_without_weights, why_read_whole
+from rl_backends_hf.model import decoder_layers, is_gguf, load_model, load_model_shards, model_without_weights, why_read_whole
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_backends_hf.shards import local, reshard
@@ -157,8 +157,7 @@ class FullyShard(Parallel):
         precision = MixedPrecisionPolicy()
         if trainable:
             precision = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
-        layer_names = set(getattr(scoring.model, "_no_split_modules", None) or ())
-        layers = [module for module in scoring.modules() if type(module).__name__ in layer_names]
+        layers = decoder_layers(scoring.model)
         for module in (*layers, scoring):
             unit = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
             unit.set_gradient_divide_factor(1.0)

@@ -143,7 +143,7 @@ def varlen_attention(
     return merged.unsqueeze(0), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+ALL_ATTENTION_FUNCTIONS.register(VARLEN, torch.compiler.disable(varlen_attention))  # as `cpu_sdpa`
 ALL_MASK_ATTENTION_FUNCTIONS.register(VARLEN, sdpa_mask)
 
 

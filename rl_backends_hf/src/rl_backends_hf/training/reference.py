@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_hf.compiled_layers import compile_layers
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.model import DTYPES, load_model
@@ -73,6 +74,8 @@ class ReferencePolicy:
         else:
             # The rows are laid out for the policy's attention.
             self._scoring.model.set_attn_implementation(attention)
+        if config.hf_cfg.compile_layers:
+            compile_layers(self._scoring.model, float32_products=False)
         self._parallel = parallel
         self._moves_to_device = not parallel.shards and config.hf_cfg.device_map is None and parallel.device.type != "cpu"
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rl_backends_hf.compiled_layers import compile_layers, explaining_compilation
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
@@ -103,6 +104,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if use_varlen_if_plain(self._scoring, packing=self._microbatcher.packing, computed_in=self._dtype):
             self._microbatcher.variable_length_kernel = VARLEN
+        if hf.compile_layers:
+            compile_layers(model, float32_products=self._float32_products)
         unshared = self._probe_scoring()
         self._microbatcher.shares_prefixes = unshared is None
         if self.config.activation_checkpointing:
@@ -141,14 +144,15 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def _probe_scoring(self) -> str | None:
         """Check the model on a test input; why rows cannot share a prefix, or None if they can."""
         device, microbatcher = self._parallel.device, self._microbatcher
-        probe_scoring(
-            self._scoring,
-            device=device,
-            packing=microbatcher.packing,
-            variable_length_kernel=microbatcher.variable_length_kernel,
-            computed_in=self._dtype,
-        )
-        return why_not_shared(self._scoring, self.config, device=device, computed_in=self._dtype)
+        with explaining_compilation(self._scoring.model):
+            probe_scoring(
+                self._scoring,
+                device=device,
+                packing=microbatcher.packing,
+                variable_length_kernel=microbatcher.variable_length_kernel,
+                computed_in=self._dtype,
+            )
+            return why_not_shared(self._scoring, self.config, device=device, computed_in=self._dtype)
 
     def score_microbatches(
         self, microbatches: Iterator[BatchedDataDict[Any]], *, topk: int | None = None, reference: bool = False
@@ -240,8 +244,9 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
                 seed=section.hf_cfg.seed,
                 rank=self.context.rank,
             )
-        completions: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
-        return completions
+        # Keys and values grow with each token, for which compiled layers would be compiled again.
+        with torch.compiler.set_stance("force_eager"):
+            return self._sampler.generate(data, greedy, weight_version=self.get_weight_version())  # type: ignore[no-any-return]
 
     def prepare_for_training(self) -> None:
         self._move(weights=self._parallel.device, state=self._parallel.device)
@@ -317,7 +322,6 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
                 "`data_parallel: replicate`.",
                 key="data_parallel",
             )
-
         if hf.lora is not None and hf.lora.autocast and self._dtype == torch.float32:
             raise UserError("`lora.autocast` requires `policy.precision: bfloat16`.", key="policy.hf_cfg.lora.autocast")
         if hf.attn_implementation == "flash_attention_2" and self._dtype == torch.float32:
