@@ -122,7 +122,7 @@ def test_an_optimizer_whose_state_is_not_known_is_named(model_folder):
 
 def test_keys_and_values_of_the_engine_are_limited_as_its_cache_is(model_folder):
     section = {"model_name": model_folder("llama"), "max_new_tokens": 16}
-    sizes = {"rows": 64, "prompt": 8, "on_gpu": True, "shares_weights": False}
+    sizes = {"rows": 64, "prompt": 8, "on_gpu": True, "limit": None, "shares_weights": False}
     model = load_model(section["model_name"], options=make_config(section["model_name"]).hf_cfg, dtype=torch.float32)
     per_row = 24 * token_bytes(model)
     unlimited = EngineMemory(HFGenerationConfig(**section)).by_phase(**sizes)
