@@ -41,7 +41,7 @@ def step_without_gradient(parts, worker, rows):
     worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
 
 
-@pytest.mark.full
+@pytest.mark.full("refusals and the error without a compiler are tested below; compiling takes a minute per case")
 @pytest.mark.parametrize(
     ("kind", "fields", "hf"),
     [
