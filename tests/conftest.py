@@ -25,9 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Torch waits for its slowest thread after each operation, and the processes of the suite use all cores: with two threads each,
-# the same tests take four times the time, and four times the CPU time. Torch reads it when it is imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch waits for its slowest thread after each operation: with two threads in each process of a busy machine, tests of tiny
+# models took up to four times the CPU time. The order of sums, and with it the last bits, depends on the number of threads too.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Collecting imports all libraries, none of which is garbage.
 gc.disable()
@@ -178,21 +178,15 @@ def _ray_of_the_folder(request, _shared_ray):
     _shared_ray.enter(request.path.relative_to(Path(__file__).parent).parts[0])
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Torch of the module's tests, and of the processes that they start, computes on one thread.
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Torch computes on one thread again after a module whose vLLM, in this process, has changed that.
 
-    A second one costs models this small more than it brings, and the order of sums, with it the last bits, depends on their
-    number. A vLLM in this process has put a function that does nothing in the place of torch's own.
+    vLLM also puts a function that does nothing in the place of torch's own.
     """
-    import torch
-
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        torch._C.set_num_threads(1)
-        yield
-        torch._C.set_num_threads(before)
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"]._C.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import DataError, NonFiniteError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TEMPERATURE = 0.7
 LIMIT = 40
 """Maximum number of sampled tokens per row."""

@@ -15,9 +15,6 @@ VOCAB_SIZE = 160
 NEW_TOKENS = 24
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def models(model_folder):
     loaded = {}

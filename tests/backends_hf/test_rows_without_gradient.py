@@ -9,8 +9,6 @@ from rl_backends_hf import HuggingFacePolicy
 from rl_core.dispatch.training_rows import TrainingRows
 from rl_train.algorithms.losses import ClippedPGLossConfig, ClippedPGLossFn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FORMS = {
     "by_count": {"train_micro_batch_size": 3},
     "token_budget": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 40, "sequence_length_round": 4}},

@@ -17,7 +17,6 @@ from rl_backends_hf.training.prefix_support import why_not_shared
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_train.algorithms.losses import DPOLossFn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "gpt2")
 CPU = torch.device("cpu")
 

@@ -12,8 +12,6 @@ from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
 from rl_backends_hf.sampling.shared_prompts import PromptTable, attend_own
 from rl_core.data.batched_data_dict import BatchedDataDict
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCAB_SIZE = 160
 PROMPT_OF_ROW = (0, 1, 0, 2, 0, 3, 1, 0)
 """Groups of four rows, two rows and one, and a prompt that is too short to be shared."""

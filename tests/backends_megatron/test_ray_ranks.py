@@ -34,7 +34,7 @@ from rl_train.checkpoints.state import Checkpoints
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.run_folders.convert import convert
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 FIELDS = {

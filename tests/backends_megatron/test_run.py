@@ -14,7 +14,7 @@ pytestmark = pytest.mark.megatron
     "test_ray_ranks.py compares steps and exported weights of two ranks; e2e/test_runs.py has the command over Ray"
 )
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread", "local_ray")
+@pytest.mark.usefixtures("local_ray")
 def test_a_run_of_grpo_has_the_numbers_of_the_backend_on_transformers(rlcore, tmp_path):
     tiny = merged(TINY, {"grpo": {"max_num_steps": 2}, "checkpointing": {"save_period": 2}})
     changes = {

@@ -88,7 +88,6 @@ def trained_with_server(folder, model, rlcore):
 
 
 @WITH_SERVER
-@pytest.mark.usefixtures("one_thread")
 def test_the_configs_with_a_server_train_in_one_process(trained_with_server, file, task, overrides, prompt):
     records = trained_with_server(file, *overrides, "++cluster.backend=in_process", f"++env.{task}.num_workers=1")
     assert [record["weight_version"] for record in records] == [1] * 4
@@ -97,7 +96,7 @@ def test_the_configs_with_a_server_train_in_one_process(trained_with_server, fil
 
 @WITH_SERVER
 @pytest.mark.full("starts eight environment workers, as printed; the same configs train in one process in `make test`")
-@pytest.mark.usefixtures("one_thread", "local_ray")
+@pytest.mark.usefixtures("local_ray")
 def test_the_configs_with_a_server_train_over_ray(trained_with_server, file, task, overrides, prompt):
     records = trained_with_server(file, *overrides)
     assert [record["weight_version"] for record in records] == [1] * 4
@@ -105,7 +104,7 @@ def test_the_configs_with_a_server_train_over_ray(trained_with_server, file, tas
 
 @pytest.mark.full("starts vLLM and eight environment workers over Ray; runs on vLLM are in e2e/test_vllm_runs.py")
 @pytest.mark.vllm
-@pytest.mark.usefixtures("one_thread", "local_ray")
+@pytest.mark.usefixtures("local_ray")
 def test_the_direct_vllm_config_trains(folder, rlcore):
     code, output = rlcore("train", "--config", "grpo.yaml", "grpo_direct_vllm.yaml", *SHORT, folder=folder)
     assert code == 0, output

@@ -8,11 +8,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread(one_thread):
-    """One thread: several are much slower if other processes use the cores."""
-
-
 @pytest.fixture(scope="session")
 def readable(tmp_path_factory):
     """Folder of `readable_model.make_readable_model`."""

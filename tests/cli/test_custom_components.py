@@ -21,7 +21,7 @@ ALGORITHM = ROOT / "examples" / "custom_algorithm"
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch, one_thread):
+def at_the_root(monkeypatch):
     """Puts the working directory on the import path, as `rlcore` does."""
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))

@@ -247,7 +247,6 @@ def added(keys):
     return [f"++{key}={value}" for key, value in keys.items()]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_start_grpo_trains_with_the_printed_command(folder, rlcore):
     (folder / "digits.yaml").write_text('user: "{problem}"\n')
     code, out, err = rlcore("start_grpo", "--config", "configs/grpo.yaml", *added(DIGITS | SHORT_GRPO))
@@ -256,7 +255,6 @@ def test_start_grpo_trains_with_the_printed_command(folder, rlcore):
     assert (folder / "runs" / "grpo" / "metrics.jsonl").is_file()
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_start_grpo_trains_with_a_grpo_file_as_the_only_file(folder, rlcore):
     (folder / "grpo.yaml").write_text("grpo: {num_prompts_per_step: 5}\n")  # of another run, and not the packaged one
     (folder / "digits.yaml").write_text('user: "{problem}"\n')
@@ -267,7 +265,6 @@ def test_start_grpo_trains_with_a_grpo_file_as_the_only_file(folder, rlcore):
     assert "1 step done" in out
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_start_sft_trains_with_the_printed_command(folder, rlcore):
     (folder / "digits.yaml").write_text('user: "{problem}"\n')
     (folder / "train.jsonl").write_text(
@@ -363,7 +360,6 @@ OVER_RAY = pytest.mark.full("starts Ray; the same environment is found next to t
 
 
 @pytest.mark.parametrize("cluster", ["in_process", pytest.param("ray", marks=[OVER_RAY, pytest.mark.ray])])
-@pytest.mark.usefixtures("one_thread")
 def test_the_documented_environment_trains_by_its_path_next_to_the_config(folder, rlcore, cluster, monkeypatch):
     (folder / "my_environment.py").write_text(MY_ENVIRONMENT)
     (folder / "elsewhere").mkdir()

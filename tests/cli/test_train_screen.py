@@ -29,9 +29,6 @@ class Impatient(ArithmeticEnvironment):
 """
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def rlcore(monkeypatch, capfd, tmp_path):
     """The command in this process: exit code, standard output and standard error."""

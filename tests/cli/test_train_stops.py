@@ -42,7 +42,6 @@ class Interrupting(ArithmeticEnvironment):
                 time.sleep(600)
         return super().step(*arguments, **named)
 """
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

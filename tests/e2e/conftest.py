@@ -11,11 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from e2e_runs import HELD, SLOW_TURNS, TINY, TrainingProcess, merged
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread(one_thread):
-    """One thread, because runs in this process and in others are compared bit for bit."""
-
-
 @pytest.fixture
 def train(tmp_path):
     """Start `rlcore train` with a changed tiny config; remaining processes are killed at the end."""

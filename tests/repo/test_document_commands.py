@@ -91,7 +91,6 @@ def test_every_name_imported_in_the_documents_exists():
     assert [name for name in names if not hasattr(importlib.import_module(name[1]), name[2])] == []
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_python_of_the_readme_runs_as_printed(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -107,7 +106,6 @@ def test_the_python_of_the_readme_runs_as_printed(monkeypatch, capsys):
     assert 0.0 <= float(reward) <= 1.0
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_commands_of_the_readme_run_in_their_order(monkeypatch, tmp_path, capfd):
     text = (ROOT / "README.md").read_text()
     [block] = re.findall(r"## Configuration\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)

@@ -18,7 +18,7 @@ from rl_train.launch.train import train
 
 pytestmark = [
     pytest.mark.full("trains and starts workers over Ray; test_dead_replicas.py and core/dispatch have restarts of replicas"),
-    pytest.mark.usefixtures("one_thread", "local_ray"),
+    pytest.mark.usefixtures("local_ray"),
 ]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHAT = "{% for message in messages %}question {{ message['content'] }}{% endfor %}"

@@ -66,8 +66,7 @@ def folder(tmp_path_factory, tokenizer_of_bytes):
 
 
 @pytest.fixture(scope="module")
-def served(folder, one_thread):
-    """The engine is called from another thread than the main one, for which `one_thread` sets the number of torch's threads."""
+def served(folder):
     overrides = [f"policy.generation.temperature={TEMPERATURE}", "policy.generation.vllm_cfg.precision=float32"]
     overrides += ["policy.generation.vllm_cfg.max_model_len=4096", "policy.generation.max_new_tokens=1000"]
     with started_model(str(folder), backend="vllm", overrides=overrides, name="random") as model:

@@ -12,7 +12,7 @@ from short_runs import RUN, merged
 
 
 @pytest.fixture
-def train(rlcore, tmp_path, one_thread):
+def train(rlcore, tmp_path):
     """`rlcore train` of a short run with changes: exit code, all output in one line, and the metrics of each step."""
 
     def run(*changes):

@@ -18,7 +18,7 @@ SETS = {
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory, one_thread):
+def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     sections = {
         "grpo": {

@@ -11,11 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from short_runs import RUN, merged
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """One thread, because the models are tiny."""
-
-
 @pytest.fixture
 def train(rlcore, tmp_path):
     """`rlcore train` of the run with changes: exit code, all output in one line, and the metrics of each step."""
