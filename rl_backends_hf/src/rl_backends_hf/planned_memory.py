@@ -114,10 +114,11 @@ class EngineMemory:
         config: its section, with the values that it takes from the policy.
     """
 
+    processes = 1
+    """Number of processes of a replica."""
+
     def __init__(self, config: HFGenerationConfig) -> None:
         self._config = config
-
-    processes = 1
 
     def by_phase(
         self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool

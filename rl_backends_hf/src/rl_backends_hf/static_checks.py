@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import struct
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
 
-from rl_backends_hf.model_options import HFModelConfig
-from rl_core.config.model_paths import model_path_problem, weight_names
+from rl_backends_hf.model_options import HFConfig, HFModelConfig
+from rl_core.config.model_paths import model_path_problem
 from rl_core.config.source_tree import KeyPath
+from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
 
+_LONGEST_HEADER: Final = 100 * 2**20
+"""Bytes; safetensors itself rejects longer ones."""
 NEEDS_BITSANDBYTES = (
     "`{key}` needs bitsandbytes, which is not installed. Install it with `pip install 'rl-backends-hf[quantized]'`, or leave "
     "`{key}` out."
@@ -40,6 +47,45 @@ def model_problems(model_name: str | None, options: HFModelConfig, *, same_envir
         yield ("hf_cfg", "attn_implementation"), NEEDS_FLASH_ATTN
 
 
+def check_combinations(hf: HFConfig, *, dtype_name: str, head: str, ranks: int) -> None:
+    """Refuse settings that cannot be combined, before anything is loaded.
+
+    Args:
+        hf: `policy.hf_cfg`.
+        dtype_name: data type of the model.
+        head: head type.
+        ranks: number of ranks.
+
+    Raises:
+        UserError: the key and what to set instead.
+    """
+    if ranks > 1 and hf.device_map is not None:
+        raise UserError(
+            f"`device_map: {hf.device_map}` spreads one model over devices, but with {ranks} ranks each rank has one "
+            "device. Remove device_map; `data_parallel: fsdp2` shards a model that is too large for one device.",
+            key="device_map",
+        )
+    if ranks > 1 and hf.data_parallel == "fsdp2" and (hf.load_in_8bit or hf.load_in_4bit):
+        raise UserError(
+            "FSDP2 cannot shard quantized weights: remove load_in_8bit and load_in_4bit, or use `data_parallel: replicate`.",
+            key="data_parallel",
+        )
+    if hf.lora is not None and hf.lora.autocast and dtype_name == "float32":
+        raise UserError("`lora.autocast` requires `policy.precision: bfloat16`.", key="policy.hf_cfg.lora.autocast")
+    if hf.attn_implementation == "flash_attention_2" and dtype_name == "float32":
+        raise UserError(
+            "`attn_implementation: flash_attention_2` requires bfloat16, and `policy.precision` is float32. Set it to "
+            "bfloat16, or remove attn_implementation: `sdpa` supports both.",
+            key="attn_implementation",
+        )
+    if head == "scalar" and (hf.load_in_8bit or hf.load_in_4bit):
+        raise UserError(
+            "A model with a scalar head must be trained, and quantized weights cannot be trained: remove load_in_8bit and "
+            "load_in_4bit; `precision: bfloat16` halves the memory of float32.",
+            key="precision",
+        )
+
+
 def target_problems(
     model_name: str, targets: str | Sequence[str], excluded: str | Sequence[str] | None
 ) -> Iterator[tuple[str, str]]:
@@ -67,8 +113,32 @@ def target_problems(
 
 def _module_names(model_name: str) -> set[str] | None:
     """Last components of the names of all modules with weights or submodules; None if the files do not contain names."""
-    names = weight_names(model_name)
+    names = _weight_names(model_name)
     if names is None:
         return None
     components = {component for name in names for component in name.split(".")[:-1]}
     return {component for component in components if not component.isdigit()}
+
+
+def _weight_names(name_or_path: str) -> set[str] | None:
+    """The names of the weights in the safetensors files of a model folder; None if there are no readable ones."""
+    folder = Path(name_or_path).expanduser()
+    try:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        return _names_in_header(folder / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
+
+
+def _names_in_header(path: Path) -> set[str]:
+    """The names in the header of one file: eight bytes of length (little endian), then JSON.
+
+    https://github.com/huggingface/safetensors#format
+    """
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"{path} has a header of {length} bytes")
+        return {name for name in json.loads(file.read(length)) if name != "__metadata__"}

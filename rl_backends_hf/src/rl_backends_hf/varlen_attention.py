@@ -143,7 +143,8 @@ def varlen_attention(
     return merged.unsqueeze(0), None
 
 
-ALL_ATTENTION_FUNCTIONS.register(VARLEN, torch.compiler.disable(varlen_attention))  # as `cpu_sdpa`
+# Compiled code would be compiled again for each layout of rows.
+ALL_ATTENTION_FUNCTIONS.register(VARLEN, torch.compiler.disable(varlen_attention))
 ALL_MASK_ATTENTION_FUNCTIONS.register(VARLEN, sdpa_mask)
 
 

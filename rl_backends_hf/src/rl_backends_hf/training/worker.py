@@ -30,6 +30,7 @@ from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringInput, ScoringModel
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shards import local
+from rl_backends_hf.static_checks import check_combinations
 from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.master_weights import MasterWeights
@@ -54,7 +55,7 @@ from rl_core.backend import (
     find_tokenizer,
     first_non_finite,
 )
-from rl_core.errors import ConfigError, NotSupportedError, UserError
+from rl_core.errors import ConfigError, NotSupportedError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.out_of_memory import explaining_memory
 
@@ -80,8 +81,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._host_memory = HostMemory()
 
     def load(self) -> PolicyFacts:
-        self._check_config()
         hf, head = self.config.hf_cfg, self.config.head
+        check_combinations(hf, dtype_name=self.config.dtype_name, head=head, ranks=self.context.world_size)
         self._parallel: Parallel = make_parallel(self.context, hf, dtype=self._dtype)
         self._scoring = self._load_scoring()
         model = self._scoring.model
@@ -246,7 +247,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
             )
         # Keys and values grow with each token, for which compiled layers would be compiled again.
         with torch.compiler.set_stance("force_eager"):
-            return self._sampler.generate(data, greedy, weight_version=self.get_weight_version())  # type: ignore[no-any-return]
+            completions: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
+        return completions
 
     def prepare_for_training(self) -> None:
         self._move(weights=self._parallel.device, state=self._parallel.device)
@@ -306,36 +308,6 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
     def iter_weights(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         holders = None if names is None else self._names.containers(names)
         return self._names.split(self._exported.iter_weights(holders), names)
-
-    def _check_config(self) -> None:
-        """Refuse settings that cannot be combined, before anything is loaded."""
-        hf, ranks = self.config.hf_cfg, self.context.world_size
-        if ranks > 1 and hf.device_map is not None:
-            raise UserError(
-                f"`device_map: {hf.device_map}` spreads one model over devices, but with {ranks} ranks each rank has one "
-                "device. Remove device_map; `data_parallel: fsdp2` shards a model that is too large for one device.",
-                key="device_map",
-            )
-        if ranks > 1 and hf.data_parallel == "fsdp2" and (hf.load_in_8bit or hf.load_in_4bit):
-            raise UserError(
-                "FSDP2 cannot shard quantized weights: remove load_in_8bit and load_in_4bit, or use "
-                "`data_parallel: replicate`.",
-                key="data_parallel",
-            )
-        if hf.lora is not None and hf.lora.autocast and self._dtype == torch.float32:
-            raise UserError("`lora.autocast` requires `policy.precision: bfloat16`.", key="policy.hf_cfg.lora.autocast")
-        if hf.attn_implementation == "flash_attention_2" and self._dtype == torch.float32:
-            raise UserError(
-                "`attn_implementation: flash_attention_2` requires bfloat16, and `policy.precision` is float32. Set it to "
-                "bfloat16, or remove attn_implementation: `sdpa` supports both.",
-                key="attn_implementation",
-            )
-        if self.config.head == "scalar" and (hf.load_in_8bit or hf.load_in_4bit):
-            raise UserError(
-                "A model with a scalar head must be trained, and quantized weights cannot be trained: remove load_in_8bit and "
-                "load_in_4bit; `precision: bfloat16` halves the memory of float32.",
-                key="precision",
-            )
 
     def _make_scoring(self, model: PreTrainedModel) -> ScoringModel:
         if self.config.head == "scalar":

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import struct
 from os.path import isdir, isfile  # False for a name that is too long for the file system; Path would raise
 from pathlib import Path
 from typing import Any
 
-_LONGEST_HEADER = 100 * 2**20
-"""Bytes; safetensors itself rejects longer ones."""
 _DATA_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".spm", ".tiktoken"}
 _VOCABULARIES = {"merges.txt", "vocab.txt"}
 
@@ -64,27 +61,3 @@ def model_files(folder: Path) -> list[str]:
     files = [path for path in files if path.suffix in _DATA_SUFFIXES or path.name in _VOCABULARIES]
     files += folder.glob("additional_chat_templates/*.jinja")
     return sorted(path.relative_to(folder).as_posix() for path in files)
-
-
-def weight_names(name_or_path: str) -> set[str] | None:
-    """The names of the weights in the safetensors files of a model folder; None if there are no readable ones."""
-    folder = Path(name_or_path).expanduser()
-    try:
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        return _names_in_header(folder / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
-        return None
-
-
-def _names_in_header(path: Path) -> set[str]:
-    """The names in the header of one file: eight bytes of length (little endian), then JSON.
-
-    https://github.com/huggingface/safetensors#format
-    """
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _LONGEST_HEADER:
-            raise ValueError(f"{path} has a header of {length} bytes")
-        return {name for name in json.loads(file.read(length)) if name != "__metadata__"}
