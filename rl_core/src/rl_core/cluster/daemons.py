@@ -42,8 +42,15 @@ class _Daemon:
         return [file for ending in (".out", ".err") if (file := self.logs / f"{self.name}{ending}").is_file()]
 
 
-_reporting: tuple[Path | None, Callable[[RayDiedError], None] | None] = None, None
-"""When a daemon dies: the folder for copies of its logs, and what is called if the main thread is blocked."""
+@dataclass(frozen=True)
+class _Reporting:
+    """What to do when a daemon dies."""
+
+    logs: Path | None = None
+    give_up: Callable[[RayDiedError], None] | None = None
+
+
+_reporting = _Reporting()
 _watch: DaemonWatch | None = None
 _thread = threading.local()
 
@@ -107,8 +114,8 @@ class DaemonWatch:
         error = RayDiedError(self.death)
         try:
             _log.error("%s", error)
-            if (give_up := _reporting[1]) is not None:
-                give_up(error)
+            if _reporting.give_up is not None:
+                _reporting.give_up(error)
             logging.shutdown()
         finally:
             os._exit(error.exit_code)
@@ -123,7 +130,7 @@ def watch_daemons(*, logs: Path, give_up: Callable[[RayDiedError], None]) -> Ite
         give_up: Called in a thread, before the process ends, if the main thread cannot detect the death.
     """
     global _reporting
-    before, _reporting = _reporting, (logs, give_up)
+    before, _reporting = _reporting, _Reporting(logs, give_up)
     try:
         yield
     finally:
@@ -196,12 +203,12 @@ def _find(node: Any) -> list[_Daemon]:
 def _keep_logs(daemon: _Daemon) -> list[Path]:
     """The daemon's logs, or their copies if the run keeps them."""
     files = daemon.log_files()
-    if (folder := _reporting[0]) is None:
+    if _reporting.logs is None:
         return files
     kept = []
     for file in files:
         with suppress(OSError):
-            copy = folder / f"ray-{file.name}"
+            copy = _reporting.logs / f"ray-{file.name}"
             copy.write_bytes(_end_of(file))
             kept.append(copy)
     return kept

@@ -37,11 +37,7 @@ class RayLease:
     """A lease on this process's Ray; releasing the last one stops a Ray that we started."""
 
     def __init__(self) -> None:
-        global _leases
-        if _leases is None or not ray.is_initialized() or _session() != _leases.session:
-            _leases = _Runtime()
-        _leases.claims += 1
-        self._runtime: _Runtime | None = _leases
+        self._runtime: _Runtime | None = _acquire()
 
     @property
     def is_connected(self) -> bool:
@@ -52,9 +48,7 @@ class RayLease:
         """Release the lease. Idempotent."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
-            runtime.claims -= 1
-            if runtime.claims == 0:
-                runtime.stop()
+            runtime.release()
 
 
 class _Runtime:
@@ -71,6 +65,11 @@ class _Runtime:
             atexit.register(self.stop)
         self.session = _session()
         self._watch = daemons.DaemonWatch(ray._private.worker._global_node)
+
+    def release(self) -> None:
+        self.claims -= 1
+        if self.claims == 0:
+            self.stop()
 
     def stop(self) -> None:
         global _leases
@@ -205,6 +204,14 @@ def _exit_without_ray() -> None:
         with suppress(OSError, ValueError):  # it may be closed
             stream.flush()
     os._exit(1)
+
+
+def _acquire() -> _Runtime:
+    global _leases
+    if _leases is None or not ray.is_initialized() or _session() != _leases.session:
+        _leases = _Runtime()
+    _leases.claims += 1
+    return _leases
 
 
 def _session() -> str:
