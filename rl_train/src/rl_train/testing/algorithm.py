@@ -96,12 +96,8 @@ class AlgorithmConformance(Conformance[_Trained]):
             section.setdefault(settings.records_key, _RECORDS)
         needs = settings.runtime_needs
         backends = {kind: cls._backend(kind) for kind in (Kind.POLICY, Kind.GENERATION)}
-        network: dict[str, Any] = {
-            "backend": backends[Kind.POLICY],
-            "model_name": str(cls._folder / "model"),
-            "precision": "float32",
-        }
-        network |= {"max_total_sequence_length": _LENGTH, "tokenizer": {"chat_template": _TEMPLATE}}
+        network: dict[str, Any] = {"backend": backends[Kind.POLICY], "model_name": str(cls._folder / "model")}
+        network |= {"precision": "float32", "max_total_sequence_length": _LENGTH, "tokenizer": {"chat_template": _TEMPLATE}}
         step = {"train_micro_batch_size": 4, "optimizer": {"kwargs": {"lr": 0.01}}, **cls.policy, **policy}
         engine = {"generation": {"backend": backends[Kind.GENERATION], "max_new_tokens": 8}} if needs.samples else {}
         dataset = "preference" if needs.records and needs.records.pairs else "jsonl"
@@ -126,7 +122,8 @@ class AlgorithmConformance(Conformance[_Trained]):
         with ExitStack() as exits:
             run = build_run(loaded, folder=folder, registry=cls.registry(), exits=exits)
             done.observe(run)
-            if resume and run.checkpoints is not None:
+            if resume:
+                assert run.checkpoints is not None
                 run.first_step = run.checkpoints.restore(cls._folder / resume / "checkpoints" / f"step_{_SAVED:06d}")
             done.fingerprints.append(run.policy.weight_fingerprint())
             loaded.components[loaded.run.algorithm_name].load()(run.config.algorithm, run)
