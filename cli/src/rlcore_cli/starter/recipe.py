@@ -72,7 +72,7 @@ class Recipe:
         peak = f"{format_size(self.plan.peak)} on each GPU, in phase {self.plan.peak_phase}"
         return (
             f"# For {hardware}: computed by `rlcore plan`, not run on such hardware. Predicted peak:\n"
-            f"# {peak}. {_FREE:.0%} of the GPU are left for what the plan does not count.\n"
+            f"# {peak}. {_FREE:.0%} of the GPU is left for what the plan does not count.\n"
         )
 
 
@@ -80,7 +80,7 @@ def parse_hardware(text: str) -> Hardware:
     """Hardware such as `24GiB`, `8x80GiB` or `2x8x80GiB`: nodes, GPUs of a node, memory of a GPU.
 
     Raises:
-        UserError: It has another form.
+        ConfigError: It has another form.
     """
     matched = re.fullmatch(r"(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([\d.]+\s*[a-zA-Z]+)", text.strip())
     numbers = (1, 1) if matched is None else (int(matched[1] or 1), int(matched[2] or 1))
@@ -110,7 +110,7 @@ def fit(values: Mapping[str, Any], hardware: Hardware, registry: Registry, *, mo
     fitting = next((other for other in others if fitter.first(other, smallest=True) is not None), None)
     raise ConfigError(
         f"No candidate fits {hardware}: the smallest needs {format_size(plan.peak)} of each GPU in phase {plan.peak_phase}, "
-        f"{format_size(plan.peak - room)} more than the {1 - _FREE:.0%} of a GPU that are planned, mostly "
+        f"{format_size(plan.peak - room)} more than the {1 - _FREE:.0%} of a GPU that may be used, mostly "
         f"{plan.largest_process.largest_part}. "
         + (f"{fitting} would fit. " if fitting else "Use more GPUs or a smaller model. ")
         + "Shorter rows need less (`rlcore data show`)."
