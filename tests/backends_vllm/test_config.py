@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from readable_model import LENGTH, batch_of
+from tiny_models import make_model
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFPolicyConfig
@@ -301,6 +302,16 @@ def test_an_engine_without_memory_for_one_row_says_which_keys_to_change(engines)
     assert "(MemoryError: No available memory for the cache blocks." in message
     assert "Raise `policy.generation.vllm_cfg.kv_cache_gib` (1e-06)" in message
     assert f"or lower `policy.generation.vllm_cfg.max_model_len` from {LENGTH}." in message
+
+
+def test_an_engine_that_did_not_start_leaves_no_process_groups_to_the_next(engines, tmp_path):
+    with pytest.raises(WorkerError, match="Out of memory in loading"):
+        engines(kv_cache_gib=1e-6).wait_ready()
+    experts = make_model(tmp_path, "qwen3-moe")  # needs a process group that an engine of a dense model does not create
+    assert (
+        engines(model_name=experts, max_model_len=16, max_new_tokens=2).generate(batch_of([5]))["generation_lengths"].item()
+        == 2
+    )
 
 
 def test_the_advice_on_a_gpu_names_its_keys_with_their_values():

@@ -123,7 +123,11 @@ class InProcessEngine(Engine):
             )
         use_torch_threads()
         # vLLM's default number of tokens per step depends on the usage context; that of `vllm.LLM` is the largest.
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        except BaseException:
+            _destroy_process_groups()
+            raise
         self.config = self._engine.vllm_config
         InProcessEngine._instance = self
 
@@ -178,3 +182,14 @@ class InProcessEngine(Engine):
     def shutdown(self) -> None:
         InProcessEngine._instance = None
         self._engine.engine_core.shutdown()
+
+
+def _destroy_process_groups() -> None:
+    """Destroy what an engine that did not start leaves to the next engine of this process.
+
+    vLLM reuses existing process groups, though a mixture of experts needs groups that a dense model does not create.
+    """
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.cleanup_dist_env_and_memory()
