@@ -239,7 +239,7 @@ def _resolved_values(
     # Interpolations may refer to defaults, which depend on the components. Component names are known before `${...}` is
     # resolved, unless they are interpolated themselves.
     expected = resolve_sections(written.plain(), written=written, registry=registry, problems=Problems())
-    known = [field.path for field in expected.fields()]
+    known = (field.path for section in expected.sections.values() for field in section.fields())
     return resolve(written, default_at=expected.default, known=known, problems=problems, secrets=secrets)
 
 

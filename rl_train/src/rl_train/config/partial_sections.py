@@ -29,6 +29,11 @@ class _PartialSection(BaseModel):
         return super().__getattribute__(name)
 
 
+_CHEAP = {"use_attribute_docstrings": False, "defer_build": True}
+"""Settings of models with a single instance. Without them, Pydantic searches all imported modules for the source of each class,
+up to 0.1 seconds, and creates a validator also for a section of which nothing can be read."""
+
+
 def partial_section(
     model: Model, values: Mapping[str, Any], *, path: KeyPath, unknown: Collection[str], is_component: bool = True
 ) -> BaseModel:
@@ -89,6 +94,8 @@ def _partial_model(model: Model, path: KeyPath, unavailable: Collection[str], *,
     fields: dict[str, Any] = dict.fromkeys(names, (Any, None))
     validators = model.__pydantic_decorators__.model_validators.items()
     tolerant = {name: _tolerant(found.func) for name, found in validators if found.info.mode == "after"}
-    partial: Model = create_model(model.__name__, __base__=(_PartialSection, model), __validators__=tolerant, **fields)
+    partial: Model = create_model(
+        model.__name__, __base__=(_PartialSection, model), __validators__=tolerant, __cls_kwargs__=_CHEAP, **fields
+    )
     partial.unavailable_names, partial.section_key = frozenset(unavailable), path  # type: ignore[attr-defined]
     return partial

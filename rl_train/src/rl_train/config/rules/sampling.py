@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from rl_core.config.diagnostics import Problem, comma_separated, show
 from rl_core.config.schema import GenerationConfig
@@ -137,14 +137,15 @@ def weight_transport_is_supported(config: CheckedConfig, generation: GenerationC
     if transport is None:
         return
     try:
-        config.registry.find(Kind.WEIGHT_TRANSPORT, transport)
+        required = _transport_requirements(config.registry, [transport])
     except PluginError as error:
         yield Problem(at, str(error))
         return
     for kind, backend in ((Kind.POLICY, config.run.policy.backend), (Kind.GENERATION, generation.backend)):
         capabilities = _capabilities(config.registry, kind, backend)
-        if capabilities is not None and transport not in _transports_with(capabilities, config.registry, [transport]):
-            known = comma_separated(_transports_with(capabilities, config.registry))
+        if capabilities is not None and transport not in _transports_with(capabilities, required):
+            names = config.registry.names(Kind.WEIGHT_TRANSPORT)
+            known = comma_separated(_transports_with(capabilities, _transport_requirements(config.registry, names)))
             yield Problem(at, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {known or 'none'}.")
 
 
@@ -165,7 +166,8 @@ def backends_have_a_common_transport(config: CheckedConfig, generation: Generati
     engine = _capabilities(registry, Kind.GENERATION, generation.backend)
     if policy is None or engine is None:
         return
-    of_policy, of_engine = (_transports_with(capabilities, registry) for capabilities in (policy, engine))
+    required = _transport_requirements(registry, registry.names(Kind.WEIGHT_TRANSPORT))
+    of_policy, of_engine = (_transports_with(capabilities, required) for capabilities in (policy, engine))
     if {*tried} & {*of_policy} & {*of_engine}:
         return
     shared = [name for name in of_policy if name in of_engine]
@@ -183,12 +185,13 @@ def backends_have_a_common_transport(config: CheckedConfig, generation: Generati
     )
 
 
-def _transports_with(capabilities: Collection[str], registry: Registry, names: Collection[str] | None = None) -> list[str]:
-    """The transports, of all or of `names`, whose requirements a backend with these capabilities has."""
-    required = {
-        name: static_attribute(registry.find(Kind.WEIGHT_TRANSPORT, name).target, "requires")
-        for name in names or registry.names(Kind.WEIGHT_TRANSPORT)
-    }
+def _transport_requirements(registry: Registry, names: Iterable[str]) -> dict[str, object]:
+    """The capabilities that each weight transport requires of a backend, read from the source of its class."""
+    return {name: static_attribute(registry.find(Kind.WEIGHT_TRANSPORT, name).target, "requires") for name in names}
+
+
+def _transports_with(capabilities: Collection[str], required: Mapping[str, object]) -> list[str]:
+    """The transports whose requirements a backend with these capabilities has."""
     return [name for name, needed in required.items() if not isinstance(needed, tuple) or {*needed} <= {*capabilities}]
 
 
