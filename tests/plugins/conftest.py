@@ -40,6 +40,15 @@ importlib.metadata.distributions = lambda **where: (d for d in everything(**wher
 """
 
 
+IN_ONE_PROCESS = """
+import json, sys
+from typer.testing import CliRunner
+from rlcore_cli.main import app
+results = [CliRunner().invoke(app, command) for command in json.loads(sys.argv[1])]
+print(json.dumps([[result.exit_code, result.output] for result in results]))
+"""
+
+
 @dataclass
 class Site:
     """A folder on the path of the interpreters started here, like site-packages."""
@@ -111,6 +120,12 @@ class Site:
     def rlcore(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.python("-m", "rlcore_cli.main", *arguments)
 
+    def rlcore_in_one_process(self, *commands: tuple[str, ...]) -> list[tuple[int, str]]:
+        """Exit code and output of several commands that import much, one after another in one interpreter."""
+        result = self.python("-c", IN_ONE_PROCESS, json.dumps(commands))
+        assert result.returncode == 0, result.stderr
+        return [(code, output) for code, output in json.loads(result.stdout.splitlines()[-1])]
+
     def plugins(self) -> dict[str, dict[str, Any]]:
         """The output of `rlcore list-plugins --all --json` by plugin name."""
         result = self.rlcore("list-plugins", "--all", "--json")
@@ -134,12 +149,22 @@ class Site:
         return result.stdout.strip()
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    folder = tmp_path / "site"
+def make_site(parent: Path) -> Site:
+    """A site whose interpreters do not see the distributions in `HIDDEN`."""
+    folder = parent / "site"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(HIDES)
     return Site(folder)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return make_site(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def site_of_the_module(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return make_site(tmp_path_factory.mktemp("module"))
 
 
 @pytest.fixture

@@ -2,6 +2,32 @@
 
 import pytest
 
+BUILT_IN = ("core", "train", "rlcore", "hf", "envs")
+CONFIG_HOOK = """
+    from rl_core.plugins import Component, hookimpl
+
+    @hookimpl
+    def rlcore_environments():
+        target, config = "riddling_rl.riddles:Riddles", "riddling_rl.config:Settings"
+        return [Component("riddles", target=target, config=config, summary="Riddles")]
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(site_of_the_module):
+    """Exit code and output of the commands that import targets, in one process, because the imports take most of the time."""
+    site = site_of_the_module
+    (site.folder / "mine.py").write_text("class Engine: pass\n")
+    (site.install("broken-rl") / "policy.py").write_text("import acme_kernels\nclass Policy: pass\n")
+    (site.install("baseless-rl") / "policy.py").write_text("class Policy: pass\n")
+    (site.install("sound-rl") / "policy.py").write_text("from rl_backends_hf.policy import HuggingFacePolicy as Policy\n")
+    riddling = site.install("riddling-rl", source=CONFIG_HOOK)
+    (riddling / "riddles.py").write_text("class Riddles: pass\n")
+    (riddling / "config.py").write_text("from rl_core.config.section import Section as Settings\n")
+    commands = [("doctor", "broken"), ("doctor", "mine.Engine"), ("doctor", "mine.Engin")]
+    commands += [("doctor", plugin, "--deep") for plugin in ("broken", "baseless", "sound", "riddling", *BUILT_IN)]
+    return dict(zip(commands, site.rlcore_in_one_process(*commands), strict=True))
+
 
 def test_a_healthy_plugin_passes_with_its_requirements_and_their_versions(site, words):
     site.write_metadata("acme-kernels", version="2.3")
@@ -29,36 +55,25 @@ def test_the_traceback_begins_in_the_plugin(site):
     assert "ZeroDivisionError: division by zero" in lines
 
 
-def test_targets_are_imported_only_when_asked_deep(site):
-    package = site.install("acme-rl")
-    (package / "policy.py").write_text("import acme_kernels\nclass Policy: pass\n")
-    assert site.rlcore("doctor", "acme").returncode == 0
-    deep = site.rlcore("doctor", "acme", "--deep")
-    assert deep.returncode == 1
-    assert "ModuleNotFoundError: No module named 'acme_kernels'" in deep.stdout
-    (package / "policy.py").write_text("class Policy: pass\n")
-    deep = site.rlcore("doctor", "acme", "--deep")
-    assert deep.returncode == 1
-    assert "acme_rl.policy.Policy (acme-rl 1.0)" in deep.stdout
-    assert "is not a subclass of rl_core.interfaces.policy.PolicyInterface" in deep.stdout
-    (package / "policy.py").write_text("from rl_backends_hf.policy import HuggingFacePolicy as Policy\n")
-    assert site.rlcore("doctor", "acme", "--deep").returncode == 0
+def test_targets_are_imported_only_when_asked_deep(imported):
+    assert imported["doctor", "broken"][0] == 0
+    code, output = imported["doctor", "broken", "--deep"]
+    assert code == 1
+    assert "ModuleNotFoundError: No module named 'acme_kernels'" in output
 
 
-def test_a_config_model_without_the_base_class_of_its_kind_fails_the_deep_check(site):
-    hook = """
-        from rl_core.plugins import Component, hookimpl
+def test_a_target_must_have_the_base_class_of_its_kind(imported):
+    code, output = imported["doctor", "baseless", "--deep"]
+    assert code == 1
+    assert "baseless_rl.policy.Policy (baseless-rl 1.0)" in output
+    assert "is not a subclass of rl_core.interfaces.policy.PolicyInterface" in output
+    assert imported["doctor", "sound", "--deep"][0] == 0
 
-        @hookimpl
-        def rlcore_environments():
-            return [Component("riddles", target="acme_rl.riddles:Riddles", config="acme_rl.config:Settings", summary="Riddles")]
-    """
-    package = site.install("acme-rl", source=hook)
-    (package / "riddles.py").write_text("class Riddles: pass\n")
-    (package / "config.py").write_text("from rl_core.config.section import Section as Settings\n")
-    result = site.rlcore("doctor", "acme", "--deep")
-    assert result.returncode == 1
-    assert "is not a subclass of rl_core.config.schema.EnvironmentConfig" in result.stdout
+
+def test_a_config_model_without_the_base_class_of_its_kind_fails_the_deep_check(imported):
+    code, output = imported["doctor", "riddling", "--deep"]
+    assert code == 1
+    assert "is not a subclass of rl_core.config.schema.EnvironmentConfig" in output
 
 
 def test_a_component_name_leads_to_its_plugin(site):
@@ -68,12 +83,11 @@ def test_a_component_name_leads_to_its_plugin(site):
     assert result.stdout.startswith("acme  acme-rl 1.0  ready")
 
 
-def test_a_path_is_imported_and_its_traceback_shown(site):
-    (site.folder / "mine.py").write_text("class Engine: pass\n")
-    assert site.rlcore("doctor", "mine.Engine").returncode == 0
-    broken = site.rlcore("doctor", "mine.Engin")
-    assert broken.returncode == 1
-    assert "mine has no 'Engin'. Did you mean 'Engine'?" in broken.stdout
+def test_a_path_is_imported_and_its_traceback_shown(imported):
+    assert imported["doctor", "mine.Engine"][0] == 0
+    code, output = imported["doctor", "mine.Engin"]
+    assert code == 1
+    assert "mine has no 'Engin'. Did you mean 'Engine'?" in output
 
 
 def test_without_a_name_all_plugins_are_checked_and_one_failure_sets_the_exit_code(site):
@@ -128,20 +142,10 @@ def test_an_unknown_name_is_a_user_error(site, name, words_of_error):
     assert "Traceback" not in result.stderr
 
 
-DEEP = """
-import sys
-from typer.testing import CliRunner
-from rlcore_cli.main import app
-for plugin in sys.argv[1:]:
-    result = CliRunner().invoke(app, ["doctor", plugin, "--deep"])
-    if result.exit_code:
-        sys.exit(result.output)
-"""
-
-
-def test_every_built_in_target_and_config_can_be_imported(site):
-    result = site.python("-c", DEEP, "core", "train", "rlcore", "hf", "envs")
-    assert result.returncode == 0, result.stderr
+@pytest.mark.parametrize("plugin", BUILT_IN)
+def test_every_built_in_target_and_config_can_be_imported(imported, plugin):
+    code, output = imported["doctor", plugin, "--deep"]
+    assert code == 0, output
 
 
 def _environment(name: str) -> str:
