@@ -66,19 +66,25 @@ def needs_more(base_url, another):
 """
 
 
+def interpreter(folder, **versions):
+    """An interpreter with our packages, some of them in another version according to their metadata."""
+    make_environment(folder)
+    for name, version in versions.items():
+        metadata = site_packages(folder) / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    return see_our_packages(folder)
+
+
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     """An interpreter with modules that this one does not have, and an old version of a library."""
-    folder = make_environment(tmp_path_factory.mktemp("envs") / "prefix")
-    packages = site_packages(folder)
-    (packages / "only_there.py").write_text(textwrap.dedent(GAME))
-    (packages / "agent_there.py").write_text(textwrap.dedent(AGENT))
-    for name, version in (("gymnasium", "0.1"), ("rl_envs", "0.0.9")):
-        metadata = packages / f"{name}-{version}.dist-info" / "METADATA"
-        metadata.parent.mkdir()
-        metadata.write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    folder = tmp_path_factory.mktemp("envs") / "prefix"
+    python = interpreter(folder, gymnasium="0.1", rl_envs="0.0.9")
+    (site_packages(folder) / "only_there.py").write_text(textwrap.dedent(GAME))
+    (site_packages(folder) / "agent_there.py").write_text(textwrap.dedent(AGENT))
     assert importlib.util.find_spec("only_there") is None
-    return see_our_packages(folder)
+    return python
 
 
 def changed(env, **others):
@@ -128,6 +134,27 @@ def test_what_another_interpreter_lacks_is_an_error_before_the_start(rlcore, oth
     code, output = rlcore("validate", "--deep", str(path), folder=tmp_path)
     assert code == 2
     assert re.search(message, " ".join(output.split())), output
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ({"rl_backends_hf": "0.0.9"}, "it has rl-backends-hf 0.0.9, but the driver 0.1.0"),
+        ({"transformers": "4.0"}, r"rl-backends-hf: transformers.* is required, 4.0 is installed"),
+    ],
+)
+def test_an_interpreter_without_what_a_backend_requires_is_an_error_before_the_start(rlcore, tmp_path, versions, message):
+    python = interpreter(tmp_path / "prefix", **versions)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        json.dumps(merged(TINY, {**STEPS, "policy": {"python": str(python), "generation": {"python": str(python)}}}))
+    )
+    code, output = rlcore("validate", "--deep", str(path), folder=tmp_path)
+    assert code == 2
+    found = " ".join(output.split())
+    for key in ("policy.python", "policy.generation.python"):
+        remedy = rf"Install what is missing: {python} -m pip install rl-backends-hf==0\.1\.0"
+        assert re.search(rf"{re.escape(key)}: the backend 'hf' cannot run with {python}: {message}\. {remedy}", found), output
 
 
 @pytest.mark.full("one interpreter of a worker is tested above; this one installs another version of Transformers")

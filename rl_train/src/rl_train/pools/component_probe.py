@@ -1,6 +1,6 @@
-"""What a run reads from an environment class and an agent before it starts their workers.
+"""What a run reads from an environment class and an agent, or requires of a backend, before it starts their workers.
 
-The driver runs the source of this module with the interpreter that `env.<task>.python` names, so it imports only rl-core.
+The driver runs the source of this module with the interpreter that a key `python` names, so it imports only rl-core.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl_core.cluster.remote_actor import is_wrapped, plain_class
@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.plugins.component import Component
 from rl_core.plugins.import_path import resolve
-from rl_core.plugins.requirements import unmet_needs
+from rl_core.plugins.requirements import check_requirements, unmet_needs
 from rl_core.testing.environments.trial import first_argument
 
 
@@ -65,18 +65,16 @@ def report(request: Mapping[str, Any]) -> dict[str, Any]:
     """What the driver asks for, from an interpreter that has the components.
 
     Args:
-        request: `distributions`, versions by name; `folders` to search for modules; and `environment` (a component's fields
-            as `component`, its section as `values`) or `agent` (its `path` and what it `needs`).
+        request: `distributions`, versions by name; `needs`, requirements of the component itself; `folders` to search for
+            modules; and `environment` (a component's fields as `component`, its section as `values`) or `agent` (its path).
 
     Returns:
         `problems`, a list of clauses, and, without any, the facts of `environment` and the parameters of `agent`.
     """
     sys.path.extend(request["folders"])
-    problems = [
-        f"it has {name} {found}, but the driver {wanted}" if found else f"{name} is not installed"
-        for name, wanted in request["distributions"].items()
-        if (found := _version_of(name)) != wanted
-    ]
+    problems = [problem for name, wanted in request["distributions"].items() for problem in _lacks(name, wanted)]
+    if (unmet := unmet_needs(request["needs"])) is not None:
+        problems.append(unmet)
     readers: dict[str, Callable[[Any], Any]] = {"environment": _environment, "agent": _parameters}
     facts: dict[str, Any] = {"problems": problems}
     for key, read in readers.items():
@@ -91,7 +89,6 @@ def report(request: Mapping[str, Any]) -> dict[str, Any]:
 def _environment(request: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of an environment class, see `rl_train.pools.elsewhere.EnvironmentFacts`."""
     component = Component(**{key: _tupled(value) for key, value in request["component"].items()})
-    _require(component.needs)
     found = component.load()
     check_environment_class(found, component.name)
     if is_wrapped(found) or not issubclass(found, EnvironmentInterface):
@@ -107,26 +104,27 @@ def _environment(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parameters(request: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+def _parameters(path: str) -> list[tuple[str, str, bool]]:
     """Name and kind of each parameter of a function, and whether it is required."""
-    _require(request["needs"])
-    path = request["path"]
     found = resolve(path, key="agent")
     if not callable(found):
         raise ConfigError(f"{path} is a {type(found).__name__}, not a function")
     return [(p.name, p.kind.name, p.default is p.empty) for p in inspect.signature(found).parameters.values()]
 
 
-def _require(needs: Sequence[str]) -> None:
-    if (unmet := unmet_needs(needs)) is not None:
-        raise ConfigError(unmet)
-
-
-def _version_of(distribution: str) -> str | None:
+def _lacks(name: str, wanted: str) -> Iterator[str]:
+    """What this interpreter lacks of a distribution: its version, or what that version requires."""
     try:
-        return importlib.metadata.version(distribution)
+        distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        yield f"{name} is not installed"
+        return
+    if distribution.version != wanted:
+        yield f"it has {name} {distribution.version}, but the driver {wanted}"
+        return
+    for check in check_requirements(distribution):
+        if check.problem is not None:
+            yield f"{name}: {check.problem}"
 
 
 def _tupled(value: Any) -> Any:

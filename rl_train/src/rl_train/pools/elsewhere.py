@@ -1,4 +1,7 @@
-"""Environments and agents that run with another interpreter (`env.<task>.python`). The driver does not import them."""
+"""Environments and agents that run with another interpreter (`env.<task>.python`), which the driver does not import.
+
+Backends that do are imported by the driver as well; it only asks whether their workers can be.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
@@ -87,15 +90,18 @@ def environment_elsewhere(task: str, section: EnvironmentConfig, registry: Regis
     if section.python is None or component.target == AGENT_TARGET:
         return None
     values = section.model_dump(mode="json", exclude={"env_cls"} if section.env_cls is not None else None)
-    plugins = [r.plugin for r in registry.manager.registrations if r.component == component]
-    found = _probed(
-        section.python,
-        f"the environment {component.name!r}",
-        {plugin.distribution: plugin.version for plugin in plugins},
-        component.install,
-        environment={"component": asdict(component), "values": values},
-    )
+    what = f"the environment {component.name!r}"
+    found = _probed(section.python, what, component, registry, environment={"component": asdict(component), "values": values})
     return EnvironmentFacts(**found["environment"])
+
+
+def check_backend_elsewhere(python: str, component: Component, registry: Registry) -> None:
+    """Check that another interpreter can run the workers of a policy or an engine.
+
+    Raises:
+        ConfigError: It lacks the version of the plugin, or what the plugin requires; names what to install.
+    """
+    _probed(python, f"the backend {component.name!r}", component, registry)
 
 
 class AgentElsewhere:
@@ -137,13 +143,8 @@ def agent_signature(task: str, section: EnvironmentConfig, registry: Registry) -
     """
     assert section.python is not None
     component = environment_component(task, section, registry)
-    own = component.target == AGENT_TARGET and component.name not in (AGENT_TARGET, "agent")
-    plugins = [r.plugin for r in registry.manager.registrations if own and r.component == component]
-    versions = {"rl-train": version("rl-train"), **{plugin.distribution: plugin.version for plugin in plugins}}
-    install = component.install if own else None
-    needs = component.needs if own else ()
-    name = f"the agent {section.agent!r}"
-    found = _probed(section.python, name, versions, install, agent={"path": section.agent, "needs": needs})
+    own = component if component.target == AGENT_TARGET and component.name not in (AGENT_TARGET, "agent") else None
+    found = _probed(section.python, f"the agent {section.agent!r}", own, registry, host="rl-train", agent=section.agent)
     kinds = inspect.Parameter.empty, None
     return inspect.Signature(
         [
@@ -153,9 +154,26 @@ def agent_signature(task: str, section: EnvironmentConfig, registry: Registry) -
     )
 
 
-def _probed(python: str, what: str, versions: Mapping[str, str], install: str | None, **request: Any) -> dict[str, Any]:
-    folders = [os.getcwd(), *MODULE_FOLDERS]
-    return _cached(python, what, json.dumps({**request, "distributions": versions, "folders": folders}), install)
+def _probed(
+    python: str, what: str, component: Component | None, registry: Registry, *, host: str | None = None, **question: Any
+) -> dict[str, Any]:
+    """Ask another interpreter about a component.
+
+    Args:
+        python: The interpreter.
+        what: The component, in errors.
+        component: The component whose plugin must be installed there; None for a function given by its path.
+        registry: The plugins.
+        host: The distribution of the class that runs it, if that is not rl-core.
+        question: See `component_probe.report`.
+    """
+    plugins = [one.plugin for one in registry.manager.registrations if one.component == component]
+    distributions = {plugin.distribution: plugin.version for plugin in plugins}
+    if host is not None:
+        distributions[host] = version(host)
+    needs, install = (component.needs, component.install) if component is not None else ((), None)
+    request = {**question, "distributions": distributions, "needs": needs, "folders": [os.getcwd(), *MODULE_FOLDERS]}
+    return _cached(python, what, json.dumps(request), install)
 
 
 @lru_cache(maxsize=64)

@@ -27,11 +27,11 @@ from rl_train.config.config_layout import SectionSchema
 from rl_train.config.partial_sections import UnavailableError
 from rl_train.config.rules.components import each_component
 from rl_train.config.rules.environments import each_task, too_few_turns
-from rl_train.config.rules.models import MODELS, each_engine, each_model
+from rl_train.config.rules.models import MODELS, each_engine, each_interpreter, each_model
 from rl_train.config.rules.rule import CONFIG_FILE, TRAIN_ONLY, Stage, Use, rule
 from rl_train.config.rules.sampling import declares_own_weights, unverified_weights
 from rl_train.pools.component_probe import check_environment_class
-from rl_train.pools.elsewhere import agent_signature, environment_elsewhere
+from rl_train.pools.elsewhere import agent_signature, check_backend_elsewhere, environment_elsewhere
 
 
 @rule("every component", stage=Stage.IMPORTED, each=each_component)
@@ -83,6 +83,20 @@ def engine_class_keeps_its_contract(config: RunFacts) -> Iterator[Problem]:
     contracts = model_contracts(run, None, own_weights=declares_own_weights(engine, config.registry))
     if (problem := replace(contracts["policy.generation"], arguments=MODEL_ARGUMENTS).problem(engine_class)) is not None:
         yield Problem(("policy", "generation", "backend"), problem)
+
+
+@rule(*MODELS, stage=Stage.IMPORTED, applies_to=CONFIG_FILE, each=each_interpreter)
+def interpreters_have_what_backends_require(
+    config: RunFacts, path: KeyPath, kind: Kind, section: PolicyConfig | GenerationConfig
+) -> Iterator[Problem]:
+    """An interpreter that runs a backend's workers has the versions of the driver, and what the backend requires."""
+    if not (config.starts_policy if kind is Kind.POLICY else config.samples):
+        return
+    assert section.python is not None
+    try:
+        check_backend_elsewhere(section.python, config.registry.find(kind, section.backend), config.registry)
+    except UserError as error:
+        yield Problem((*path, "python"), str(error))
 
 
 @rule("algorithm", "policy.generation", stage=Stage.IMPORTED, each=each_engine)

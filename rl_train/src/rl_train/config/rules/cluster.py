@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_core.config.diagnostics import Problem
 from rl_core.config.source_tree import KeyPath
-from rl_train.config.rules.models import MODELS, models_of
+from rl_train.config.rules.models import MODELS, each_interpreter
 from rl_train.config.rules.rule import CONFIG_FILE, CheckedConfig, Stage, Use, rule
 
 _IN_PROCESS = "cluster.backend is in_process, which runs one worker of each kind in this process"
@@ -72,14 +72,8 @@ def one_process_has_one_worker_of_each_kind(config: CheckedConfig) -> Iterator[P
 @rule("cluster.backend", *(f"{name}.python" for name in MODELS), "policy.generation.python", applies_to=CONFIG_FILE)
 def one_process_has_one_interpreter(config: CheckedConfig) -> Iterator[Problem]:
     """`cluster.backend: in_process` runs every model with the interpreter of the command."""
-    run = config.run
-    if run.cluster.backend != "in_process":
-        return
-    sections: dict[KeyPath, str | None] = {(name,): model.python for name, model in models_of(run).items()}
-    if run.policy.generation is not None:
-        sections["policy", "generation"] = run.policy.generation.python
-    for path, python in sections.items():
-        if python is not None:
+    if config.run.cluster.backend == "in_process":
+        for path, _, _ in each_interpreter(config):
             yield Problem((*path, "python"), f"is not supported: {_IN_PROCESS}. Remove it, or set cluster.backend: ray.")
 
 

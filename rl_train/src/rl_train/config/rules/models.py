@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem, show
 from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import Kind
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 from rl_train.config.schema import RunConfig
@@ -30,6 +31,14 @@ def each_engine(config: CheckedConfig) -> Iterator[tuple[GenerationConfig]]:
     """The section `policy.generation`, for rules that check it if there is one."""
     if config.run.policy.generation is not None:
         yield (config.run.policy.generation,)
+
+
+def each_interpreter(config: CheckedConfig) -> Iterator[tuple[KeyPath, Kind, PolicyConfig | GenerationConfig]]:
+    """The sections of models and of the engine that name an interpreter."""
+    run = config.run
+    sections = [((name,), Kind.POLICY, model) for name, model in models_of(run).items()]
+    engine = [(("policy", "generation"), Kind.GENERATION, run.policy.generation)]
+    yield from ((path, kind, section) for path, kind, section in [*sections, *engine] if section is not None and section.python)
 
 
 @rule("algorithm", "loss_fn", applies_to=TRAINING)
