@@ -55,6 +55,8 @@ class Site:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    listings: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    """All results of `plugins`."""
 
     def install(
         self,
@@ -130,7 +132,8 @@ class Site:
         """The output of `rlcore list-plugins --all --json` by plugin name."""
         result = self.rlcore("list-plugins", "--all", "--json")
         assert result.returncode == 0, result.stderr
-        return {plugin["name"]: plugin for plugin in json.loads(result.stdout)}
+        self.listings.append({plugin["name"]: plugin for plugin in json.loads(result.stdout)})
+        return self.listings[-1]
 
     def look_up(self, kind: str, name: str, *, requires: Sequence[str] = ()) -> str:
         """Looks up a component in a new interpreter: its target, or the class and message of the error."""

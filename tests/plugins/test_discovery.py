@@ -15,8 +15,8 @@ def our_plugins_stay_ready(site):
     """Built-in plugins must stay ready whatever a test installs, except disabled ones."""
     yield
     if "RLCORE_STRICT_PLUGINS" not in site.environment:
-        plugins = site.plugins()
-        assert {name for name in OURS if plugins[name]["status"] == "ready"} == OURS
+        for plugins in site.listings or [site.plugins()]:
+            assert {name for name in OURS if plugins[name]["status"] == "ready"} == OURS
 
 
 def test_a_healthy_third_party_plugin_is_ready(site):

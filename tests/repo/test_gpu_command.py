@@ -10,16 +10,27 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 
-PLUGIN = """
-import sys
+SESSIONS = """
+import contextlib, io, json, os, sys
 from pathlib import Path
 
-sys.path.insert(0, {tests!r})
+import pytest
+
+sys.path.insert(0, sys.argv[1])
 from gpu_results import GpuResults
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "smoke: first")
-    config.pluginmanager.register(GpuResults(Path("results.json")))
+class Markers:
+    def pytest_configure(self, config):
+        config.addinivalue_line("markers", "smoke: first")
+
+ended = []
+for folder in sys.argv[2:]:
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+        code = pytest.main(options, plugins=[Markers(), GpuResults(Path("results.json"))])
+    ended.append([int(code), output.getvalue()])
+print(json.dumps(ended))
 """
 
 CASES = """
@@ -38,32 +49,45 @@ def test_two_devices():
 """
 
 
-def run(folder, *, smoke, absent):
-    (folder / "test_cases.py").write_text(CASES.format(smoke=smoke, absent=absent))
-    (folder / "conftest.py").write_text(PLUGIN.format(tests=str(ROOT / "tests")))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
-    cases = json.loads((folder / "results.json").read_text())["cases"]
-    return ended, {name.partition("::")[2]: case for name, case in cases.items()}
+SETTINGS = {
+    "complete": {"smoke": True, "absent": False},
+    "one device": {"smoke": True, "absent": True},
+    "failed smoke test": {"smoke": False, "absent": False},
+}
 
 
-def test_every_case_is_written_and_a_complete_session_passes(tmp_path):
-    ended, cases = run(tmp_path, smoke=True, absent=False)
-    assert ended.returncode == 0, ended.stdout
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory):
+    """By settings: exit code, output and cases of a session of `CASES`. One process imports torch for all of them."""
+    folders = [tmp_path_factory.mktemp("session") for _ in SETTINGS]
+    for number, (folder, settings) in enumerate(zip(folders, SETTINGS.values(), strict=True)):
+        (folder / f"test_cases_{number}.py").write_text(CASES.format(**settings))
+    command = [sys.executable, "-c", SESSIONS, ROOT / "tests", *folders]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, cwd=folders[0])
+    results = {}
+    for name, folder, (code, output) in zip(SETTINGS, folders, json.loads(ended.stdout), strict=True):
+        cases = json.loads((folder / "results.json").read_text())["cases"]
+        results[name] = code, output, {name.partition("::")[2]: case for name, case in cases.items()}
+    return results
+
+
+def test_every_case_is_written_and_a_complete_session_passes(sessions):
+    code, output, cases = sessions["complete"]
+    assert code == 0, output
     assert [case["outcome"] for case in cases.values()] == ["passed"] * 3
     assert next(iter(cases)) == "test_smoke"  # first, though written second
 
 
-def test_a_case_that_does_not_run_fails_the_session_and_gives_its_reason(tmp_path):
-    ended, cases = run(tmp_path, smoke=True, absent=True)
-    assert ended.returncode == 1
+def test_a_case_that_does_not_run_fails_the_session_and_gives_its_reason(sessions):
+    code, output, cases = sessions["one device"]
+    assert code == 1
     assert cases["test_two_devices"] == {"outcome": "not run", "reason": "needs two CUDA devices"}
-    assert "test_two_devices (needs two CUDA devices)" in ended.stdout
+    assert "test_two_devices (needs two CUDA devices)" in output
 
 
-def test_after_a_failed_smoke_test_the_others_are_not_run(tmp_path):
-    ended, cases = run(tmp_path, smoke=False, absent=False)
-    assert ended.returncode == 1
+def test_after_a_failed_smoke_test_the_others_are_not_run(sessions):
+    code, _, cases = sessions["failed smoke test"]
+    assert code == 1
     assert cases["test_smoke"]["outcome"] == "failed"
     assert cases["test_other"]["outcome"] == "not run"
     assert "test_smoke failed" in cases["test_other"]["reason"]
