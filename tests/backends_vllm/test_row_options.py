@@ -23,9 +23,13 @@ def rows(*options):
     )
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_row_has_the_most_likely_tokens_if_it_asks_for_them(engines, plain, asynchronous):
-    engine = engines(max_new_tokens=8, async_engine=asynchronous)
+@pytest.fixture(params=["in this process", "in another process"], scope="module")
+def engine(request, engines):
+    """All tests of one kind run before those of the other, because an engine in another process starts slowly."""
+    return engines(max_new_tokens=8, async_engine=request.param == "in another process")
+
+
+def test_a_row_has_the_most_likely_tokens_if_it_asks_for_them(engine, plain):
     output = engine.generate(rows({"top_logprobs": 3}, None, {"top_logprobs": 1}))
     assert [top and [len(position) for position in top] for top in output["top_logprobs"]] == [[3] * 4, None, [1] * 4]
     with torch.no_grad():
@@ -40,12 +44,10 @@ def test_a_row_has_the_most_likely_tokens_if_it_asks_for_them(engines, plain, as
     assert "top_logprobs" not in engine.generate(without)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
     ("schema", "reason"), [({"type": "nonsense"}, "nonsense"), ({"type": "object"}, "the tokenizer cannot write JSON")]
 )
-def test_a_schema_that_cannot_be_used_is_an_error_of_its_row(engines, asynchronous, schema, reason):
-    engine = engines(max_new_tokens=8, async_engine=asynchronous)
+def test_a_schema_that_cannot_be_used_is_an_error_of_its_row(engine, schema, reason):
     with pytest.raises(WorkerError, match=f"DataError: vLLM .*{reason}"):
         engine.generate(rows(None, {"json_schema": schema}))
     assert len(engine.generate(rows(None))["output_ids"]) == 1
