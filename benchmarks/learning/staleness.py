@@ -1,11 +1,12 @@
 """Learning with rollouts that are up to k steps old: held-out success by step and by time, over several seeds.
 
-    OMP_NUM_THREADS=1 python benchmarks/learning/staleness.py --staleness 0 2 --seeds 0 1 2
+    OMP_NUM_THREADS=1 python benchmarks/learning/staleness.py grpo.max_num_steps=60 --staleness 0 2 --seeds 0 1 2
 
 Each run trains the model of the quickstart (`examples/grpo_addition.yaml`) over Ray with `rollout.max_staleness: k` and
 `ahead: k`, each in a separate process. The runs alternate, so that other work on the machine affects all alike. All losses clip
-against the sampler, so the runs differ only in k. Results: benchmarks/results/learning_staleness.json, curves in docs/curves,
-and rollouts to review in the work folder. Finished runs are not repeated: delete the work folder to start again.
+against the sampler, so the runs differ only in k. Results: benchmarks/results/learning_staleness.json, in which earlier runs
+stay unless they are repeated, curves of all these runs in docs/curves, and rollouts to review in the work folder. Finished
+runs are not repeated: delete the work folder to start again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,10 +66,12 @@ def summary(run: Path) -> dict[str, Any]:
     right = [is_right(row) for row in final]
     validated = int(held_out[-1]["validation/rows"])
     successes = round(held_out[-1]["validation/accuracy"] * validated)
+    seconds = {row["step"]: sum(other["time/step_s"] for other in steps if other["step"] <= row["step"]) for row in held_out}
     return {
         **json.loads((run / "cost.json").read_text()),
         "held_out": {row["step"]: round(row["validation/accuracy"], 4) for row in held_out},
         "held_out_interval": [round(value, 4) for value in wilson(successes, validated)],
+        "seconds": {step: round(value) for step, value in seconds.items()},
         "reward": {row["step"]: round(row["reward/mean"], 4) for row in steps if row["step"] % 5 == 0},
         "seconds_of_steps": round(sum(row["time/step_s"] for row in steps), 1),
         "staleness_mean": round(statistics.mean(row["staleness/steps_mean"] for row in steps), 3),
@@ -97,20 +101,25 @@ def main() -> None:
         train(run, k, seed, chosen.overrides)
     runs = {key: run for key, run in runs.items() if (run / "cost.json").exists()}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    results = {
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "overrides": chosen.overrides,
-        "runs": {f"k={k}, seed {seed}": summary(run) for (k, seed), run in sorted(runs.items())},
-    }
+    facts = {"commit": commit.stdout.strip(), "python": platform.python_version(), "cores": os.cpu_count()}
     output = ROOT / "benchmarks" / "results" / "learning_staleness.json"
+    results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    for (k, seed), run in runs.items():
+        results[f"k={k}, seed {seed}"] = {**facts, "overrides": chosen.overrides, **summary(run)}
+    results = json.loads(json.dumps(dict(sorted(results.items()))))  # all steps are texts, as in the file
     output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_review(work / "review.md", list(runs.values()))
-    curves = [f"k = {k}, seed {seed}={run}" for (k, seed), run in sorted(runs.items())]
-    for metric, name in (("reward/mean", "reward"), ("validation/accuracy", "accuracy")):
-        curve = ROOT / "docs" / "curves" / f"learning-staleness-{name}.svg"
-        subprocess.run([sys.executable, ROOT / "docs" / "make_curves.py", curve, metric, *curves], check=True)
+    for metric, key, name in (("reward/mean", "reward", "reward"), ("validation/accuracy", "held_out", "accuracy")):
+        with tempfile.TemporaryDirectory() as folder:
+            curves = []
+            for number, (label, result) in enumerate(results.items()):
+                run = Path(folder) / str(number)
+                run.mkdir()
+                rows = [json.dumps({"step": int(step), metric: value}) for step, value in result[key].items()]
+                (run / "metrics.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+                curves.append(f"{label.replace('=', ' = ')}={run}")
+            curve = ROOT / "docs" / "curves" / f"learning-staleness-{name}.svg"
+            subprocess.run([sys.executable, ROOT / "docs" / "make_curves.py", curve, metric, *curves], check=True)
 
 
 if __name__ == "__main__":
