@@ -5,6 +5,7 @@ import queue
 import signal
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 
 import psutil
@@ -23,6 +24,7 @@ from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
+RESTARTS = 2
 EVERY_CALL = {
     "add": lambda engine: engine.add("new", [5, 6], None),
     "abort": lambda engine: engine.abort(["old"]),
@@ -42,8 +44,16 @@ def core_of(engine):
     return psutil.Process(core.pid)
 
 
-@pytest.fixture
+def kill_core(engine):
+    with suppress(psutil.NoSuchProcess):  # another test may have killed it
+        core = core_of(engine)
+        core.kill()
+        core.wait()
+
+
+@pytest.fixture(scope="module")
 def engine(readable):
+    """One engine, which two tests may restart, because each start takes twenty CPU seconds."""
     made = VllmGeneration(
         config={
             "model_name": readable,
@@ -52,7 +62,7 @@ def engine(readable):
             "max_num_seqs": 32,
             "max_new_tokens": 400,
             "async_engine": True,
-            "max_restarts": 1,
+            "max_restarts": RESTARTS,
         }
     )
     made.wait_ready()
@@ -65,7 +75,7 @@ def batch(tokens=400, **columns):
 
 
 def test_rows_of_an_engine_core_that_exits_are_sampled_again_by_its_replacement(engine):
-    undisturbed = engine.generate(batch())
+    undisturbed, restarts = engine.generate(batch()), engine.restarts
     engine.generate(batch(tokens=2))
 
     async def sample_and_kill():
@@ -80,18 +90,33 @@ def test_rows_of_an_engine_core_that_exits_are_sampled_again_by_its_replacement(
         return ended
 
     ended = asyncio.run(sample_and_kill())
-    assert engine.restarts == 1
+    assert engine.restarts == restarts + 1
     assert sorted(ended) == list(range(5))
     for row in range(1, 5):
         length = int(undisturbed["unpadded_sequence_lengths"][row])
         assert torch.equal(ended[row]["output_ids"][0, :length], undisturbed["output_ids"][row, :length])
 
-    # Idle, and no restart is left.
-    core = core_of(engine)
-    core.kill()
-    core.wait()
-    with pytest.raises(WorkerDiedError, match=r"`policy.generation.max_restarts` \(1\)"):
-        engine.generate(batch(tokens=2))
+
+def test_a_refit_continues_with_a_new_engine_core_if_the_old_one_exits(engine, readable):
+    policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=readable))
+    sync = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+    )
+    try:
+        sync.sync()
+        restarts = engine.restarts
+        take_step(policy, 1)
+        core_of(engine).kill()
+        sync.sync()
+        assert engine.restarts == restarts + 1
+        assert engine.generate(batch(tokens=2))["weight_version"].unique().tolist() == [1]
+    finally:
+        sync.close()
+        policy.shutdown()
 
 
 def test_every_call_of_an_engine_whose_core_exits_raises(engine):
@@ -115,25 +140,13 @@ def test_every_call_of_an_engine_whose_core_exits_raises(engine):
             late(running)
 
 
-def test_a_refit_continues_with_a_new_engine_core_if_the_old_one_exits(engine, readable):
-    policy = HuggingFacePolicy(config=HFPolicyConfig(model_name=readable))
-    sync = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-    )
-    try:
-        sync.sync()
-        take_step(policy, 1)
-        core_of(engine).kill()
-        sync.sync()
-        assert engine.restarts == 1
-        assert engine.generate(batch(tokens=2))["weight_version"].unique().tolist() == [1]
-    finally:
-        sync.close()
-        policy.shutdown()
+def test_the_exit_of_a_core_is_an_error_if_no_restart_is_left(engine):
+    for _ in range(engine.restarts, RESTARTS):
+        kill_core(engine)
+        engine.generate(batch(tokens=2))
+    kill_core(engine)
+    with pytest.raises(WorkerDiedError, match=rf"`policy.generation.max_restarts` \({RESTARTS}\)"):
+        engine.generate(batch(tokens=2))
 
 
 @pytest.mark.parametrize(
