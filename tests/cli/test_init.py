@@ -70,6 +70,15 @@ def test_a_generated_config_passes_validate_deep(prepared, name):
     assert done.returncode == 0, done.stderr
 
 
+def test_rows_that_are_too_few_to_be_split_are_reported(tmp_path):
+    rows = write(tmp_path / "rows.jsonl", FORMATS["responses"][:30])
+    done = rlcore("init", rows, "--model", MODEL, "--output", tmp_path / "alone")
+    assert "Validation: none, because fewer than 40 rows are not split" in done.stdout
+    assert "split" not in (tmp_path / "alone" / "config.yaml").read_text()
+    both = rlcore("init", rows, "--model", MODEL, "--validation", rows, "--output", tmp_path / "both")
+    assert "Validation: none" not in both.stdout
+
+
 @pytest.mark.parametrize(("name", "task"), [("numbers", "math"), ("texts", "task"), ("prompts", "task"), ("gsm8k", "math")])
 def test_a_generated_environment_passes_check_env(prepared, name, task):
     done = rlcore("check", "env", task, "--config", prepared / name / "config.yaml")

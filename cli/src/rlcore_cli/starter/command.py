@@ -255,12 +255,16 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
 
 
 def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[str, str], output: Path) -> None:
+    from rlcore_cli.starter.config_values import FEWEST_ROWS
+
     config = output / _CONFIG
     print(f"{train.path}: {len(train.rows)} rows, each {form.name}")
     print(f"Wrote {', '.join(str(output / name) for name in files)}")
     if len(form.algorithms) > 1:
         others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
         print(f"Algorithm: {starter.algorithm} (also possible: {others})")
+    if not starter.validates:
+        print(f"Validation: none, because fewer than {FEWEST_ROWS} rows are not split (--validation FILE names held-out rows)")
     check = f"rlcore check env {starter.task} --config {config}" if starter.samples else f"rlcore validate {config} --deep"
     steps = {
         f"rlcore data show {config}": "the rows as the model reads them",

@@ -16,7 +16,7 @@ NEW_TOKENS = 256
 _ROUNDED_TO = 16
 _SMALL_PARAMETERS = 1_000_000_000
 _HELD_OUT_ROWS = 200
-_FEWEST_ROWS = 40
+FEWEST_ROWS = 40
 """Data with fewer rows is not split: a validation of a few rows would be noise."""
 _MATHEMATICS = re.compile(r"[-+]?[\d.,/%$ ]*\d[\d.,/%$ ]*|.*[\\^].*", re.DOTALL)
 _FINAL_ANSWER = 'End with a line that consists of "Answer: " and the answer only.'
@@ -72,6 +72,11 @@ class Starter:
         """Whether the algorithm samples completions and scores them."""
         return self.algorithm == "grpo"
 
+    @property
+    def validates(self) -> bool:
+        """Whether there is validation data: a file of its own, or enough rows to hold some out."""
+        return self.validation is not None or self.rows >= FEWEST_ROWS
+
 
 def are_mathematical(answers: Sequence[Any]) -> bool:
     """Whether all answers are numbers or LaTeX, which the environment `math` compares by value."""
@@ -114,7 +119,7 @@ def _algorithm(starter: Starter) -> dict[str, Any]:
     size = min(8 if starter.algorithm != "sft" else 16, _training_rows(starter))
     steps: dict[str, Any] = {"max_num_steps": 100}
     steps |= {"num_prompts_per_step": size, "num_generations_per_prompt": 8} if starter.samples else {"global_batch_size": size}
-    if starter.validation is not None or starter.rows >= _FEWEST_ROWS:
+    if starter.validates:
         steps |= {"val_period": 20, "val_at_start": True, "val_at_end": True, "max_val_samples": 64}
     return steps
 
@@ -126,7 +131,7 @@ def _training_rows(starter: Starter) -> int:
 
 
 def _held_out(rows: int) -> float:
-    if rows < _FEWEST_ROWS:
+    if rows < FEWEST_ROWS:
         return 0.0
     return 0.25 if rows < 100 else max(0.0001, round(min(0.1, _HELD_OUT_ROWS / rows), 4))
 
@@ -155,7 +160,7 @@ def _data(starter: Starter) -> dict[str, Any]:
     data: dict[str, Any] = {"train": _dataset(starter, starter.train)}
     if starter.validation is not None:
         data["validation"] = _dataset(starter, starter.validation)
-    elif starter.rows >= _FEWEST_ROWS:
+    elif starter.validates:
         data["split"] = {"validation": _held_out(starter.rows)}
     takes_prompt = starter.samples and starter.form.answer_key is not None
     if (
