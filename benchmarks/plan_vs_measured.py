@@ -95,22 +95,54 @@ CASES = {
     ),
     "lora": Case(overrides={"++policy.hf_cfg.lora.rank": 16, "policy.train_micro_batch_size": 16}),
     "large_vocabulary": Case(shape={"vocab_size": 65536, "num_hidden_layers": 4}),
-    "bfloat16": Case(overrides={"policy.precision": "bfloat16", "grpo.num_prompts_per_step": 2}),
+    "bfloat16": Case(
+        overrides={
+            "policy.precision": "bfloat16",
+            "grpo.num_prompts_per_step": 1,
+            "grpo.num_generations_per_prompt": 4,
+            "policy.train_micro_batch_size": 2,
+            "policy.max_total_sequence_length": 40,
+            "policy.generation.max_new_tokens": 32,
+        },
+        shape={"vocab_size": 32768, "num_hidden_layers": 4},
+    ),
     "ppo": Case(
+        overrides={"policy.train_micro_batch_size": 4},
         sections={
             "grpo": None,
-            "ppo": {"num_prompts_per_step": 16, "num_generations_per_prompt": 1, "max_num_steps": 2, "val_period": 0},
+            "ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1, "max_num_steps": 2, "val_period": 0},
             "value": {
                 "backend": "hf",
                 "model_name": "model",
                 "max_total_sequence_length": 128,
-                "train_micro_batch_size": 8,
+                "train_micro_batch_size": 4,
                 "logprob_batch_size": 8,
             },
-        }
+        },
     ),
     "reference": Case(overrides={"++loss_fn.reference_policy_kl_penalty": 0.01}),
     "ray": Case(overrides={"cluster.backend": "ray"}),
+    "megatron_tp2": Case(
+        overrides={
+            "policy.backend": "megatron",
+            "cluster.backend": "ray",
+            "++cluster.workers_per_node": 2,
+            "++policy.megatron_cfg.tensor_model_parallel_size": 2,
+        },
+    ),
+    "vllm": Case(
+        overrides={
+            "policy.generation.backend": "vllm",
+            "cluster.backend": "ray",
+            "++policy.hf_cfg.lora.rank": 8,
+            "grpo.num_prompts_per_step": 1,
+            "policy.train_micro_batch_size": 2,
+            "policy.logprob_batch_size": 2,
+            "policy.max_total_sequence_length": 64,
+            "policy.generation.max_new_tokens": 56,
+        },
+        shape={"hidden_size": 1024, "intermediate_size": 3072},
+    ),
 }
 
 

@@ -130,3 +130,20 @@ def test_keys_and_values_of_the_engine_are_limited_as_its_cache_is(model_folder)
     assert unlimited["held"]["weights"] == sum(each.nbytes for each in model.parameters())
     assert unlimited["rollout"]["keys and values"] == 64 * per_row
     assert limited["rollout"]["keys and values"] == 10 * per_row
+
+
+def test_configs_that_differ_in_what_a_trace_does_not_depend_on_are_traced_once(model_folder, monkeypatch):
+    from rl_backends_hf import planned_memory
+
+    traced, measured = [], planned_memory._measured
+    monkeypatch.setattr(planned_memory, "_TRACES", {})
+    monkeypatch.setattr(planned_memory, "_measured", lambda *given, **how: traced.append(how) or measured(*given, **how))
+    model = model_folder("llama")
+    first = planned(make_config(model))
+    again = planned(make_config(model, hf={"data_parallel": "fsdp2"}, train_micro_batch_size=2), ranks=2)
+    assert len(traced) == 2
+    assert again["train"]["activations"] == first["train"]["activations"]
+    planned(make_config(model, activation_checkpointing=True))
+    assert len(traced) == 3
+    planned(make_config(model, hf={"logprob_chunk_tokens": 3}))
+    assert len(traced) == 5

@@ -71,10 +71,22 @@ def test_a_plan_for_gpus_is_marked_as_computed_and_counts_the_share_of_the_engin
     assert (small.returncode, json.loads(small.stdout)["fits"]) == (1, False)
 
 
-def test_a_backend_that_does_not_describe_its_memory_is_named():
-    result = rlcore("plan", GRPO, "policy.backend=megatron", "--gpu", "80GiB")
+def test_a_backend_that_does_not_describe_its_memory_is_named(tmp_path):
+    section = "++policy.generation.openai_cfg"
+    server = (f"{section}.base_url=http://127.0.0.1:1/v1", f"{section}.model=sums", f"{section}.weight_updates=vllm")
+    engine = ("policy.generation.backend=openai", f"policy.generation.refit_folder={tmp_path}", *server)
+    result = rlcore("plan", GRPO, *engine, "--gpu", "80GiB")
     assert result.returncode == 0, result.stderr
-    assert "all of `policy`: its backend megatron does not describe its memory" in result.stdout
+    assert "all of the engine: its backend openai does not describe its memory" in result.stdout
+
+
+@pytest.mark.megatron
+def test_ranks_of_megatron_are_planned_without_other_ranks():
+    layout = ("policy.backend=megatron", "++policy.megatron_cfg.tensor_model_parallel_size=2")
+    code, planned = plan("--memory", "24GiB", *layout, "cluster.workers_per_node=2")
+    ranks = next(process for process in planned["processes"] if process["name"] == "policy")
+    assert (code, ranks["count"]) == (0, 2)
+    assert set(ranks["phases"]["train"]) >= {"weights", "gradients", "optimizer state", "activations"}
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,18 @@ if TYPE_CHECKING:
 
 _DEPTHS: Final = (2, 4)
 """Numbers of layers that are traced; a model of at most the second number is traced as it is."""
+_LIBRARIES: Final = 350 * 2**20
+"""Proportional set size of a process after it has imported torch for CPUs, Transformers and rlcore, measured on Linux."""
 _CPU: Final = torch.device("cpu")
+_UNTRACED: Final[dict[str, Any]] = {
+    **dict.fromkeys(("optimizer", "scheduler", "generation", "dynamic_batching", "sequence_packing"), True),
+    **dict.fromkeys(("max_total_sequence_length", "train_global_batch_size", "train_micro_batch_size"), True),
+    "logprob_batch_size": True,
+    "hf_cfg": {"data_parallel", "fsdp_num_shards"},
+}
+"""Keys of a policy on which a trace does not depend."""
+_TRACES: Final[dict[str, dict[str, int]]] = {}
+"""Traces of this process, by the contents of the model's config and by the other keys."""
 _MOMENTS: Final = {"torch.optim.Adam": 2, "torch.optim.AdamW": 2, "torch.optim.SGD": 0}
 """Float32 tensors that an optimizer keeps per trained weight (https://arxiv.org/abs/1412.6980, algorithm 1)."""
 
@@ -53,6 +64,9 @@ class PolicyMemory:
     Args:
         config: its section.
     """
+
+    libraries = _LIBRARIES
+    """Bytes of a process after its imports."""
 
     def __init__(self, config: HFPolicyConfig) -> None:
         self._config = config
@@ -116,6 +130,8 @@ class EngineMemory:
 
     processes = 1
     """Number of processes of a replica."""
+    libraries = _LIBRARIES
+    """Bytes of a process after its imports."""
 
     def __init__(self, config: HFGenerationConfig) -> None:
         self._config = config
@@ -219,13 +235,28 @@ def _layers(config: HFPolicyConfig) -> tuple[int, Any]:
 
 
 def _trace(config: HFPolicyConfig, rows: int, length: int, replaced: Mapping[str, Any], *, training: bool) -> dict[str, int]:
-    """Peak bytes by kind while one microbatch is scored or trained, without its weights and gradients."""
+    """Peak bytes by kind while one microbatch is scored or trained, without its weights and gradients.
+
+    A command plans many candidates, most of which differ in what a trace does not depend on, so traces are kept.
+    """
     hf = config.hf_cfg
     options = HFModelConfig(
         **{key: getattr(hf, key) for key in HFModelConfig.model_fields if key not in ("config_overrides", "device_map")},
         config_overrides={**hf.config_overrides, **replaced},
     )
     model = model_without_weights(config.model_name, options=options, head=config.head).to(DTYPES[config.dtype_name])
+    described = config.model_dump(mode="json", exclude=_UNTRACED)
+    if not training:
+        del described["activation_checkpointing"]
+    key = f"{model.config.to_json_string()} {described} {config.scoring_temperature} {rows} {length} {training}"
+    if key not in _TRACES:
+        _TRACES[key] = _measured(config, model, rows, length, training=training)
+    return _TRACES[key]
+
+
+def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length: int, *, training: bool) -> dict[str, int]:
+    """The result of `_trace` for a model without weights."""
+    hf = config.hf_cfg
     ids, lengths = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows,), length)
     shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
     given = padded_input(ids, lengths, device=_CPU, shift=shift)

@@ -95,6 +95,18 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
             torch.set_float32_matmul_precision("highest")  # no TF32
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     join_process_group(context, backend, timeout=timedelta(seconds=config.distributed_timeout_s))
+    return create_groups(config, rank=context.rank, world_size=context.world_size)
+
+
+def create_groups(config: MegatronConfig, *, rank: int, world_size: int, has_gloo: bool = True) -> Ranks:
+    """Create Megatron's groups of this rank from torch's default group; collective.
+
+    Args:
+        config: the section.
+        rank: global rank.
+        world_size: number of ranks.
+        has_gloo: whether torch's group has the backend gloo, which Megatron uses for checkpoints.
+    """
     with cpu_shim():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -104,18 +116,19 @@ def join(context: WorkerContext, config: MegatronConfig) -> Ranks:
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=config.expert_tensor_ranks,
             distributed_timeout_minutes=max(1, round(config.distributed_timeout_s / 60)),
+            create_gloo_process_groups=has_gloo,
         )
         # The tracker for inference has no device state, which is only needed for dropout.
         tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True)
     return Ranks(
-        device=torch.device("cuda:0" if on_gpu else "cpu"),
+        device=torch.device("cuda:0" if torch.cuda.is_available() else "cpu"),
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         context=parallel_state.get_context_parallel_group(),
         expert=parallel_state.get_expert_model_parallel_group(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
-        rank=context.rank,
-        world_size=context.world_size,
+        rank=rank,
+        world_size=world_size,
     )
 
 

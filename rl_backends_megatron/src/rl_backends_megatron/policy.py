@@ -53,6 +53,7 @@ class MegatronPolicy(DistributedPolicy):
         CheckpointError: its folder has no weights, or incomplete ones.
     """
 
+    memory_planner = "rl_backends_megatron.planned_memory:PolicyMemory"
     checkpoint_conversions = {"megatron": "rl_backends_megatron.convert:to_megatron"}  # noqa: RUF012
 
     def __init__(

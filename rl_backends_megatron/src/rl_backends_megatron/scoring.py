@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from rl_backends_megatron.config import MegatronPolicyConfig
 from rl_backends_megatron.context_parallel import sum_over_ranks
 from rl_backends_megatron.gpt import unwrap
 from rl_backends_megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_topk
@@ -91,6 +92,18 @@ class ValueHead:
 
 Head = LogprobHead | ValueHead
 """From the model's output to one number per token."""
+
+
+def make_head(config: MegatronPolicyConfig, ranks: Ranks, *, vocab_size: int) -> Head:
+    """The head that the section `policy` names; `vocab_size` is V, without padding."""
+    if config.head == "scalar":
+        return ValueHead(ranks)
+    return LogprobHead(
+        ranks,
+        vocab_size=vocab_size,
+        temperature=config.scoring_temperature,
+        chunk_tokens=config.megatron_cfg.logprob_chunk_tokens,
+    )
 
 
 def _scatter(numbers: torch.Tensor, inputs: ModelInput, ranks: Ranks) -> torch.Tensor:

@@ -24,7 +24,7 @@ from rl_backends_megatron.optimizer import FrozenModel, TrainableModel
 from rl_backends_megatron.parallel import Ranks, join, leave
 from rl_backends_megatron.reference import ReferencePolicy
 from rl_backends_megatron.scalar_head import describe_classifier
-from rl_backends_megatron.scoring import Head, LogprobHead, ValueHead, forward
+from rl_backends_megatron.scoring import LogprobHead, ValueHead, forward, make_head
 from rl_backends_megatron.step import optimizer_step
 from rl_core.backend import (
     BatchedDataDict,
@@ -67,7 +67,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         self._build(shards_optimizer=self.config.shards_optimizer(on_gpu=self._ranks.device.type == "cuda"))
         self._model.load_initial_weights(self._trainable.set_weight)
         self._microbatcher = Microbatcher(self.config, self._ranks)
-        self._head = self._make_head()
+        self._head = make_head(self.config, self._ranks, vocab_size=self._model.vocab_size)
         shapes, device = self._model.bridge.manifest, self._ranks.device
         return {
             "num_parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
@@ -288,16 +288,6 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
         self.require_trainable()
         assert isinstance(self._trainable, TrainableModel)
         return self._trainable
-
-    def _make_head(self) -> Head:
-        if self.config.head == "scalar":
-            return ValueHead(self._ranks)
-        return LogprobHead(
-            self._ranks,
-            vocab_size=self._model.vocab_size,
-            temperature=self.config.scoring_temperature,
-            chunk_tokens=self.config.megatron_cfg.logprob_chunk_tokens,
-        )
 
     def _reference_policy(self) -> ReferencePolicy:
         if self._reference is None:

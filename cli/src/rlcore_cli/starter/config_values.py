@@ -74,7 +74,7 @@ class Starter:
 
     @property
     def validates(self) -> bool:
-        """Whether there is validation data: a file of its own, or enough rows to hold some out."""
+        """Whether there is validation data: a separate file, or enough rows to hold some out."""
         return self.validation is not None or self.rows >= FEWEST_ROWS
 
 

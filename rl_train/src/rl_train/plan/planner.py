@@ -22,8 +22,6 @@ from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step
 
 HELD: Final = "held"
 """Key of the parts that are in memory in all phases."""
-_MODEL_LIBRARIES: Final = 350 * 2**20
-"""Proportional set size of a process after it has imported torch for CPUs, Transformers and rlcore, measured on Linux."""
 _DRIVER_LIBRARIES: Final = 470 * 2**20
 """The same of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of plan_vs_measured.py."""
 _ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
@@ -51,6 +49,10 @@ class ModelMemory(Protocol):
     def is_shared(self) -> bool:
         """Whether an engine in the same process can compute with its tensors."""
 
+    @property
+    def libraries(self) -> int:
+        """Bytes of a process on CPUs after its imports (proportional set size)."""
+
 
 class EngineMemory(Protocol):
     """Describes the memory of one process of an engine; created with the section of the engine. See `ModelMemory`."""
@@ -58,6 +60,10 @@ class EngineMemory(Protocol):
     @property
     def processes(self) -> int:
         """Number of processes of a replica, each with its own GPU."""
+
+    @property
+    def libraries(self) -> int:
+        """Bytes of a process on CPUs after its imports (proportional set size)."""
 
     def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool) -> Mapping[str, Parts]:
         """Bytes of one process by phase (`held`, `rollout`) and part; `limit` is the size of a GPU, None if unknown."""
@@ -77,6 +83,7 @@ class _Component:
     held: Parts
     phases: Mapping[str, Parts]
     count: int
+    libraries: int
 
 
 def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int | None) -> MemoryPlan:
@@ -148,7 +155,8 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str]) -> Itera
         held = phases.pop(HELD)
         not_counted += [f"{name}: {left_out}" for left_out in planner.not_counted()]
         named = {phase if name == "policy" else f"{phase} {name}": parts for phase, parts in phases.items()}
-        yield _Component(name=name, held=held, phases=named, count=-(-_ranks(run) // nodes))
+        count = -(-_ranks(run) // nodes)
+        yield _Component(name=name, held=held, phases=named, count=count, libraries=planner.libraries)
 
 
 def _scores(run: RunConfig, model: PolicyConfig) -> bool:
@@ -186,20 +194,20 @@ def _engine(
         buffers = min(section.refit_buffer_mib * 2**20, sum(held.values()))
         phases["refit"] = {"transfer buffers": buffers}
     not_counted += [f"engine: {left_out}" for left_out in planner.not_counted()]
-    return _Component(
-        name="engine", held=held, phases=phases, count=-(-replicas * planner.processes // max(1, run.cluster.num_nodes))
-    )
+    count = -(-replicas * planner.processes // max(1, run.cluster.num_nodes))
+    return _Component(name="engine", held=held, phases=phases, count=count, libraries=planner.libraries)
 
 
 def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:
-    libraries = {"libraries": _MODEL_LIBRARIES}
     if run.cluster.backend == "in_process":
+        libraries = {"libraries": max((each.libraries for each in components), default=_DRIVER_LIBRARIES)}
         held = _sum(libraries, *(_named(each, each.held, components) for each in components))
         phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()}
         yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
         return
     yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
     for each in components:
+        libraries = {"libraries": each.libraries}
         phases = {phase: _sum(libraries, each.held, parts) for phase, parts in each.phases.items()}
         yield ProcessPlan(name=each.name, count=each.count, phases=phases)
     workers = sum(section.num_workers for section in run.env.values())
