@@ -18,14 +18,6 @@ FORGETS = 7
 """Token whose embedding is NaN in the folder `one_bad_token`."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_step_per_poll():
-    """Tests act between two tokens. By default, a poll samples for some milliseconds, on a fast machine all tokens of a row."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rl_core.dispatch.streaming._IN_PROCESS_WAIT_S", 0.0)
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(model_folder):
     return model_folder("qwen3")

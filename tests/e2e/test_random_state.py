@@ -14,6 +14,7 @@ from ray import cloudpickle
 from rl_backends_hf.config import HFGenerationConfig
 from rl_backends_hf.sampling.generation_worker import HFGenerationWorker
 from rl_core.dispatch.generation import DistributedGeneration
+from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
 from rl_train.evaluation.evaluate import plan_evaluation
 from rl_train.launch.train import train
 
@@ -88,6 +89,53 @@ class SamplingEngine(DistributedGeneration):
         return self.config.tokenizer
 
 
+class StreamingSampler(Sampler):
+    """Also draws the seed of each token of the rows in flight, so draws depend on the tokens that are sampled together."""
+
+    def setup(self):
+        facts = super().setup()
+        loop = self._rows._loop
+        draw = loop._next_tokens
+
+        def draw_with_new_seeds(logits, first):
+            loop._seeds[first:] = torch.randint(2**60, (len(loop._seeds) - first,))
+            return draw(logits, first)
+
+        loop._next_tokens = draw_with_new_seeds
+        return facts
+
+
+class StreamingEngine(DistributedGeneration):
+    """An engine of such replicas, whose rows of several turns join while others run."""
+
+    capabilities = ("in_process", "async_rows", "shared_memory", "held_weight_digests")
+
+    def __init__(self, *, config, **kwargs):
+        config = HFGenerationConfig(**{**dict(config), "backend": "hf"})
+        super().__init__(worker_class=StreamingSampler, config=config, **kwargs)
+
+    @property
+    def tokenizer_section(self):
+        return self.config.tokenizer
+
+
+class DrawingSums(EnvironmentInterface):
+    """Ends each rollout at random after its first or second turn; its draws and those of the engine must not mix."""
+
+    def __init__(self, config=None):
+        pass
+
+    def step(self, message_log_batch, metadata):
+        rows = len(message_log_batch)
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": "1+2="}] * rows,
+            metadata=metadata,
+            next_stop_strings=[None] * rows,
+            rewards=torch.rand(rows),
+            terminateds=torch.rand(rows) < 0.5,
+        )
+
+
 @pytest.fixture
 def run_and_resume(tmp_path, monkeypatch):
     """Runs a config, and resumes a copy of the run after its first step: the config file and the metrics of both."""
@@ -145,3 +193,22 @@ def test_a_resumed_run_continues_the_samples_of_an_engine_that_draws_from_global
         assert first[2][key] == resumed[2][key], key
     answers = [[group.answers for group in plan_evaluation(path).evaluate().passes[0].groups] for _ in range(2)]
     assert answers[0] == answers[1]
+
+
+def test_equal_configs_sample_the_same_with_an_engine_in_this_process_that_streams_and_draws_from_global_generators(
+    run_and_resume,
+):
+    changes = {
+        "grpo": {"max_rollout_turns": 2, "val_at_start": False},
+        "policy": {"max_total_sequence_length": 40, "generation": {"backend": "sampling.StreamingEngine"}},
+        "env": {"arithmetic": {"env_cls": "sampling.DrawingSums"}},
+        "cluster": {"backend": "in_process"},
+        "data": {"validation": None},
+        "checkpointing": {"metric_name": None},
+    }
+    path, (first, resumed) = run_and_resume(GRPO, changes)
+    again = reproducible_metrics_of(path.parent, train(path, console=False, resume="never").folder.name)
+    assert first == again
+    assert first[1] != first[2]
+    differing = {key: (value, resumed[2].get(key)) for key, value in first[2].items() if value != resumed[2].get(key)}
+    assert not differing

@@ -40,6 +40,7 @@ from rl_core.backend import (
 from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError
 
 _POLL_S = 1.0
+_STEP_S = 0.01
 _TOO_LITTLE_MEMORY = ("No available memory", "available KV cache memory", "Free memory on device")
 """In the errors of an engine that does not start because it has no memory for its KV cache."""
 _INCOMPLETE_WEIGHTS = (
@@ -171,6 +172,8 @@ class VllmGenerationWorker(GenerationWorker):
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
+        if self.context.run_in_process and self._config.vllm_cfg.async_engine:
+            wait_s = max(wait_s, _STEP_S)  # its steps run elsewhere, so a poll of 0 s would not wait for one
         self._requests.cancel(cancelled)
         results: dict[str, BatchedDataDict[Any] | RLCoreError] = {}
         for arrival in arrivals:

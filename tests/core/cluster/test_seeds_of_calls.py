@@ -10,6 +10,8 @@ from ray import cloudpickle
 from rl_core.cluster.actor_host import ActorHost
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.process_seed import seed_process
+from rl_core.errors import WorkerError
 from rl_core.interfaces.worker import GenerationRequest
 from rl_core.interfaces.worker_context import WorkerContext
 
@@ -94,9 +96,40 @@ def test_a_poll_is_seeded_by_its_arrivals_and_one_without_arrivals_continues_the
     assert [call("poll", []) for _ in range(2)] == then
 
 
-def test_in_the_drivers_process_only_whole_batches_are_seeded_because_other_components_share_its_generators():
+def test_polls_in_the_drivers_process_continue_each_other_and_leave_its_generators_to_other_components():
+    def draw():
+        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+    seed_process(1)
+    expected = [draw() for _ in range(3)]
+    call = InProcessWorkerGroup(Sampler).run_one
+    begun, *then = call("poll", [arrival(1)]), call("poll", []), call("poll", [])
+    assert len({begun, *then}) == 3
+    assert call("poll", [arrival(3)]) != begun
+    seed_process(1)
+    found = [draw()]
+    assert call("poll", [arrival(1)]) == begun
+    for drawn in then:
+        found.append(draw())
+        assert call("poll", []) == drawn
+    assert found == expected
+
+
+def test_a_poll_in_the_drivers_process_that_fails_leaves_its_generators():
+    class Failing(Sampler):
+        def poll(self, arrivals, **options):
+            raise ValueError(self.generate(None))
+
+    seed_process(1)
+    expected = torch.rand(())
+    seed_process(1)
+    with pytest.raises(WorkerError, match="ValueError"):
+        InProcessWorkerGroup(Failing).run_one("poll", [arrival(1)])
+    assert torch.rand(()) == expected
+
+
+def test_whole_batches_are_seeded_in_the_drivers_process():
     call = InProcessWorkerGroup(Sampler).run_one
     first = call("generate", rows(1, 2))
-    polled = call("poll", [arrival(1)])
+    call("poll", [arrival(1)])
     assert call("generate", rows(1, 2)) == first
-    assert call("poll", [arrival(3)]) == polled

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import WorkerGroup, check_shards
+from rl_core.data.process_seed import separate_generators
 from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
 from rl_core.interfaces.out_of_memory import explaining_memory
 from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
@@ -60,6 +62,7 @@ class InProcessWorkerGroup(WorkerGroup):
             run_in_process=True,
         )
         self._has_died = False
+        self._generators: list[Any] = []  # generators of the engine, whose draws are not those of other components
         self._worker: Any = self._build()
 
     @property
@@ -127,8 +130,10 @@ class InProcessWorkerGroup(WorkerGroup):
         if self._worker is None:
             raise UserError(f"group '{self._name}' was shut down; {method}() cannot run on it")
         try:
-            seed_call(self._worker, self._context, method, args)
-            with explaining_memory(self._worker, method):
+            samples = method in ("generate", "poll")
+            generators = separate_generators(self._generators) if samples else nullcontext()
+            with generators, explaining_memory(self._worker, method):
+                seed_call(self._worker, self._context, method, args)
                 value = getattr(self._worker, method)(*args, **kwargs)
         except (Exception, SystemExit) as error:
             failed = self._failed(method, error)

@@ -60,12 +60,8 @@ def _order_threads(dump: str) -> str:
     """Put the thread that was running, the last one of a dump, first, and remove Ray's own frames."""
     threads = [block for block in dump.strip().split("\n\n") if block]
     threads.sort(key=lambda block: not block.startswith("Current thread"))
-    return "\n".join(_without_ray(block) for block in threads if "_private/gc_collect_manager" not in block)
-
-
-def _without_ray(block: str) -> str:
-    hidden = ("/ray/_private/", "/ray/util/tracing/")
-    return "\n".join(line for line in block.splitlines() if not any(part in line for part in hidden))
+    lines = [line for block in threads if "_private/gc_collect_manager" not in block for line in block.splitlines()]
+    return "\n".join(line for line in lines if "/ray/_private/" not in line and "/ray/util/tracing/" not in line)
 
 
 def _process_state(pid: int, timeout_s: float) -> str:

@@ -26,9 +26,8 @@ from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError
 from rl_core.interfaces.worker import GenerationRequest
 
 _WAIT_S = 0.05
-"""Duration of a poll if no row ends; a row that arrives meanwhile waits at most this long."""
-_IN_PROCESS_WAIT_S = 0.01
-"""The same in this process, where a poll blocks the event loop; an engine takes at least one step."""
+"""Duration of a poll if no row ends; a row that arrives meanwhile waits at most this long. In this process, where a poll blocks
+the event loop, a poll is one step: the steps in which rows join then depend on no clock."""
 _LOOK_S = 1.0
 """Interval of checks, while a call is pending, that Ray itself is alive."""
 _names = itertools.count()
@@ -74,7 +73,7 @@ class RowStream:
 
     def __init__(self, group: WorkerGroup, *, deadline_s: float, recovery: ReplicaRecovery | None = None) -> None:
         self._group, self._deadline_s, self._recovery = group, deadline_s, recovery
-        self._wait_s = _IN_PROCESS_WAIT_S if isinstance(group, InProcessWorkerGroup) else _WAIT_S
+        self._wait_s = 0.0 if isinstance(group, InProcessWorkerGroup) else _WAIT_S
         self._replicas = [_Replica() for _ in range(group.world_size)]
         self._affinity = ReplicaAffinity(group.world_size)
         self._pumps: dict[int, asyncio.Task[None]] = {}

@@ -247,7 +247,8 @@ class GenerationWorker(MeasuredWorker, ABC):
         Args:
             arrivals: rows to start.
             cancelled: names of rows to abort; unknown names are ignored.
-            wait_s: maximum seconds to work before returning; returns as soon as a row has ended.
+            wait_s: maximum seconds to work before returning; returns as soon as a row has ended. With 0, which an engine in the
+                driver's process gets, every row in progress advances by at least one token.
 
         Returns:
             Name of each row that has ended since the last call, to its `GenerationOutputSpec` or to the error that prevents its

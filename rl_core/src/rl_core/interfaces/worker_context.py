@@ -82,14 +82,13 @@ def seed_call(worker: Any, context: WorkerContext, method: str, arguments: Seque
     """Seed the process for a call of a policy or engine that may draw numbers, which are then the same in a resumed run.
 
     `train` depends on the weight version, `generate` on the `sample_seeds` of its rows, and `poll` on those that arrive. Other
-    calls continue the generators. So do `train` and `poll` in the driver's process, which is seeded by `Run.steps`.
+    calls continue the generators. So does `train` in the driver's process, which is seeded by `Run.steps`.
     """
     numbers: list[int] = []
     if method == "train" and not context.run_in_process and hasattr(worker, "get_weight_version"):
         numbers = [context.coords.get("data", context.rank), worker.get_weight_version()]
     elif method in ("generate", "poll") and hasattr(worker, "get_weight_version"):
-        requests = arguments[0] if method == "poll" and not context.run_in_process else []
-        rows = [arguments[0]] if method == "generate" else [request.row for request in requests]
+        rows = [arguments[0]] if method == "generate" else [request.row for request in arguments[0]]
         numbers = [seed for row in rows if "sample_seeds" in row for seed in row["sample_seeds"].tolist()]
     if numbers:
         seed_process(context.seed, *numbers)

@@ -136,7 +136,8 @@ class CallRunner:
         if raised is not None:
             text = f"Error: {type(raised).__name__}: {raised}"
             return CallResult(content=self._cut(_readable(text)), problem=CallProblem.EXCEPTION)
-        return CallResult(content=self._cut(_as_text(value)))
+        text = value if isinstance(value, str) else to_json(value, fallback=str, inf_nan_mode="constants").decode()
+        return CallResult(content=self._cut(_readable(text)))
 
     def _cut(self, text: str) -> str:
         if len(text) <= self.max_chars:
@@ -162,13 +163,6 @@ def _call(tool: Tool, arguments: Mapping[str, Any]) -> Outcome:
         return tool.function(**arguments), None
     except BaseException as error:  # also SystemExit, whose name the model reads
         return None, error
-
-
-def _as_text(value: Any) -> str:
-    """A text as it is, anything else as JSON."""
-    if isinstance(value, str):
-        return _readable(value)
-    return _readable(to_json(value, fallback=str, inf_nan_mode="constants").decode())
 
 
 def _readable(text: str) -> str:

@@ -53,7 +53,8 @@ class Tool:
         try:
             schema = adapter.json_schema()
         except PydanticUserError as error:
-            raise ConfigError(f"The tool {name!r} has a parameter without a JSON schema: {_first_line(error)}") from error
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"The tool {name!r} has a parameter without a JSON schema: {reason}") from error
         parameters = readable_schema(schema)
         spec: ToolSpec = {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
         return cls(spec=spec, function=function, adapter=adapter)
@@ -169,7 +170,3 @@ def _readable(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ..
 def _only_lengthens(key: str, value: Any) -> bool:
     """Whether it is a definition, which is inlined, a title by pydantic, or `additionalProperties: false`."""
     return key == "$defs" or (key == "title" and isinstance(value, str)) or (key == "additionalProperties" and value is False)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

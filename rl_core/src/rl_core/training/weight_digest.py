@@ -28,10 +28,6 @@ def digest_of(weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> tu
         kind = natural_kind(tensors[0][1].device)
         return combine(tensor_digests(tensors, kind=kind), kind=kind), exact
     spaced = range(0, len(tensors), -(-len(tensors) // _TENSORS))
-    sample = torch.cat([_elements(tensors[index][1]) for index in spaced])
+    flat = [tensors[index][1].reshape(-1) for index in spaced]
+    sample = torch.cat([one[:: -(-one.numel() // _ELEMENTS)].float() for one in flat])
     return tensor_digest(sample.cpu()), exact
-
-
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    return flat[:: -(-flat.numel() // _ELEMENTS)].float()

@@ -43,7 +43,9 @@ class Segment:
         """
         self.size = size
         sweep(directory=directory)
-        _reject_if_too_small(size, directory)
+        space = os.statvfs(directory)
+        if space.f_bavail * space.f_frsize < size:
+            raise _too_small(size, directory)
         self.path, descriptor = _create_locked(directory)
         self._unlink = weakref.finalize(self, _unlink_and_unlock, self.path, descriptor, os.getpid())
         try:
@@ -201,12 +203,6 @@ def _populate(mapping: mmap.mmap, advice: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-
-
-def _reject_if_too_small(size: int, directory: Path) -> None:
-    space = os.statvfs(directory)
-    if space.f_bavail * space.f_frsize < size:
-        raise _too_small(size, directory)
 
 
 def _too_small(size: int, directory: Path) -> WeightSyncError:

@@ -116,7 +116,8 @@ class WeightSource(PrivateNames, ABC):
             tensors = dict(self.iter_weights(keys))
             return {**header, "num_bytes": 0, "kind": "by_reference", "tensors": tensors}
         if file is not None and self.context.rank == 0:
-            write_tensors(file, _rounded(self.iter_weights(keys), refit.sent))
+            exported = self.iter_weights(keys)
+            write_tensors(file, ((name, tensor.to(dtype_of(refit.sent[name][1]))) for name, tensor in exported))
             return {**header, "kind": "disk", "file": file}
         if self.context.device == "cuda" and file is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -216,12 +217,6 @@ class WeightSource(PrivateNames, ABC):
                 "the tensors would be older than the rest. Do not train until finish_refit."
             )
         return self._refit
-
-
-def _rounded(tensors: Iterator[tuple[str, torch.Tensor]], sent: RefitManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor in the dtype in which it is sent."""
-    for name, tensor in tensors:
-        yield name, tensor.to(dtype_of(sent[name][1]))
 
 
 def _exhaust(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
