@@ -134,6 +134,7 @@ def test_what_another_interpreter_lacks_is_an_error_before_the_start(rlcore, oth
     code, output = rlcore("validate", "--deep", str(path), folder=tmp_path)
     assert code == 2
     assert re.search(message, " ".join(output.split())), output
+    assert "has 1 error:" in output, output  # although rules and preparation both ask the interpreter
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from typing import Any
 from rl_core.cluster.isolation import probe, runtime_env_of
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.errors import ConfigError, UserError
+from rl_core.config.source_tree import dotted
+from rl_core.errors import ConfigError, UserError, with_key
 from rl_core.interfaces.messages import ToolSpec
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.import_path import MODULE_FOLDERS, resolve
@@ -91,8 +92,10 @@ def environment_elsewhere(task: str, section: EnvironmentConfig, registry: Regis
         return None
     values = section.model_dump(mode="json", exclude={"env_cls"} if section.env_cls is not None else None)
     what = f"the environment {component.name!r}"
-    found = _probed(section.python, what, component, registry, environment={"component": asdict(component), "values": values})
-    return EnvironmentFacts(**found["environment"])
+    question = {"component": asdict(component), "values": values}
+    with with_key(dotted(("env", task, "python"))):
+        answer = _probed(section.python, what, component, registry, environment=question)
+    return EnvironmentFacts(**answer["environment"])
 
 
 def check_backend_elsewhere(python: str, component: Component, registry: Registry) -> None:
@@ -144,12 +147,12 @@ def agent_signature(task: str, section: EnvironmentConfig, registry: Registry) -
     assert section.python is not None
     component = environment_component(task, section, registry)
     own = component if component.target == AGENT_TARGET and component.name not in (AGENT_TARGET, "agent") else None
-    found = _probed(section.python, f"the agent {section.agent!r}", own, registry, host="rl-train", agent=section.agent)
+    answer = _probed(section.python, f"the agent {section.agent!r}", own, registry, host="rl-train", agent=section.agent)
     kinds = inspect.Parameter.empty, None
     return inspect.Signature(
         [
             inspect.Parameter(one, getattr(inspect.Parameter, kind), default=kinds[0] if is_required else kinds[1])
-            for one, kind, is_required in found["agent"]
+            for one, kind, is_required in answer["agent"]
         ]
     )
 
@@ -173,19 +176,19 @@ def _probed(
         distributions[host] = version(host)
     needs, install = (component.needs, component.install) if component is not None else ((), None)
     request = {**question, "distributions": distributions, "needs": needs, "folders": [os.getcwd(), *MODULE_FOLDERS]}
-    return _cached(python, what, json.dumps(request), install)
-
-
-@lru_cache(maxsize=64)
-def _cached(python: str, what: str, request: str, install: str | None) -> dict[str, Any]:
     path = runtime_env_of(python)["py_executable"]
     try:
-        found = probe(path, Path(component_probe.__file__).read_text(), request)
+        answer = _answer(path, json.dumps(request))
     except UserError as error:
         raise ConfigError(f"{what} cannot run with {path}: {error}") from error
-    if problems := found["problems"]:
-        wanted = [f"{name}=={number}" for name, number in json.loads(request)["distributions"].items()]
+    if problems := answer["problems"]:
+        wanted = [f"{name}=={number}" for name, number in distributions.items()]
         wanted += [install.removeprefix("pip install ")] if install else []
         remedy = f" Install what is missing: {path} -m pip install {' '.join(wanted)}" if wanted else ""
         raise ConfigError(f"{what} cannot run with {path}: {'; '.join(problems)}.{remedy}")
-    return found
+    return answer
+
+
+@lru_cache(maxsize=64)
+def _answer(path: str, request: str) -> dict[str, Any]:
+    return probe(path, Path(component_probe.__file__).read_text(), request)
