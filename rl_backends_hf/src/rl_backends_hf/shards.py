@@ -6,11 +6,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def has_parts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of others, as sharded and quantized tensors do."""
+    consists_of_others: bool = is_traceable_wrapper_subclass(tensor)
+    return consists_of_others
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,28 @@ def test_unchanged_settings_continue_exactly_as_saved(schedule):
     assert run(resumed, 4) == run(straight, 4)
 
 
+def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_the_settings_of_the_config():
+    class WithTensor(torch.optim.SGD):
+        """Keeps its learning rate as a tensor, as the optimizers of torchao do."""
+
+        def add_param_group(self, param_group):
+            super().add_param_group(param_group)
+            self.param_groups[-1]["lr"] = torch.as_tensor(self.param_groups[-1]["lr"])
+
+    schedule = ("linear", {"num_training_steps": 8, "num_warmup_steps": 4})
+    old, used, straight = (make(WithTensor, {"lr": lr}, schedule) for lr in (0.5, 1.0, 1.0))
+    run(old, 2)
+    saved = old.state_dict()
+    run(straight, 2)
+    expected = float(straight.optimizer.param_groups[0]["lr"])
+    assert float(saved["param_groups"][0]["lr"]) == expected / 2
+    for _ in range(2):
+        used.load_state_dict(saved, steps=2, source="checkpoint")
+        assert float(used.optimizer.param_groups[0]["lr"]) == expected
+        run(used, 2)
+        run(old, 1)
+
+
 def test_an_optimizer_that_has_already_stepped_takes_the_settings_of_a_checkpoint_too():
     schedule = ("linear", {"num_training_steps": 9})
     old, used = make(torch.optim.AdamW, {"lr": 0.01}, None), make(torch.optim.AdamW, {"lr": 0.03}, schedule)

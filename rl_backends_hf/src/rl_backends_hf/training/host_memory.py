@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rl_backends_hf.shards import has_parts
+
 
 class HostMemory:
     """Moves tensors between a GPU and host memory that is allocated once and kept, because pinning it takes longer than a copy.
 
     The host does not wait for the copies: it calls `torch.cuda.synchronize` before it reads what has left the GPU. A weight
     without gradient is copied to the host once, and later only dropped on the GPU. Shards of FSDP2 use the pinned memory that
-    torch keeps.
+    torch keeps; quantized optimizer state is copied to new memory.
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,7 @@ class HostMemory:
             device: the GPU, or the CPU.
             is_frozen: the values never change.
         """
-        if device.type != "cpu" or tensor.device.type == "cpu" or isinstance(tensor, DTensor):
+        if device.type != "cpu" or tensor.device.type == "cpu" or has_parts(tensor):
             return tensor.to(device, non_blocking=True)
         host = self._kept.get(key)
         if host is not None and is_frozen:

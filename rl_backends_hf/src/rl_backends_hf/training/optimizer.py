@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
+from rl_backends_hf.training.quantized_state import create_state, is_quantized
 from rl_core.backend import call_named
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError, with_key
@@ -26,7 +28,7 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
         config: import path and keyword arguments.
 
     Raises:
-        UserError: the import path does not exist, or the optimizer rejects the arguments.
+        UserError: the import path does not exist, the optimizer rejects the arguments, or its steps cannot be compiled.
     """
     with with_key("policy.optimizer.name"):
         factory = resolve(config.name, key="policy.optimizer.name")
@@ -46,4 +48,19 @@ def build_optimizer(parameters: Mapping[str, torch.nn.Parameter], config: Optimi
             f"`policy.optimizer.name`: {config.name} returned a {type(optimizer).__name__}, which is not a torch optimizer.",
             key="policy.optimizer.name",
         )
+    if is_quantized(optimizer):
+        _check_step(optimizer, config.name)
     return optimizer
+
+
+def _check_step(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Take a step with one weight, which keeps its value, because torchao compiles steps."""
+    try:
+        create_state(optimizer, optimizer.param_groups[0]["params"][:1])
+    except TorchDynamoException as error:
+        raise UserError(
+            f"`policy.optimizer.name`: the steps of {name} cannot be compiled: {str(error).strip().splitlines()[0]} Compiling "
+            "requires a C++ compiler on a CPU and Triton on a GPU. Install it, or use torch.optim.AdamW.",
+            key="policy.optimizer.name",
+        ) from error
+    optimizer.state.clear()

@@ -1,7 +1,8 @@
 """Saves and loads the training state: optimizer state, float32 master weights, schedule and random state.
 
 Tensors are saved whole, by parameter name, with torch.distributed.checkpoint, so any number of ranks and any sharding can load
-its own shards. `trainer.pt` (written by rank 0) and `rng-<rank>.pt` are next to them.
+its own shards; quantized optimizer state is saved by shard (see `quantized_state.py`). `trainer.pt` (written by rank 0) and
+`rng-<rank>.pt` are next to them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rl_backends_hf.training.host_memory import HostMemory
 from rl_backends_hf.training.master_weights import MasterWeights
+from rl_backends_hf.training.quantized_state import (
+    check_stored,
+    create_state,
+    has_state,
+    is_quantized,
+    plain_tensors,
+    shard_tensors,
+)
 from rl_core.backend import (
     DAMAGE_ERRORS,
     TRAINER_FILE,
@@ -51,10 +60,14 @@ class DataOnlyPlanner(DataOnlyBytes, DefaultLoadPlanner):
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The optimizer of one rank, its schedule, and the weights that it updates."""
+    """The optimizer of one rank, its schedule, and the weights that it updates.
+
+    `shard` is which shard of the weights this rank has, from 0, and how many there are.
+    """
 
     masters: MasterWeights
     settings: OptimizerSettings
+    shard: tuple[int, int] = (0, 1)
     weight_version: int = 0
 
     @property
@@ -103,7 +116,8 @@ class TrainingState:
     def _load(self, folder: Path, *, rank: int, world_size: int) -> None:
         trainer = read_trainer_file(folder, expected_format=_FORMAT)
         self.settings.load_state_dict(trainer, steps=trainer["weight_version"], source=str(folder))
-        state = self._load_tensors(folder, no_dist=world_size == 1)
+        load_tensors = self._load_quantized if is_quantized(self.optimizer) else self._load_tensors
+        state = load_tensors(folder, no_dist=world_size == 1)
         for name, values in trainer["scalars"].items():
             state.setdefault(name, {}).update(values)
         self._set_state(state, folder)
@@ -116,9 +130,9 @@ class TrainingState:
             )
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """This rank's tensors of the optimizer's state."""
+        """This rank's tensors of the optimizer's state; those that a quantized tensor consists of."""
         values = (value for state in self.optimizer.state.values() for value in state.values())
-        return (value for value in values if isinstance(value, torch.Tensor))
+        return (part for value in values if isinstance(value, torch.Tensor) for part in plain_tensors(value).values())
 
     def find_non_finite(self) -> str | None:
         """The name of the first of this rank's tensors that has NaN or infinities, or None."""
@@ -144,10 +158,12 @@ class TrainingState:
             if self.masters.are_rounded:
                 tensors[f"master.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"optimizer.{name}.{key}"] = value
-                else:
+                if not isinstance(value, torch.Tensor):
                     scalars.setdefault(name, {})[key] = value
+                elif not is_quantized(self.optimizer):
+                    tensors[f"optimizer.{name}.{key}"] = value
+        if is_quantized(self.optimizer):
+            tensors |= shard_tensors(self.optimizer, self.masters.parameters, shard=self.shard)
         return tensors, scalars
 
     def _load_tensors(self, folder: Path, *, no_dist: bool) -> dict[str, dict[str, Any]]:
@@ -172,11 +188,20 @@ class TrainingState:
                 on_device = self._keeps_step_counts_on_device
                 targets[key] = _empty_like_stored(metadata, parameter, counts_on_device=on_device)
                 state.setdefault(name, {})[entry] = targets[key]
-        try:
-            load(targets, storage_reader=DataOnlyReader(folder), planner=DataOnlyPlanner(), no_dist=no_dist)
-        except (CheckpointException, *DAMAGE_ERRORS) as error:
-            raise CheckpointError(f"{folder} is damaged: {reason_of(error)}") from error
+        _load_into(targets, folder, no_dist=no_dist)
         return state
+
+    def _load_quantized(self, folder: Path, *, no_dist: bool) -> dict[str, dict[str, Any]]:
+        """Load the master weights and the optimizer's tensors in place; return the latter by parameter name."""
+        stored = read_metadata(folder).state_dict_metadata
+        self.optimizer.state.clear()
+        if has_state(stored):
+            create_state(self.optimizer, self.masters.parameters.values())
+        targets = self._split_state()[0]
+        check_stored(targets, stored, folder, shards=self.shard[1])
+        _load_into(targets or {"empty": torch.zeros(1)}, folder, no_dist=no_dist)
+        state = {name: dict(self.optimizer.state[parameter]) for name, parameter in self.masters.parameters.items()}
+        return {name: values for name, values in state.items() if values}
 
     def _set_state(self, state: Mapping[str, dict[str, Any]], folder: Path) -> None:
         if state and (missing := self.masters.parameters.keys() - state.keys()):
@@ -185,6 +210,13 @@ class TrainingState:
         for name, values in state.items():
             self.optimizer.state[self.masters.parameters[name]] = values
         self.masters.copy_to_model()
+
+
+def _load_into(targets: dict[str, torch.Tensor], folder: Path, *, no_dist: bool) -> None:
+    try:
+        load(targets, storage_reader=DataOnlyReader(folder), planner=DataOnlyPlanner(), no_dist=no_dist)
+    except (CheckpointException, *DAMAGE_ERRORS) as error:
+        raise CheckpointError(f"{folder} is damaged: {reason_of(error)}") from error
 
 
 def _empty_like_stored(metadata: TensorStorageMetadata, parameter: nn.Parameter, *, counts_on_device: bool) -> torch.Tensor:

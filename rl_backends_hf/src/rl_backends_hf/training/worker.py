@@ -325,7 +325,8 @@ class HFPolicyWorker(PolicyWorkerBase[HFPolicyConfig]):
         self._exact_weights = {}
         optimizer = build_optimizer(masters.parameters, self.config.optimizer)
         settings = OptimizerSettings(optimizer, self.config.optimizer, self.config.scheduler)
-        return TrainingState(masters=masters, settings=settings)
+        shards = self._parallel.num_shards
+        return TrainingState(masters=masters, settings=settings, shard=(self.context.rank % shards, shards))
 
     def _trainable_state(self) -> TrainingState:
         self.require_trainable()

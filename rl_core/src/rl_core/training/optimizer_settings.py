@@ -6,6 +6,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class OptimizerSettings:
         for group, initial in zip(self.optimizer.param_groups, self._initial, strict=True):
             for key in group.keys() - initial.keys() - {"params"}:
                 del group[key]
-            group.update(initial)
+            group.update(deepcopy(initial))
         self.scheduler = build_scheduler(self.optimizer, self._scheduler)
         with warnings.catch_warnings():
             # PyTorch warns about a schedule that steps before its optimizer.
@@ -91,14 +92,13 @@ class OptimizerSettings:
 
     def _settings(self) -> dict[str, Any]:
         kind = type(self.optimizer)
-        settings = {
+        return {
             "optimizer": f"{kind.__module__}.{kind.__qualname__}",
-            "kwargs": self._kwargs,
+            "kwargs": json.loads(json.dumps(self._kwargs, default=str)),
             "scheduler": None if self._scheduler is None else self._scheduler.model_dump(mode="json"),
         }
-        plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
-        return plain
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    # Copies, because schedules change a learning rate that is a tensor in place.
+    return [{key: deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -1,0 +1,79 @@
+"""AdamW with 8-bit state (torchao): steps, memory, and checkpoints on one rank and on two with FSDP2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from policy_cases import TINY_SHAPE
+from rank_processes import RankProgram
+
+from rl_core.cluster.ports import free_port
+
+pytestmark = pytest.mark.skipif(
+    not (Path(sys.prefix) / "torchao").is_dir(), reason="torchao is not installed in the folder that the Makefile names"
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the ranks of each number of ranks found; two ranks come first, because one rank reads their checkpoint."""
+    out = tmp_path_factory.mktemp("ranks")
+    # Shards of most weights have 4096 elements or more; smaller ones are not quantized.
+    shape = {**TINY_SHAPE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 160}
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).save_pretrained(out / "model")
+    program = Path(__file__).with_name("quantized_ranks.py")
+    for world in (2, 1):
+        ports = {free_port("127.0.0.1") for _ in range(12)}
+        RankProgram(program, out / "model", out, world, *sorted(ports)).wait()
+    return [torch.load(out / f"{name}.pt", weights_only=False) for name in ("1-0", "2-0", "2-1")]
+
+
+def assert_equal(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_resumed_run_has_the_bits_of_a_run_without_interruption(ranks, precision):
+    for rank in ranks:
+        (losses, state), (resumed_losses, resumed_state) = rank[precision, "resumed"]
+        assert resumed_losses == losses
+        assert_equal(state, resumed_state)
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_optimizer_state(ranks):
+    for rank in ranks:
+        assert_equal(*rank["float32", "first"])
+        assert_equal(*rank["bfloat16", "first"])
+
+
+def test_most_of_the_state_has_a_quarter_of_the_bytes(ranks):
+    for rank in ranks:
+        # 8 bytes per weight without quantization; norms are not quantized, and each tensor has 1 KiB of values of codes.
+        assert 2.03 < rank["bytes"] / rank["weights"] < 2.6
+        assert rank["finite"] is None
+
+
+def test_losses_fall_as_with_float32_state(ranks):
+    for rank in ranks:
+        expected = [loss for loss, _ in rank["torch.optim.AdamW"]]
+        losses = [loss for loss, _ in rank["torchao.optim.AdamW8bit"]]
+        assert expected[-1] < expected[0]
+        # Codes round moments by about 1 %, which adds up over six steps, in which losses fall by a factor of ten or more.
+        assert losses == pytest.approx(expected, rel=0.05)
+
+
+def test_a_changed_learning_rate_applies_as_if_the_run_had_had_it_from_its_start(ranks):
+    for rank in ranks:
+        unchanged = rank["float32", "resumed"][0][0]
+        assert [lr for _, lr in rank["changed"]] == pytest.approx([3 * lr for _, lr in unchanged])
+
+
+def test_state_of_another_number_of_shards_is_refused(ranks):
+    assert "quantized optimizer state of 2 shard(s) of the weights, and this run has 1" in ranks[0]["refused"]
