@@ -114,6 +114,17 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights(model_folder):
     assert held["reference weights"] == held["weights"]
 
 
+def test_moments_of_8_bits_have_a_scale_for_each_block_of_256(model_folder):
+    """The bytes of a worker are compared with 2.03 per weight in test_quantized_optimizer.py."""
+    expected, found = (
+        PolicyMemory(make_config(model_folder("llama"), optimizer={"name": name})).by_phase(
+            ranks=1, train=None, several=False, score=None, reference=False
+        )["held"]["optimizer state"]
+        for name in ("torch.optim.AdamW", "torchao.optim.AdamW8bit")
+    )
+    assert found == pytest.approx(expected / 8 * (2 + 2 * 4 / 256), abs=1)
+
+
 def test_an_optimizer_whose_state_is_not_known_is_named(model_folder):
     config = make_config(model_folder("llama"), optimizer={"name": "torch.optim.Adagrad", "kwargs": {"lr": 0.1}})
     assert PolicyMemory(config).not_counted() == ["state of the optimizer torch.optim.Adagrad"]

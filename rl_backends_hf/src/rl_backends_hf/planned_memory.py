@@ -46,8 +46,15 @@ _UNTRACED: Final[dict[str, Any]] = {
 """Keys of a policy on which a trace does not depend."""
 _TRACES: Final[dict[str, dict[str, int]]] = {}
 """Traces of this process, by the contents of the model's config and by the other keys."""
-_MOMENTS: Final = {"torch.optim.Adam": 2, "torch.optim.AdamW": 2, "torch.optim.SGD": 0}
-"""Float32 tensors that an optimizer keeps per trained weight (https://arxiv.org/abs/1412.6980, algorithm 1)."""
+_STATE_BYTES: Final = {
+    "torch.optim.Adam": 8.0,
+    "torch.optim.AdamW": 8.0,
+    "torch.optim.SGD": 0.0,
+    "torchao.optim.Adam8bit": 2 + 8 / 256,
+    "torchao.optim.AdamW8bit": 2 + 8 / 256,
+}
+"""Bytes that an optimizer keeps per trained weight: two float32 moments (https://arxiv.org/abs/1412.6980, algorithm 1), or two
+of 8 bits with a float32 scale for each block of 256 (https://arxiv.org/abs/2110.02861)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +114,7 @@ class PolicyMemory:
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""
         hf, left_out = self._config.hf_cfg, []
-        if self._config.optimizer.name not in _MOMENTS:
+        if self._config.optimizer.name not in _STATE_BYTES:
             left_out.append(f"state of the optimizer {self._config.optimizer.name}")
         if hf.load_in_4bit or hf.load_in_8bit:
             left_out.append("quantization: weights are counted as if they were not quantized")
@@ -196,10 +203,10 @@ def _state(config: HFPolicyConfig, sizes: _Sizes, *, ranks: int) -> dict[str, in
     hf = config.hf_cfg
     width = DTYPES[config.dtype_name].itemsize
     shards = (hf.fsdp_num_shards or ranks) if hf.data_parallel == "fsdp2" else 1
-    moments = _MOMENTS.get(config.optimizer.name, 0)
+    per_weight = _STATE_BYTES.get(config.optimizer.name, 0.0)
     if config.optimizer.name == "torch.optim.SGD" and config.optimizer.kwargs.get("momentum"):
-        moments = 1
-    held = {"gradients": 4 * sizes.trained // shards, "optimizer state": 4 * moments * sizes.trained // shards}
+        per_weight = 4.0
+    held = {"gradients": 4 * sizes.trained // shards, "optimizer state": int(per_weight * sizes.trained) // shards}
     if hf.lora is not None:
         held["weights"] = width * (sizes.weights - sizes.trained) + 4 * sizes.trained
     elif shards > 1:
