@@ -48,7 +48,7 @@ class NamedSharding:
         `NamedSharding.grid(data=2, tensor=2)` puts ranks 0 and 1 at data=0. Give the axes in the order
         pipeline, data, context, tensor, so that tensor-parallel ranks are adjacent (on one node).
         """
-        if not sizes or any(not isinstance(size, int | np.integer) or size is True or size < 1 for size in sizes.values()):
+        if not sizes or any(not _is_size(size) for size in sizes.values()):
             raise UserError(f"every axis needs an integer size of at least 1, found {sizes or 'no axis'}")
         return cls(np.arange(int(np.prod(list(sizes.values())))).reshape(tuple(sizes.values())), tuple(sizes))
 
@@ -114,3 +114,7 @@ class NamedSharding:
 
     def __repr__(self) -> str:
         return f"NamedSharding({', '.join(f'{name}={size}' for name, size in self.shape.items())})"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1

@@ -83,9 +83,7 @@ class TextGeneration(PrivateNames):
                 chat_template=section.chat_template,
                 chat_template_kwargs=section.chat_template_kwargs,
             )
-        talks = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        tokens = [conversation_tokens(talk, self._tokenizer, add_generation_prompt=True) for talk in talks]
-        rows = [torch.tensor(row, dtype=torch.int64) for row in tokens]
+        rows = [_token_ids(prompt, self._tokenizer) for prompt in prompts]
         return BatchedDataDict(
             {
                 "input_ids": cat_right_padded([row.unsqueeze(0) for row in rows], pad_value=pad_value("input_ids")),
@@ -99,3 +97,8 @@ class TextGeneration(PrivateNames):
             self._tokenizer.decode(row[end - length : end].tolist(), skip_special_tokens=True)
             for row, end, length in zip(output["output_ids"], ends, sampled, strict=True)
         ]
+
+
+def _token_ids(prompt: str | Conversation, tokenizer: Any) -> torch.Tensor:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return torch.tensor(conversation_tokens(messages, tokenizer, add_generation_prompt=True), dtype=torch.int64)

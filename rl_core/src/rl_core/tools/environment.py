@@ -85,9 +85,7 @@ class ToolEnvironment(EnvironmentInterface):
             row: self._called(calls[row], [next(results) for _ in calls[row]], metadata[row], states[row]) for row in calling
         }
         if ended := [row for row in range(len(calls)) if row not in rows]:
-            infos = [metadata[row] for row in ended]
-            infos = [{key: info[key] for key in info if key != _STATE} if isinstance(info, Mapping) else info for info in infos]
-            final = self.finish([message_log_batch[row] for row in ended], infos)
+            final = self.finish([message_log_batch[row] for row in ended], [_without_state(metadata[row]) for row in ended])
             rows |= {row: _finished(result, states[row]) for row, result in zip(ended, step_results(final), strict=True)}
         return environment_return([rows[row] for row in range(len(calls))])
 
@@ -152,6 +150,10 @@ def _state(info: Any) -> Mapping[str, Any]:
 
 def _session(info: Any) -> str | None:
     return info.get("session_id") if isinstance(info, Mapping) else None
+
+
+def _without_state(info: Any) -> Any:
+    return {key: value for key, value in info.items() if key != _STATE} if isinstance(info, Mapping) else info
 
 
 def _finished(result: StepResult, state: Mapping[str, Any]) -> StepResult:
