@@ -36,9 +36,12 @@ def each_engine(config: CheckedConfig) -> Iterator[tuple[GenerationConfig]]:
 def each_interpreter(config: CheckedConfig) -> Iterator[tuple[KeyPath, Kind, PolicyConfig | GenerationConfig]]:
     """The sections of models and of the engine that name an interpreter."""
     run = config.run
-    sections = [((name,), Kind.POLICY, model) for name, model in models_of(run).items()]
-    engine = [(("policy", "generation"), Kind.GENERATION, run.policy.generation)]
-    yield from ((path, kind, section) for path, kind, section in [*sections, *engine] if section is not None and section.python)
+    for name, model in models_of(run).items():
+        if model.python is not None:
+            yield (name,), Kind.POLICY, model
+    engine = run.policy.generation
+    if engine is not None and engine.python is not None:
+        yield ("policy", "generation"), Kind.GENERATION, engine
 
 
 @rule("algorithm", "loss_fn", applies_to=TRAINING)
