@@ -23,7 +23,7 @@ FOLDER := tests
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# What CI runs: 30 to 45 minutes on two cores.
+# What CI runs: 40 to 60 minutes on two cores.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
 
