@@ -18,18 +18,22 @@ PARALLEL_BUSY := -n 2 --dist loadfile --no-loadscope-reorder
 FAST := tests/core tests/train tests/cli tests/envs tests/sandbox
 FOLDER := tests
 
-.PHONY: quickstart test parallel-tests test-fast test-full test-gpu lint docs dist clean
+.PHONY: quickstart test parallel-tests test-slow test-fast test-full test-gpu lint docs dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# What CI runs: 40 to 60 minutes on two cores.
+# About 15 minutes on two cores. CI runs `make test-slow` after it.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
 
 # The checks of `lint` use one core, so they run next to the tests.
 parallel-tests: $(VENV)/.installed-dev
-	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not full"
+	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not (full or slow)"
+
+# Tests that take several seconds of a core each, such as training over Ray: about 40 minutes on two cores.
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/pytest $(PARALLEL) -m "slow and not full"
 
 # No Ray, vLLM or Megatron, and no file of slow tests: about 3 minutes on two cores.
 test-fast: $(VENV)/.installed-dev

@@ -71,6 +71,7 @@ def test_numbers_and_gradients_are_those_of_the_model_and_lengths_are_not_compil
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * scale + 1e-9, msg=name)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_error_names_the_key(start, monkeypatch):
     import torch._inductor.config as inductor
 

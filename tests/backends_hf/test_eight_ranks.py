@@ -47,6 +47,7 @@ def recorded(parts, model_folder):
     return ranks
 
 
+@pytest.mark.slow
 def test_one_rank_that_gathers_two_weights_in_the_other_order_is_found(recorded):
     calls = [rank["iter_weights"] for rank in recorded]
     with pytest.raises(AssertionError):

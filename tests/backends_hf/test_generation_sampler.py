@@ -142,6 +142,7 @@ def test_a_repetition_penalty_counts_prompt_and_completion_as_transformers_does(
         assert completion == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_row_depends_on_its_seed_and_not_on_neighbours_order_batch_size_or_grouping(models, kind):
     model = models(kind)

@@ -25,6 +25,7 @@ def ranks(model_folder, tmp_path_factory):
     return [torch.load(out / f"rank-{rank}.pt", weights_only=False) for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_shards_have_the_gradients_of_one_plain_backward_pass(parts, model_folder, ranks):
     expected = parts.plain_gradients(model_folder("llama-tied"), parts.make_rows())
     norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())

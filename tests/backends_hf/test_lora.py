@@ -452,6 +452,7 @@ def test_the_policy_samples_with_its_adapters(parts, start):
     torch.testing.assert_close(scored[sampled], output["logprobs"][sampled], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_adapters_of_one(peft, parts, model_folder, tmp_path):
     sys.path.insert(0, str(Path(__file__).parent))
     from lora_ranks import FIELDS
@@ -605,7 +606,7 @@ def assert_base_is_the_file_s(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "gain"),
-    [(2, None), pytest.param(12, 0.08, marks=pytest.mark.full("adapters learn by DPO in make test, and GRPO takes two steps"))],
+    [(2, None), pytest.param(12, 0.08, marks=pytest.mark.full("adapters learn by DPO in CI, and GRPO takes two steps"))],
 )
 def test_grpo_with_lora_raises_the_reward_without_changing_the_base(peft, tmp_path, num_steps, gain):
     policy = addition_policy(2e-3)
@@ -631,7 +632,7 @@ def test_grpo_with_lora_raises_the_reward_without_changing_the_base(peft, tmp_pa
     assert all(step["mismatch/kl"] < 1e-4 for step in steps)
 
 
-@pytest.mark.full("adapters learn by DPO in make test; GRPO leaves the base alone there too")
+@pytest.mark.full("adapters learn by DPO in CI; GRPO leaves the base alone there too")
 @pytest.mark.slow
 def test_sft_with_lora_lowers_the_loss_without_changing_the_base(peft):
     policy = addition_policy(2e-3)
@@ -652,7 +653,7 @@ def test_sft_with_lora_lowers_the_loss_without_changing_the_base(peft):
     ("example", "length"),
     [
         ("dpo_addition", "dpo.max_num_steps=10"),
-        pytest.param("rm_addition", "rm.max_num_steps=40", marks=pytest.mark.full("adapters learn by DPO in make test")),
+        pytest.param("rm_addition", "rm.max_num_steps=40", marks=pytest.mark.full("adapters learn by DPO in CI")),
     ],
 )
 def test_adapters_learn_preferences_and_the_checkpoint_contains_only_adapters(peft, tmp_path, example, length):

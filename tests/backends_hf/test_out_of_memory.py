@@ -78,6 +78,7 @@ def test_a_gpu_without_memory_for_the_optimizer_state_is_reported_as_full_in_the
     assert "train_micro_batch_size" not in message, "the state of the optimizer does not depend on the microbatches"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_an_allocation_that_fails_in_a_worker_on_a_cluster_is_reported_to_the_driver(parts, model_folder, local_ray):
     class WithLittleMemory(HFPolicyWorker):  # local, so that the worker does not import this module

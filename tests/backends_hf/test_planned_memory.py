@@ -51,6 +51,7 @@ def test_activations_and_temporary_tensors_are_those_that_torch_tracks(model_fol
     assert counted == pytest.approx(tracked_by_torch(config), rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_extrapolated_from_two_depths(tmp_path):
     shape = {**TINY_SHAPE, "vocab_size": 160, "num_hidden_layers": 7}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).save_pretrained(tmp_path)
@@ -143,6 +144,7 @@ def test_keys_and_values_of_the_engine_are_limited_as_its_cache_is(model_folder)
     assert limited["rollout"]["keys and values"] == 10 * per_row
 
 
+@pytest.mark.slow
 def test_configs_that_differ_in_what_a_trace_does_not_depend_on_are_traced_once(model_folder, monkeypatch):
     from rl_backends_hf import planned_memory
 

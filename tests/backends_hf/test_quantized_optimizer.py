@@ -39,6 +39,7 @@ def assert_equal(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
         assert torch.equal(tensor, after[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_has_the_bits_of_a_run_without_interruption(ranks, precision):
     for rank in ranks:

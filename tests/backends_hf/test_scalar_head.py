@@ -248,6 +248,7 @@ def two_ranks(classifier_folder, tmp_path_factory):
     return {(mode, rank): torch.load(out / f"{mode}-{rank}.pt") for mode in ("replicate", "fsdp2") for rank in range(2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replicate", "fsdp2"])
 def test_two_ranks_train_as_one_does(parts, classifier_folder, start, two_ranks, mode):
     rows = parts.make_rows()

@@ -61,6 +61,7 @@ def shards(model_folder, tmp_path_factory):
     return models, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES, "values"])
 def test_shards_of_eight_ranks_are_the_whole_model_bit_for_bit(shards, kind):
     models, out = shards

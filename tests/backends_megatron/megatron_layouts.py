@@ -169,7 +169,7 @@ COVER = {
     "resume": {("tp2-pp2-tied", "one"), ("tp2-dp2-distributed", "one-distributed"), ("moe-dp2", "ep2")},
     "values": {"value-tp2", "value-interleaved", "value-dp2-distributed"},
 }  # fmt: skip
-"""What `make test` runs. `check` has every pair of settings of its full matrix, `PARITY`; the others have examples."""
+"""What CI runs. `check` has every pair of settings of its full matrix, `PARITY`; the others have examples."""
 
 
 def settings_of(layout: Layout) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def settings_of(layout: Layout) -> dict[str, Any]:
     }
 
 
-FULL = pytest.mark.full("every pair of settings is in the cover, `COVER`, that runs in make test")
+FULL = pytest.mark.full("every pair of settings is in the cover, `COVER`, that runs in CI")
 
 
 def tiered(verb: str, names: Iterable[Any]) -> list[Any]:

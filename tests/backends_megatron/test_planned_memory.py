@@ -22,6 +22,7 @@ def planned(model, *, ranks=1, train=(ROWS, LENGTH), several=False, reference=Fa
     return PolicyMemory(resolved).by_phase(ranks=ranks, train=train, several=several, score=score, reference=reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_weights_gradients_and_optimizer_state_are_those_of_a_worker_after_a_step(models, policy, precision):
     held = planned(models / "llama", precision=precision)["held"]
@@ -37,6 +38,7 @@ def test_weights_gradients_and_optimizer_state_are_those_of_a_worker_after_a_ste
     assert held == {kind: size for kind, size in found.items() if size}
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_share_matrices_and_activations_within_them(models):
     whole, half = (planned(models / "llama", ranks=size, megatron={"tensor_model_parallel_size": size}) for size in (1, 2))
     for phase, part in (("held", "weights"), ("train", "activations")):
@@ -44,6 +46,7 @@ def test_tensor_parallel_ranks_share_matrices_and_activations_within_them(models
     assert half["train"]["logits and temporary tensors"] < whole["train"]["logits and temporary tensors"]
 
 
+@pytest.mark.slow
 def test_stages_share_layers_and_the_first_holds_a_microbatch_for_each_stage(models):
     layouts = ({}, {"pipeline_model_parallel_size": 2})
     whole, stage = (planned(models / "llama", ranks=2, several=True, megatron=megatron) for megatron in layouts)
@@ -52,11 +55,13 @@ def test_stages_share_layers_and_the_first_holds_a_microbatch_for_each_stage(mod
     assert stage["train"]["activations"] == 2 * alone
 
 
+@pytest.mark.slow
 def test_layers_that_are_recomputed_need_less_memory(models):
     plain, recomputed = (planned(models / "llama", activation_checkpointing=on)["train"] for on in (False, True))
     assert recomputed["activations"] < 0.75 * plain["activations"]
 
 
+@pytest.mark.slow
 def test_the_distributed_optimizer_shards_masters_and_moments_over_equal_ranks(models):
     fields = {"ranks": 4, "precision": "bfloat16"}
     whole, shared = (
@@ -68,6 +73,7 @@ def test_the_distributed_optimizer_shards_masters_and_moments_over_equal_ranks(m
     assert shared == whole
 
 
+@pytest.mark.slow
 def test_a_frozen_model_has_weights_only_and_a_reference_policy_is_a_second_copy(models):
     frozen = planned(models / "llama", train=None, frozen=True)
     assert set(frozen) == {"held", "score"}
@@ -76,6 +82,7 @@ def test_a_frozen_model_has_weights_only_and_a_reference_policy_is_a_second_copy
     assert held["reference weights"] == held["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "gemma", "qwen3-value"])
 def test_other_families_and_value_models_are_planned(models, kind):
     head = "scalar" if kind.endswith("-value") else "tokens"

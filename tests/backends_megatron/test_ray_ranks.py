@@ -195,7 +195,7 @@ RUNS = {
 }
 
 
-FULL = pytest.mark.full("tests/train/algorithms proves the formulas; dapo, dpo and distillation run in make test")
+FULL = pytest.mark.full("tests/train/algorithms proves the formulas; dapo, dpo and distillation run in CI")
 ALWAYS = ("dapo with dynamic sampling", "dpo")
 
 

@@ -87,6 +87,7 @@ def trained_with_server(folder, model, rlcore):
     return train
 
 
+@pytest.mark.slow
 @WITH_SERVER
 def test_the_configs_with_a_server_train_in_one_process(trained_with_server, file, task, overrides, prompt):
     records = trained_with_server(file, *overrides, "++cluster.backend=in_process", f"++env.{task}.num_workers=1")
@@ -95,7 +96,7 @@ def test_the_configs_with_a_server_train_in_one_process(trained_with_server, fil
 
 
 @WITH_SERVER
-@pytest.mark.full("starts eight environment workers, as printed; the same configs train in one process in `make test`")
+@pytest.mark.full("starts eight environment workers, as printed; the same configs train in one process in CI")
 @pytest.mark.usefixtures("local_ray")
 def test_the_configs_with_a_server_train_over_ray(trained_with_server, file, task, overrides, prompt):
     records = trained_with_server(file, *overrides)

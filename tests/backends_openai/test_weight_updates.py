@@ -280,6 +280,7 @@ def proxy_of(url):
         yield proxy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", [nullcontext, proxy_of], ids=["directly", "through a proxy"])
 def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeypatch, front):
     monkeypatch.setenv("A_KEY", KEY)
@@ -299,6 +300,7 @@ def test_grpo_trains_with_a_server_and_syncs_before_every_step(tmp_path, monkeyp
     assert b"${oc.env:AN_ADMIN_KEY}" in written
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_with_older_rollouts_the_server_gets_new_weights_when_no_rollout_is_in_progress(tmp_path, monkeypatch, no_ray):
     monkeypatch.setenv("A_KEY", KEY)

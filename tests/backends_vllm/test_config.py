@@ -166,6 +166,7 @@ def arguments_on_a_gpu(config):
     return arguments | {"distributed_executor_backend": arguments["distributed_executor_backend"].__name__}
 
 
+@pytest.mark.slow
 def test_the_running_engine_has_them(engines, readable, tmp_path):
     engine = engines(
         max_new_tokens=4,

@@ -152,6 +152,7 @@ def same_rows(items, expected):
         assert found["truncated"].tolist() == expected["truncated"][row : row + 1].tolist()
 
 
+@pytest.mark.slow
 def test_rows_come_as_they_end_and_are_those_of_generate(engine):
     limits = torch.tensor([200, 5, 60, 1])
     batch = random_batch(rows=4, max_new_tokens=limits)
@@ -163,6 +164,7 @@ def test_rows_come_as_they_end_and_are_those_of_generate(engine):
     same_rows(items, engine.generate(batch))
 
 
+@pytest.mark.slow
 def test_rows_that_stream_are_returned_while_they_are_sampled_and_others_only_at_their_end(engine):
     assert engine.streams_tokens
     batch = random_batch(rows=4, max_new_tokens=torch.tensor([300, 40, 300, 1]))
@@ -244,6 +246,7 @@ async def refit_after_the_first(engine, batch, sync):
     return items
 
 
+@pytest.mark.slow
 def test_rows_in_flight_at_a_refit_keep_their_tokens_and_continue_with_new_weights(engine, long, trained):
     sync = synchronizer(trained.policy, engine)
     old_model = trained.change()
@@ -342,6 +345,7 @@ def batch_of_same(batch, **columns):
     return BatchedDataDict({**batch, **columns})
 
 
+@pytest.mark.slow
 def test_an_engine_that_was_shut_down_leaves_nothing_behind(engines, before, kind):
     """The last test of each kind of engine, because it shuts the engine down."""
     children, threads, folders = before

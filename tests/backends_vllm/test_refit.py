@@ -62,9 +62,7 @@ def synchronizer(policy, engine, *, canary=True, buffer_bytes=64 * 1024, transpo
     )
 
 
-FULL = pytest.mark.full(
-    "a mixture of experts is refitted in make test; dense models in test_replicas.py and e2e/test_vllm_runs.py"
-)
+FULL = pytest.mark.full("a mixture of experts is refitted in CI; dense models in test_replicas.py and e2e/test_vllm_runs.py")
 ALWAYS = ("qwen3-moe",)
 
 

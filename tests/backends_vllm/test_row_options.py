@@ -53,6 +53,7 @@ def test_a_schema_that_cannot_be_used_is_an_error_of_its_row(engine, schema, rea
     assert len(engine.generate(rows(None))["output_ids"]) == 1
 
 
+@pytest.mark.slow
 def test_a_schema_that_cannot_be_used_leaves_the_rows_of_other_requests(engines):
     engine = engines(max_new_tokens=8)
 

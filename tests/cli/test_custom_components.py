@@ -33,7 +33,7 @@ def run(config, folder, *overrides):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-FULL = pytest.mark.full("in make test both examples train a few steps; e2e/test_algorithms.py has runs that learn")
+FULL = pytest.mark.full("in CI both examples train a few steps; e2e/test_algorithms.py has runs that learn")
 
 
 @pytest.mark.parametrize(("steps", "gain"), [(2, None), pytest.param(40, 0.1, marks=FULL)])

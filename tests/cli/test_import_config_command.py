@@ -112,6 +112,7 @@ def known(nemo_rl):
     return [line.key for name in (*NAMES, "hub.yaml") for line in import_config(nemo_rl / name, NEMO_RL).lines]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_of_any_type_are_listed_without_a_traceback(known, tmp_path, data):

@@ -79,6 +79,7 @@ def test_rows_that_are_too_few_to_be_split_are_reported(tmp_path):
     assert "Validation: none" not in both.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "task"), [("numbers", "math"), ("texts", "task"), ("prompts", "task"), ("gsm8k", "math")])
 def test_a_generated_environment_passes_check_env(prepared, name, task):
     done = rlcore("check", "env", task, "--config", prepared / name / "config.yaml")

@@ -356,7 +356,7 @@ env:
 """
 
 
-OVER_RAY = pytest.mark.full("starts Ray; the same environment is found next to the config in one process in `make test`")
+OVER_RAY = pytest.mark.full("starts Ray; the same environment is found next to the config in one process in CI")
 
 
 @pytest.mark.parametrize("cluster", ["in_process", pytest.param("ray", marks=[OVER_RAY, pytest.mark.ray])])

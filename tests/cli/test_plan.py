@@ -56,6 +56,7 @@ def test_what_does_not_fit_is_printed_with_the_overrides_to_copy():
     assert "policy.train_micro_batch_size=" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_for_gpus_is_marked_as_computed_and_counts_the_share_of_the_engine():
     engine = "++policy.generation.vllm_cfg"
     given = (EXAMPLES / "grpo_smollm2_vllm.yaml", f"policy.model_name={MODEL}", f"{engine}.kv_cache_gib=null")
@@ -80,6 +81,7 @@ def test_a_backend_that_does_not_describe_its_memory_is_named(tmp_path):
     assert "all of the engine: its backend openai does not describe its memory" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_ranks_of_megatron_are_planned_without_other_ranks():
     layout = ("policy.backend=megatron", "++policy.megatron_cfg.tensor_model_parallel_size=2")

@@ -77,6 +77,7 @@ def rlcore(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
+@pytest.mark.slow
 def test_every_command_refuses_or_ignores_pickles_in_a_checkpoint(folder):
     planted, step = Planted(folder / "code-ran"), newest(folder)
     for name in (".metadata", "trainer.pt", "rng-00000.pt", "common.pt"):

@@ -129,6 +129,7 @@ def pushed(run, output, hub, *options, token="hf_right"):
     return subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_upload_has_the_weights_and_a_card_without_private_values(run, tmp_path, hub):
     output = tmp_path / "model"
     result = pushed(run, output, hub)
@@ -211,6 +212,7 @@ def test_a_card_of_a_hostile_config_has_no_secret_no_local_path_and_no_row(write
     assert "step 3 |" not in text
 
 
+@pytest.mark.slow
 def test_a_refused_upload_keeps_the_model_and_says_how_to_upload_it(run, tmp_path, hub):
     result = pushed(run, tmp_path / "model", hub, token="hf_wrong")
     assert result.returncode == 2

@@ -76,12 +76,13 @@ def policy(folder):
     return yaml.safe_load(config.read_text())["policy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "method"),
     [
         pytest.param("Qwen3-4B", "8x80GiB", {}),
         *(
-            pytest.param(*case, marks=pytest.mark.full("further models and hardware; Qwen3-4B on 8x80GiB is in `make test`"))
+            pytest.param(*case, marks=pytest.mark.full("further models and hardware; Qwen3-4B on 8x80GiB is in CI"))
             for case in (
                 ("Qwen3-4B", "24GiB", {"lora": {"rank": 32, "alpha": 32}}),
                 ("Qwen3-4B", "80GiB", {}),
@@ -106,6 +107,7 @@ def test_a_config_for_gpus_is_valid_and_its_plan_fits(tmp_path, model, gpus, met
     assert json.loads(planned.stdout)["fits"] is True, planned.stderr
 
 
+@pytest.mark.slow
 def test_a_deeper_model_gets_another_config(tmp_path):
     (tmp_path / "shallow").mkdir()
     (tmp_path / "deep").mkdir()
@@ -116,7 +118,7 @@ def test_a_deeper_model_gets_another_config(tmp_path):
     assert "lora" in policy(tmp_path / "deep")["hf_cfg"]
 
 
-@pytest.mark.full("an error; sizes that are wrong are tested in `make test`")
+@pytest.mark.full("an error; sizes that are wrong are tested in CI")
 @pytest.mark.parametrize(("model", "gpus"), [("Llama-3.1-8B", "24GiB"), ("Qwen3-30B-A3B", "80GiB")])
 def test_a_model_that_does_not_fit_is_refused_with_what_is_missing_and_what_would_fit(tmp_path, model, gpus):
     done = init(tmp_path, model, gpus)

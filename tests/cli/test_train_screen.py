@@ -86,6 +86,7 @@ def test_ctrl_c_twice_ends_the_run_within_its_step(rlcore, config, tmp_path, mon
     assert (status["state"], status["during"]) == ("interrupted", "rollout")
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_that_failed_before_its_first_step_is_reused(rlcore, config, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -100,6 +101,7 @@ def test_the_folder_of_a_run_that_failed_before_its_first_step_is_reused(rlcore,
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run", "run-2"]
 
 
+@pytest.mark.slow
 def test_a_resume_under_another_config_is_refused_before_any_model_is_loaded(rlcore, config, tmp_path):
     assert rlcore("train", config, "grpo.max_num_steps=1")[0] == 0
     model = tmp_path / "without_weights"

@@ -199,6 +199,7 @@ def test_only_the_second_signal_interrupts_a_run_that_has_reached_its_time_limit
     assert run.stop_reason is StopReason.MAX_TIME
 
 
+@pytest.mark.slow
 def test_run_that_reaches_its_time_limit_saves_and_the_same_command_continues(rlcore, tmp_path):
     for step in (1, 2):
         code, errors = rlcore("checkpointing.max_time=0.001")

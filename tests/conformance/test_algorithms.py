@@ -6,7 +6,7 @@ import pytest
 
 from rl_train.testing import AlgorithmConformance
 
-FULL = pytest.mark.full("trains four runs; grpo and sft keep these promises in `make test`, and tests/e2e trains the others")
+FULL = pytest.mark.full("trains four runs; grpo and sft keep these promises in CI, and tests/e2e trains the others")
 SMALL = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4}
 
 

@@ -98,7 +98,7 @@ VARIANTS = {
 }
 
 
-FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo learns in make test")
+FULL_VARIANTS = pytest.mark.full("tests/train/algorithms proves the formulas; grpo learns in CI")
 ALWAYS_VARIANTS = ("grpo",)
 
 
@@ -150,7 +150,7 @@ PREFERENCE_LOSSES = {
 }
 
 
-FULL_LOSSES = pytest.mark.full("tests/train/algorithms proves the formulas; dpo learns in make test")
+FULL_LOSSES = pytest.mark.full("tests/train/algorithms proves the formulas; dpo learns in CI")
 ALWAYS_LOSSES = ("dpo",)
 
 

@@ -73,6 +73,7 @@ def assert_each_prompt_is_trained_once(folder):
     assert set(trained.values()) == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_rollouts_of_several_turns_continue_during_training_within_the_bound(train, config, tmp_path):
     run = train(config)
@@ -83,6 +84,7 @@ def test_rollouts_of_several_turns_continue_during_training_within_the_bound(tra
     run.assert_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_killed_run_with_rollouts_in_progress_resumes_without_losing_or_repeating_a_prompt(train, config, tmp_path):
     run = train(config)
@@ -152,9 +154,10 @@ def overlaid(base, changes):
     return out
 
 
-FULL = pytest.mark.full("each starts Ray, an engine and other models; dynamic sampling runs in make test")
+FULL = pytest.mark.full("each starts Ray, an engine and other models; dynamic sampling runs in CI")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == "dynamic sampling" else FULL) for case in CASES])
 def test_every_algorithm_trains_on_rollouts_of_older_weights_within_the_bound(train, config, tmp_path, case):

@@ -86,6 +86,7 @@ def trained(folder, config, **options) -> list[dict]:
     return [{k: v for k, v in step.items() if not k.endswith(MEASURED)} for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["parquet", "mixture", "ranked"])
 def test_a_small_config_trains(name, data, tmp_path):
     steps = trained(tmp_path, configs(data)[name], resume="never")
@@ -99,6 +100,7 @@ def test_a_small_config_trains(name, data, tmp_path):
         assert "2 bad rows of mix.chats are skipped" in log
 
 
+@pytest.mark.slow
 def test_a_resumed_mixture_equals_an_uninterrupted_one(data, tmp_path):
     config = merged(mixture(data), {"checkpointing": {"enabled": True, "save_period": 2}})
     (tmp_path / "whole").mkdir()

@@ -96,6 +96,7 @@ def records(tmp_path):
     return read_jsonl(folder / "rollouts" / "step_000003.jsonl")
 
 
+@pytest.mark.slow
 def test_an_environment_of_another_interpreter_trains_three_steps(train_here, other, tmp_path):
     section = {"env_cls": "only_there.Game", "python": str(other), "max_rollout_turns": 2, "num_workers": 2}
     code, output = train_here(changed(section, policy={"max_total_sequence_length": 32}))
@@ -106,6 +107,7 @@ def test_an_environment_of_another_interpreter_trains_three_steps(train_here, ot
     assert all(row["turns"] == 2 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_agent_of_another_interpreter_trains_three_steps(train_here, other, tmp_path):
     code, output = train_here(changed({"agent": "agent_there:solve", "python": str(other)}))
     assert code == 0, output
@@ -114,6 +116,7 @@ def test_an_agent_of_another_interpreter_trains_three_steps(train_here, other, t
     assert {row["reward"] for row in rows} <= {0.0, 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -137,6 +140,7 @@ def test_what_another_interpreter_lacks_is_an_error_before_the_start(rlcore, oth
     assert "has 1 error:" in output, output  # although rules and preparation both ask the interpreter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("versions", "message"),
     [

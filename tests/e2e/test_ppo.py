@@ -134,7 +134,7 @@ def test_multi_turn_ppo_rollouts_train_only_on_sampled_tokens(tmp_path):
     assert steps[2]["tokens/trained"] == pytest.approx(2 * 16 * steps[2]["length/mean"])
 
 
-FULL = pytest.mark.full("adapters of policy and critic train in make test")
+FULL = pytest.mark.full("adapters of policy and critic train in CI")
 
 
 @pytest.mark.parametrize("with_adapters", [pytest.param(("policy",), marks=FULL), ("policy", "value")])

@@ -170,6 +170,7 @@ def run_twice(run_and_resume, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [IN_PROCESS, TWO_RANKS], ids=["in_process", "two ranks"])
 def test_equal_configs_draw_equal_numbers_and_a_resumed_run_continues_them(run_twice, changes, local_ray):
     first, resumed, again, other_seed = run_twice(changes)
@@ -185,6 +186,7 @@ def test_equal_configs_draw_equal_numbers_and_a_resumed_run_continues_them(run_t
 OVER_RAY = pytest.param("ray", marks=pytest.mark.full("core/cluster/test_seeds_of_calls.py has the seeds of calls on Ray"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["in_process", OVER_RAY])
 def test_a_resumed_run_continues_the_samples_of_an_engine_that_draws_from_global_generators(run_and_resume, cluster, local_ray):
     path, (first, resumed) = run_and_resume(GRPO, {"cluster": {"backend": cluster}})
@@ -195,6 +197,7 @@ def test_a_resumed_run_continues_the_samples_of_an_engine_that_draws_from_global
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_equal_configs_sample_the_same_with_an_engine_in_this_process_that_streams_and_draws_from_global_generators(
     run_and_resume,
 ):

@@ -86,7 +86,7 @@ def trained(folder, step):
     return [[row[key] for key in keys] for row in read_jsonl(folder / "rollouts" / f"step_{step:06d}.jsonl")]
 
 
-@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.full("k = 1 runs in make test"))])
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.full("k = 1 runs in CI"))])
 def test_an_exact_run_equals_a_synchronous_run_whose_engine_gets_its_weights_late(run, monkeypatch, k):
     exact = run("exact", {"rollout": {"max_staleness": k, "order": "exact"}})
     source = run_assembly._rollout_source

@@ -89,7 +89,7 @@ def differing(one, other):
     return [name for name, tensor in one.items() if not tensor.equal(other[name])]
 
 
-FULL = pytest.mark.full("grpo and ppo (test_ppo.py) resume in make test; backends_hf/test_policy_ranks.py resumes two ranks")
+FULL = pytest.mark.full("grpo and ppo (test_ppo.py) resume in CI; backends_hf/test_policy_ranks.py resumes two ranks")
 ALWAYS = ("grpo",)
 
 

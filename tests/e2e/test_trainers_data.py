@@ -56,6 +56,7 @@ def answered(tmp_path):
     return rows
 
 
+@pytest.mark.slow
 def test_rows_tables_and_paths_take_the_steps_of_the_config(answered, tmp_path):
     section = {
         "dataset_name": "jsonl",

@@ -50,6 +50,7 @@ def test_no_token_that_a_wrong_engine_sampled_in_flight_is_trained(train, tmp_pa
     assert not any(row["token_versions"] for row in rows)
 
 
+@pytest.mark.slow
 def test_an_engine_that_streams_older_weights_is_stopped(train, tmp_path):
     _, rows = run_with(train, "streams_from_its_first_weights", tmp_path)
     assert {version for row in rows for version in row["turn_versions"]} == {0}

@@ -25,6 +25,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_questions_are_tokenized_by_character_and_answers_end_with_eos(made):
     tokenizer = AutoTokenizer.from_pretrained(made)
     messages = [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "46"}]

@@ -280,6 +280,7 @@ def test_a_boxed_answer_is_compared_as_a_whole(grader, expected, answer, grading
     assert (graded.metadata[0]["grading"], graded.answers) == (grading, [answer])
 
 
+@pytest.mark.slow
 def test_unevaluated_answers_are_accepted_on_request():
     assert paid("5", r"\boxed{3+2}", allow_unevaluated=True)
     assert paid("1/2", r"\boxed{\frac{2}{4}}", allow_unevaluated=True)
@@ -364,6 +365,7 @@ def test_an_empty_batch_starts_no_process():
     assert environment.process_ids() == []
 
 
+@pytest.mark.slow
 def test_metrics_are_the_fractions_of_each_outcome():
     from rl_core.data.batched_data_dict import BatchedDataDict
 

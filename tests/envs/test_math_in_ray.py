@@ -25,6 +25,7 @@ def ray_alone(no_ray):
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_it_grades_in_an_actor_and_its_processes_end_with_the_actor(ray_alone):
     actor = ray.remote(MathEnvironment).remote({"num_processes": 2})
     conversations = [[{"role": "assistant", "content": rf"\boxed{{{n}}}"}] for n in (1, 2, 3)]

@@ -144,7 +144,7 @@ for line in sys.stdin:
     [
         ("silent", "not within 5 seconds"),
         pytest.param(
-            "endless", "not within 5 seconds", marks=pytest.mark.full("waits 5 seconds; the silent server runs in `make test`")
+            "endless", "not within 5 seconds", marks=pytest.mark.full("waits 5 seconds; the silent server runs in CI")
         ),
         ("refused", "no such method"),
     ],
@@ -181,7 +181,7 @@ def test_a_missing_package_names_the_command_that_installs_it(monkeypatch):
         ToolsEnvironment({"mcp_servers": {"example": {"command": ["x"]}}})
 
 
-@pytest.mark.full("starts three servers; `make test` has the server that rollouts share")
+@pytest.mark.full("starts three servers; CI has the server that rollouts share")
 def test_each_rollout_can_have_its_own_server_that_ends_with_it():
     environment = ToolsEnvironment(
         {"tools": [], "mcp_servers": {"own": {**EXAMPLE, "per_rollout": True}}, "call_timeout_s": 240.0}
@@ -196,7 +196,7 @@ def test_each_rollout_can_have_its_own_server_that_ends_with_it():
         environment.shutdown()
 
 
-@pytest.mark.full("a server over HTTP; `make test` has the same calls over stdio")
+@pytest.mark.full("a server over HTTP; CI has the same calls over stdio")
 def test_a_server_can_be_reached_at_a_url():
     port = free_port("127.0.0.1")
     with subprocess.Popen([*COMMAND, str(port)]) as process:

@@ -107,6 +107,7 @@ def test_an_answer_that_makes_the_scorer_raise_gets_nothing_and_is_counted(envir
     assert "'3'" in warning
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_or_is_code_is_scored_0_and_others_are_unaffected(environment, tmp_path):
     info = ReasoningGymDataset({"task": "countdown", "num_samples": 1})[0]["extra_env_info"]
     right, written = info["expected_answer"], tmp_path / "written"

@@ -47,6 +47,7 @@ def test_every_hook_without_arguments_returns_components_and_every_other_hook_is
     assert set(hookspecs.EVENT_HOOKS) == set(SPECIFICATIONS) - nouns
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_tutorial_is_built_installed_and_works(site, tmp_path):
     project = tmp_path / "project"
     for path, text in plugin_files("acme", "environment").items():

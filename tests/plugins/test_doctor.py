@@ -55,6 +55,7 @@ def test_the_traceback_begins_in_the_plugin(site):
     assert "ZeroDivisionError: division by zero" in lines
 
 
+@pytest.mark.slow
 def test_targets_are_imported_only_when_asked_deep(imported):
     assert imported["doctor", "broken"][0] == 0
     code, output = imported["doctor", "broken", "--deep"]

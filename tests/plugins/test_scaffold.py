@@ -46,6 +46,7 @@ def install(site, folder):
     )
 
 
+@pytest.mark.slow
 def test_every_kind_of_plugin_is_generated_and_ready_and_its_targets_can_be_imported(site, generate, monkeypatch):
     for option in PLUGIN_KINDS:
         install(site, generate(option))
@@ -81,6 +82,7 @@ def steps_of(run_folder):
     return [row for row in rows if "grad_norm" in row]
 
 
+@pytest.mark.slow
 def test_generated_code_is_formatted_and_has_no_open_tasks(generate, tmp_path):
     for option, name in NAMES.items():
         generate(option)

@@ -113,6 +113,7 @@ def reads_of(model, name):
     return set().union(*(effective_reads().get(full_name(base, name), ()) for base in model.__mro__))
 
 
+@pytest.mark.slow
 def test_every_key_is_read_by_the_code_that_it_configures():
     assert {f"{model.__name__}.{name}" for model, name in keys() if not reads_of(model, name)} == set(EXEMPT)
 

@@ -100,12 +100,14 @@ class Loaded(HTMLParser):
             self.addresses += [values[key] for key in ("src", "href", "data", "srcset") if values.get(key)]
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(site):
     pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     sources = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert sources <= pages
 
 
+@pytest.mark.slow
 def test_a_page_loads_nothing_from_elsewhere(site):
     for page in site.rglob("*.html"):
         assert [address for address in Loaded(page.read_text()).addresses if "//" in address] == [], page

@@ -71,6 +71,7 @@ def sessions(tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 def test_every_case_is_written_and_a_complete_session_passes(sessions):
     code, output, cases = sessions["complete"]
     assert code == 0, output
@@ -93,6 +94,7 @@ def test_after_a_failed_smoke_test_the_others_are_not_run(sessions):
     assert "test_smoke failed" in cases["test_other"]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_every_case_of_a_file_is_listed_as_not_run(tmp_path):
     results = tmp_path / "results.json"

@@ -1,4 +1,4 @@
-"""Files that a release needs: license and changelog, and marks of tests that `make test` leaves out."""
+"""Files that a release needs: license and changelog, and marks of tests that CI leaves out."""
 
 import os
 import re
@@ -36,6 +36,7 @@ def test_the_changelog_starts_with_unreleased_changes_and_uses_the_known_section
     assert "\n#### Results\n" in unreleased
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/nonexistent", os.environ["PATH"]])
 def test_a_suite_that_skips_tests_of_the_sandbox_ends_with_their_number_and_how_to_install_bubblewrap(path):
     environment = {key: value for key, value in os.environ.items() if key != "RLCORE_REQUIRE_SANDBOX"} | {"PATH": path}

@@ -112,6 +112,7 @@ def own_requirements(message):
     return [requirement for requirement in requirements if requirement.name in NAMES.values()]
 
 
+@pytest.mark.slow
 def test_make_dist_builds_a_wheel_and_an_sdist_of_every_distribution(dist, metadata):
     assert sorted(metadata) == sorted(NAMES.values())
     version = metadata["rlcore"]["Version"]
@@ -190,6 +191,7 @@ def test_backends_that_were_not_asked_for_are_not_installed(small_environment):
     assert found[("generation", "vllm")] == "not installed"
 
 
+@pytest.mark.slow
 def test_the_installed_wheels_are_found_and_ready(environment):
     python, folder = environment
     done = run(python, folder, "-m", "rlcore_cli.main", "list-backends", "--json")
@@ -280,6 +282,7 @@ assert not any(name.partition(".")[0] in ("rl_train", "rlcore_cli", "rl_envs", "
 """
 
 
+@pytest.mark.slow
 def test_a_third_party_backend_needs_rl_core_and_none_of_our_other_distributions(tmp_path, dist, third_party):
     for name, text in ACME.items():
         (tmp_path / "acme" / name).parent.mkdir(parents=True, exist_ok=True)

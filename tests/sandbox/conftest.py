@@ -31,9 +31,7 @@ def open_sandbox(config=LIMITS, **arguments):
     scope="session",
     params=[
         "current_user",
-        pytest.param(
-            "normal_user", marks=pytest.mark.full("the same attacks at the other level; `make test` has the current user's")
-        ),
+        pytest.param("normal_user", marks=pytest.mark.full("the same attacks at the other level; CI has the current user's")),
     ],
 )
 def sandbox(request):

@@ -55,6 +55,7 @@ def start(tmp_path):
     log.close()
 
 
+@pytest.mark.slow
 def test_the_official_client_gets_chats_completions_streams_models_and_errors(start, tmp_path):
     server, url = start(MODEL, "--backend", "hf", "policy.generation.max_new_tokens=16", RLCORE_SERVE_API_KEYS="sk-secret")
     client = openai.OpenAI(base_url=url, api_key="sk-secret", max_retries=0)
@@ -91,6 +92,7 @@ def test_the_official_client_gets_chats_completions_streams_models_and_errors(st
         probe.connect(("127.0.0.1", int(re.search(r":(\d+)/", url)[1])))
 
 
+@pytest.mark.slow
 def test_a_server_of_a_model_in_one_process_does_not_import_ray(start, tmp_path):
     _, url = start(MODEL, "--backend", "hf", "policy.generation.max_new_tokens=16", PYTHONPROFILEIMPORTTIME="1")
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -100,6 +102,7 @@ def test_a_server_of_a_model_in_one_process_does_not_import_ray(start, tmp_path)
     assert "ray" not in imported
 
 
+@pytest.mark.slow
 def test_a_run_is_served_with_the_weights_of_its_checkpoint(tmp_path):
     config = {
         "defaults": str(MODEL.parents[1] / "grpo_addition.yaml"),
@@ -189,6 +192,7 @@ def test_a_port_in_use_is_an_error_that_names_it(monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_server_runs_shuts_down_what_has_been_started():
     program = """
 import contextlib, signal

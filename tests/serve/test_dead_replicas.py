@@ -45,6 +45,7 @@ def replicas(local_ray):
             engine.shutdown()
 
 
+@pytest.mark.slow
 def test_remaining_replicas_answer_and_health_reports_the_dead_ones(replicas):
     client, engine = replicas
     assert client.get("/health").json() == {"status": "ok", "model": "addition"}

@@ -73,6 +73,7 @@ class Forgetful(BatchesOnly):
         return output.select_indices(range(data.size - 1))
 
 
+@pytest.mark.slow
 def test_an_output_without_all_rows_fails_all_waiting_requests_and_later_ones_are_answered(model):
     batches = Forgetful(model.generation)
     batches.go_on.set()

@@ -28,7 +28,8 @@ def start_backend(port):
     return server, int(line.rpartition(":")[2].removesuffix("/v1\n"))
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.full("more requests; 40 run in make test"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [20, pytest.param(150, marks=pytest.mark.full("more requests; 40 run in CI"))])
 def test_each_request_gets_a_response_or_a_rejection_while_the_backend_is_killed_and_restarted(serve_http, count):
     server, port = start_backend(0)
     backend = Backend(BackendSection(host="127.0.0.1", port=port, max_retries=1), concurrency=64)

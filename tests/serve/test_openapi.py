@@ -14,7 +14,7 @@ from rl_serve.sampling import Limits
 from rl_serve.settings import BackendSection
 
 CASES = 300
-MORE = [pytest.mark.full("the same with thousands of cases; `make test` runs 300 of each application")]
+MORE = [pytest.mark.full("the same with thousands of cases; CI runs 300 of each application")]
 OPERATIONS = 6
 DOWN = {502, 503}
 
@@ -59,6 +59,7 @@ def statuses_of(app, count):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [CASES, pytest.param(5000, marks=MORE)])
 def test_a_local_model_answers_generated_requests_without_server_errors(quick_model, engine, count):
     found = statuses_of(create_app(quick_model, engine, limits=Limits()), count)
@@ -67,6 +68,7 @@ def test_a_local_model_answers_generated_requests_without_server_errors(quick_mo
     assert {200, 400} <= set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [CASES, pytest.param(5000, marks=MORE)])
 def test_a_proxy_answers_generated_requests_and_reports_a_backend_that_is_down(quick_model, engine, serve_http, count):
     port = serve_http(create_app(quick_model, engine, limits=Limits()))

@@ -355,6 +355,7 @@ def test_wrong_settings_end_with_exit_code_2_and_their_location(rlcore, argument
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_the_documented_commands_serve_and_ask_a_proxy(scripted_app, serve_http):
     """The quick start and the requests of the documentation of NeMo-Skills, with our command and free ports."""
     begun, finish = threading.Event(), threading.Event()

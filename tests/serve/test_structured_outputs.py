@@ -156,6 +156,7 @@ def test_a_random_model_writes_json_that_fits_the_schema(official, stream):
         jsonschema.validate(json.loads(text), DIGIT)
 
 
+@pytest.mark.slow
 def test_json_mode_writes_objects(official):
     request = {"model": "random", "messages": QUESTION, "response_format": {"type": "json_object"}, "n": 8, "seed": 1}
     choices = official.chat.completions.create(**request, max_completion_tokens=3000).choices

@@ -47,6 +47,7 @@ def test_the_kit_finds_a_wrong_environment_by_the_promise_that_it_breaks(name):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.promise])
 def test_the_kit_finds_a_wrong_engine_by_the_promise_that_it_breaks(name):
     names, text = broken(GenerationConformance, f"wrong_plugins.engines.{name}.Engine")
@@ -62,7 +63,7 @@ def test_the_kit_finds_a_wrong_weight_transport_by_the_promise_that_it_breaks(na
     assert "Traceback" not in text
 
 
-SLOW = pytest.mark.full("every call starts an interpreter; another sandbox here, and tests/sandbox, run in `make test`")
+SLOW = pytest.mark.full("every call starts an interpreter; another sandbox here, and tests/sandbox, run in CI")
 
 
 @pytest.mark.parametrize(
@@ -107,13 +108,14 @@ def test_the_kit_finds_a_wrong_loss_by_the_promise_that_it_breaks(name):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "right",
         "forgets_its_state",
         *(
-            pytest.param(name, marks=pytest.mark.full("each trains four runs; two of these algorithms run in `make test`"))
+            pytest.param(name, marks=pytest.mark.full("each trains four runs; two of these algorithms run in CI"))
             for name in ALGORITHMS
             if name != "forgets_its_state"
         ),
@@ -143,6 +145,7 @@ def test_the_kit_finds_a_wrong_policy_by_the_promise_that_it_breaks(name):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "interface"), [(PolicyConformance, "PolicyInterface"), (GenerationConformance, "GenerationInterface")]
 )

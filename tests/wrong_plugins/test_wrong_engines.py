@@ -8,6 +8,7 @@ def section(name):
     return {"policy": {"generation": {"backend": f"wrong_plugins.engines.{name}.Engine"}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.marker == "train"])
 def test_a_wrong_engine_stops_the_run_within_three_steps(train, name):
     engine = ENGINES[name]

@@ -57,6 +57,7 @@ def test_check_env_finds_every_wrong_environment(check, name):
         assert [words for words in ENVIRONMENTS[name].words if words not in output] == [], output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["right", *(name for name, wrong in ENVIRONMENTS.items() if wrong.marker == "check")])
 def test_a_right_environment_trains_and_so_does_one_that_only_check_env_can_find(train, name):
     code, output, steps = train(section(name))

@@ -57,6 +57,7 @@ def drivers(tmp_path_factory):
         driver.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("doing", "process", "name"), [("waiting", "raylet", "Ray's raylet"), ("computing", "gcs_server", "Ray's GCS server")]
 )

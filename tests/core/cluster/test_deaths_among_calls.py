@@ -27,6 +27,7 @@ def trio(cluster):
         yield group
 
 
+@pytest.mark.slow
 def test_a_settled_call_keeps_the_results_of_live_workers(trio):
     os.kill(trio.pids()[1], signal.SIGKILL)
     first, died, last = trio.submit_some("add", {0: (1,), 1: (2,), 2: (3, 4)}).settle(120.0)

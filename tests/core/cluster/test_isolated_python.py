@@ -13,6 +13,7 @@ from rl_core.errors import UserError
 from rl_train.pools.actor_pool import ActorPool
 
 
+@pytest.mark.slow
 def test_workers_run_under_the_named_python(local_ray, tmp_path):
     folder = make_environment(tmp_path / "other")
     python = see_our_packages(folder)

@@ -60,6 +60,7 @@ def _reachable_from_outside(address: str) -> bool:
     return not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
+@pytest.mark.slow
 def test_local_cluster_listens_on_the_loopback_interface_only():
     with (
         RayVirtualCluster([2], use_gpus=False, cpus_per_bundle=0.5) as cluster,

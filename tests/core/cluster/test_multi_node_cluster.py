@@ -47,6 +47,7 @@ def group(cluster):
         yield made
 
 
+@pytest.mark.slow
 def test_ranks_fill_the_nodes_in_order(cluster, group):
     assert (cluster.world_size(), len({bundle.node.node_id for bundle in cluster.bundles})) == (4, 2)
     contexts = group.run_all("whoami")
@@ -125,6 +126,7 @@ def gpus_of(environ):
     return set(environ["CUDA_VISIBLE_DEVICES"].split(","))
 
 
+@pytest.mark.slow
 def test_a_worker_with_two_bundles_sees_only_the_gpus_of_both(nodes):
     with RayVirtualCluster([4], use_gpus=True, max_colocated_worker_groups=2) as cluster:
         before = started_processes()
@@ -163,6 +165,7 @@ def test_the_loss_of_a_node_is_reported_for_each_of_its_ranks(nodes, group, tmp_
         group.run_all("sleep_on", 3, str(tmp_path), deadline_s=240.0)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_node_died_waits_for_another_node_and_is_restarted_there(nodes, group, monkeypatch):
     assert wait_until(lambda: [node["Alive"] for node in ray.nodes()].count(False) == 1)
     monkeypatch.setattr(group, "_deadlines", Deadlines(start_s=1.0))

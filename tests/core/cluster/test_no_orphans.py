@@ -113,10 +113,11 @@ def described(process: psutil.Process) -> str:
         return ""
 
 
-FULL = pytest.mark.full("in make test a driver is killed; e2e/test_stopped_runs.py looks for processes after Ctrl-C")
+FULL = pytest.mark.full("in CI a driver is killed; e2e/test_stopped_runs.py looks for processes after Ctrl-C")
 ALWAYS = ("kill",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [pytest.param(end, marks=() if end in ALWAYS else FULL) for end in _ENDS])
 def test_no_process_outlives_a_driver_that_ends_by(end, driver):
     sign, status = _ENDS[end]

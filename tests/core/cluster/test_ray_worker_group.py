@@ -58,6 +58,7 @@ def wait_asleep(beds, *pids):
     assert wait_until(lambda: all((beds / f"asleep-{pid}").exists() for pid in pids)), [path.name for path in beds.iterdir()]
 
 
+@pytest.mark.slow
 def test_every_rank_gets_its_coordinates(square):
     contexts = square.run_all("whoami")
     assert [context.rank for context in contexts] == [0, 1, 2, 3]
@@ -91,6 +92,7 @@ def test_each_kind_of_call_returns_one_result_per_input_in_order(square):
     assert square.submit_some("add", {0: (1, 2), 1: 2, 2: (3,), 3: (4, 1)}).result() == [13, 12, 13, 15]
 
 
+@pytest.mark.slow
 def test_ray_keeps_no_memory_for_finished_calls(square):
     [server] = [process for process in psutil.Process().children(recursive=True) if process.name() == "gcs_server"]
     before = server.memory_info().rss
@@ -290,6 +292,7 @@ def test_resources_in_use_are_distinguished_from_missing_resources(cluster):
         RayVirtualCluster([1], use_gpus=False, cpus_per_bundle=total)
 
 
+@pytest.mark.slow
 def test_each_training_call_of_any_worker_is_seeded_by_its_rank_and_weight_version(cluster):
     with RayWorkerGroup(cluster, Drawing, num_workers=2, name="drawing") as group:
         unbroken = [group.run_all("train") for _ in range(3)]

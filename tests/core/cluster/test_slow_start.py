@@ -83,10 +83,11 @@ def _start_ray(daemon: str, frozen_attempts: int):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-FULL = pytest.mark.full("Ray waits for its raylet for 20 seconds by any clock; in make test its GCS server does not respond")
+FULL = pytest.mark.full("Ray waits for its raylet for 20 seconds by any clock; in CI its GCS server does not respond")
 DAEMONS = ["start_gcs_server", pytest.param("start_raylet", marks=FULL)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", DAEMONS)
 def test_ray_that_does_not_start_in_time_is_removed_and_started_once_more(daemon):
     code, answer, error, started, _, log, folders = _start_ray(daemon, 1)

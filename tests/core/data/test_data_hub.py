@@ -92,6 +92,7 @@ def loaded(asked: list[dict], env: dict[str, str]) -> list:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_hub_files_are_downloaded_by_subset_split_and_revision_and_errors_name_their_key(hub, tmp_path):
     asked = {
         "lines": {"path": "someone/lines"},
@@ -121,6 +122,7 @@ def test_hub_files_are_downloaded_by_subset_split_and_revision_and_errors_name_t
     assert any(request.startswith("GET datasets/someone/sums/resolve/") for request in hub.asked), "nothing was downloaded"
 
 
+@pytest.mark.slow
 def test_without_a_network_only_the_requested_revision_is_read_from_the_cache(hub, tmp_path):
     asked = [{"path": "someone/lines"}, {"path": "someone/lines", "revision": "v1"}, {"path": "someone/sums", "subset": "easy"}]
     empty = loaded(asked, environment(hub, tmp_path, HF_HUB_OFFLINE="1"))

@@ -163,6 +163,7 @@ os._exit(0)  # a thread of gloo that outlives its group would abort a finalizing
 """
 
 
+@pytest.mark.slow
 def test_all_gather_gives_every_rank_the_rows_of_all_in_rank_order(tmp_path):
     command = [sys.executable, "-c", RANK]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stderr=subprocess.PIPE) for rank in range(2)]

@@ -139,6 +139,7 @@ def assert_same_rows(found, expected):
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_rows_of_a_replica_killed_in_the_middle_of_generate_are_sampled_again(engine, tmp_path, caplog):
     two = engine(max_restarts=1)
     undisturbed = two.generate(prompts())
@@ -186,6 +187,7 @@ def test_a_streaming_call_on_a_dead_replica_ends_after_a_restart_and_fails_witho
         asyncio.run(streamed(two, prompts(4)))
 
 
+@pytest.mark.slow
 def test_a_restarted_single_replica_is_refitted_before_it_samples(engine, policy, tmp_path):
     one = engine(replicas=1)
     untrained = one.generate(prompts())
@@ -241,6 +243,7 @@ def test_a_replica_that_dies_during_the_canary_is_refitted_again(engine, policy,
     sync.close()
 
 
+@pytest.mark.slow
 def test_rows_in_progress_on_a_dead_replica_wait_for_its_refit_and_other_rows_do_not(engine, policy, tmp_path):
     two = engine(worker_class=StreamingMortalWorker)
     canary = make_canary(range(5, 15), num_receivers=2, max_length=12, exact=True)
@@ -267,6 +270,7 @@ def test_rows_in_progress_on_a_dead_replica_wait_for_its_refit_and_other_rows_do
     assert segments_of(killed) == []
 
 
+@pytest.mark.slow
 def test_rows_fail_with_the_reason_if_the_new_replica_cannot_be_refitted(engine, policy, tmp_path):
     one = engine(replicas=1, worker_class=StreamingMortalWorker)
     sync = synchronizer(policy, one)
@@ -291,6 +295,7 @@ def test_rows_fail_with_the_reason_if_the_new_replica_cannot_be_refitted(engine,
     sync.close()
 
 
+@pytest.mark.slow
 def test_answers_of_the_survivor_are_kept_and_all_rows_have_the_policys_version(engine, policy, tmp_path):
     two = engine()
     sync = synchronizer(policy, two)
@@ -314,6 +319,7 @@ def test_answers_of_the_survivor_are_kept_and_all_rows_have_the_policys_version(
     sync.close()
 
 
+@pytest.mark.slow
 def test_a_replacement_that_loads_something_else_is_refused(engine, tmp_path):
     one = engine(replicas=1)
     one.wait_ready()

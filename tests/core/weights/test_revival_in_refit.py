@@ -153,11 +153,10 @@ def assert_equal_on_all(policy, engine):
         assert [name for name, tensor in held.items() if not torch.equal(sent[name].to(tensor.dtype), tensor)] == []
 
 
-FULL = pytest.mark.full(
-    "in make test replicas die before and in a transfer by the collective, and in and after one by shared memory"
-)
+FULL = pytest.mark.full("in CI replicas die before and in a transfer by the collective, and in and after one by shared memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "verb", "call", "ranks"),
     [
@@ -197,6 +196,7 @@ def restart(engine, deaths, *, rank):
     assert engine.restart_dead(caught.value)
 
 
+@pytest.mark.slow
 def test_a_replica_that_was_restarted_between_refits_is_refitted_alone(sides, synchronizers, deaths):
     policy, engine = sides
     policy.group.run_all("step")
@@ -221,6 +221,7 @@ def test_a_replica_that_was_restarted_between_refits_is_refitted_alone(sides, sy
     assert engine.group.run_all("num_changes") == [1, 3]
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_missing_rank_are_released(sides, synchronizers, deaths):
     policy, engine = sides
     policy.group.run_all("step")

@@ -84,9 +84,10 @@ def test_small_segments_are_kept_for_the_next_refit_and_large_ones_are_not(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-FULL = pytest.mark.full("a process that ends by an error, and one that is killed, run in make test")
+FULL = pytest.mark.full("a process that ends by an error, and one that is killed, run in CI")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "then", [pytest.param("", marks=FULL), pytest.param("raise SystemExit(3)", marks=FULL), "raise RuntimeError"]
 )

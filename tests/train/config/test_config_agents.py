@@ -18,6 +18,7 @@ def _examples_can_be_imported(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
 
 
+@pytest.mark.slow
 def test_the_key_selects_an_environment_without_steps_and_many_turns(files, good):
     run = files.load(good.replace("arithmetic: {}", f"sums: {{agent: {AGENT}}}")).run
     assert isinstance(run.env["sums"], AgentEnvironmentConfig)

@@ -135,6 +135,7 @@ def write(path, text):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_config_with_mutated_values_gives_a_run_or_a_list_of_errors(files, block):
     rng = random.Random(block)
@@ -165,6 +166,7 @@ def test_random_bytes_give_a_list_of_errors(files):
         assert isinstance(outcome(path, [], files.registry), InvalidConfigError)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(override=st.one_of(
     st.text(max_size=40),
@@ -183,6 +185,7 @@ def test_any_override_gives_a_run_or_a_list_of_errors(files, override):
     assert isinstance(found, LoadedConfig) or str(found)
 
 
+@pytest.mark.slow
 def test_mutated_inherited_files_give_a_run_or_a_list_of_errors(files):
     rng = random.Random(11)
     outcomes = []

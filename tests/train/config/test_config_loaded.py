@@ -68,6 +68,7 @@ def test_a_section_cannot_be_changed(files, good):
         files.load(good).run.policy.precision = "bfloat16"
 
 
+@pytest.mark.slow
 def test_loading_imports_none_of_the_heavy_libraries(files, good):
     path = files.write(good)
     code = (

@@ -54,6 +54,7 @@ def two_ranks(local_ray):
         workers.shutdown()
 
 
+@pytest.mark.slow
 def test_a_phase_has_the_peak_of_its_largest_rank_and_not_that_of_other_phases(two_ranks):
     recorder = recorder_of(two_ranks, object())  # a component without workers is not measured
     two_ranks.group.run_all("use", 900)  # such as for a checkpoint

@@ -31,6 +31,7 @@ def run_all(pool, method, calls):
     return [call.result(60) for call in [pool.submit(method, argument) for argument in calls]]
 
 
+@pytest.mark.slow
 def test_each_call_gets_its_own_result(pool):
     assert run_all(pool, "square", range(20)) == [x * x for x in range(20)]
 
@@ -92,6 +93,7 @@ def test_submitted_calls_do_not_wait_for_a_slow_one(pool):
     assert slow.result(60) == "gate"
 
 
+@pytest.mark.slow
 def test_a_pool_continues_without_an_actor_whose_replacement_cannot_be_built(local_ray, tmp_path, caplog):
     with ActorPool(None, Scorer, 2, {"folder": str(tmp_path)}, max_restarts=0, name="broken") as pool:
         first, second = pool.pids()
@@ -158,6 +160,7 @@ def test_a_dead_daemon_that_only_the_thread_of_a_pool_detects_is_not_noticed(mon
     assert watch.noticed.is_set()
 
 
+@pytest.mark.slow
 def test_an_actor_runs_several_calls_at_once_and_those_next_to_a_late_one_are_not_counted_as_failed(local_ray, tmp_path):
     options = {"max_concurrency": 2, "max_restarts": 0, "deadlines": Deadlines(stack_s=120.0)}
     with ActorPool(None, Scorer, 1, {"folder": str(tmp_path)}, **options) as pool:

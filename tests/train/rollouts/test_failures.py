@@ -391,6 +391,7 @@ class Deadly(EnvironmentInterface):
         return Fragile({}).step(message_log_batch, metadata)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_row_that_kills_its_worker_is_masked_and_the_rows_next_to_it_are_scored(local_ray, collector, tokenizer):
     with ActorPool(None, Deadly, 1, name="env.t") as pool:
@@ -416,6 +417,7 @@ class DiesInMetrics(Fragile):
         return batch, {"tries": tries}
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("deaths", [2, 3])
 def test_metrics_whose_worker_dies_are_computed_again_at_most_twice(local_ray, tmp_path, deaths):

@@ -214,6 +214,7 @@ class Mortal(Notebook):
         return super().step(message_log_batch, metadata)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_all_steps_of_a_session_run_in_one_process_and_end_with_it(local_ray, tokenizer, engine_for):
     engine = engine_for(lambda _: ("ok[EOS]", False))

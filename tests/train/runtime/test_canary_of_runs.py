@@ -26,6 +26,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_the_canarys_baseline_from_its_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({**CONFIG, "logger": {"log_dir": str(tmp_path / "runs")}}))

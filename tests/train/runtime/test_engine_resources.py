@@ -146,6 +146,7 @@ def test_workers_of_policy_and_engine_see_different_gpus_of_a_node(nodes, tmp_pa
             assert len({place[2] for place in other.run_all("place")}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["collective", "disk"])
 def test_weights_reach_an_engine_on_another_node(nodes, tmp_path, transport):
     disk = {"refit_transport": "disk", "refit_folder": str(tmp_path)} if transport == "disk" else {}
@@ -186,6 +187,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_contradict_own_resources_are_refused_with_the_reason(rlcore, tmp_path, case):
     generation, cluster, reason = REFUSED[case]

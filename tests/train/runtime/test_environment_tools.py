@@ -107,6 +107,7 @@ def test_a_typical_mistake_is_found_by_its_check(name, rows, monkeypatch):
     assert says in found[check][1]
 
 
+@pytest.mark.slow
 def test_an_environment_without_mistakes_passes_and_its_right_answers_are_compared(rows):
     found = checked("math", rows)
     assert {status for status, _ in found.values()} == {DiagnosisStatus.OK, DiagnosisStatus.NOTE}
@@ -114,6 +115,7 @@ def test_an_environment_without_mistakes_passes_and_its_right_answers_are_compar
     assert "accuracy 0" in found["metrics"][1]
 
 
+@pytest.mark.slow
 def test_an_environment_with_tools_is_checked_without_a_model(rows):
     found = checked("tools", rows)
     assert {status for status, _ in found.values()} == {DiagnosisStatus.OK, DiagnosisStatus.NOTE}
@@ -279,6 +281,7 @@ def test_an_environment_that_reads_the_expected_answer_and_never_rewards_it_fail
     assert (status, "no form of the expected answer" in detail) == (DiagnosisStatus.FAILED, True)
 
 
+@pytest.mark.slow
 def test_a_constant_answer_that_is_rewarded_on_most_problems_fails_and_near_misses_are_noted(rows, functions):
     found = checked(f"{functions}.any_number", rows)
     assert found["constant answers"][0] is DiagnosisStatus.FAILED

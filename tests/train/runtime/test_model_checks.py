@@ -55,6 +55,7 @@ def found(findings) -> dict[str, str]:
     return {".".join(map(str, problem.path)): problem.message for problem in findings}
 
 
+@pytest.mark.slow
 def test_more_tokens_than_learned_positions_are_refused_by_validate_and_at_the_start(load, tmp_path):
     loaded = load({}, learned=True, max_total_sequence_length=129)
     message = found(report_of(loaded).problems)["policy.max_total_sequence_length"]
@@ -64,12 +65,14 @@ def test_more_tokens_than_learned_positions_are_refused_by_validate_and_at_the_s
         train(tmp_path / "config.yaml", console=False)
 
 
+@pytest.mark.slow
 def test_as_many_tokens_as_positions_are_accepted(load):
     loaded = load({}, learned=True, max_total_sequence_length=128)
     assert not found(report_of(loaded).problems)
     assert not found(report_of(loaded).warnings)
 
 
+@pytest.mark.slow
 def test_more_tokens_than_rotary_positions_are_a_warning_of_validate_and_of_the_run(load, caplog):
     loaded = load({}, max_total_sequence_length=129)
     assert not found(report_of(loaded).problems)
@@ -80,6 +83,7 @@ def test_more_tokens_than_rotary_positions_are_a_warning_of_validate_and_of_the_
     assert "policy.max_total_sequence_length: 129 tokens are more than the 128 positions" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rope", "limit"),
     [
@@ -110,6 +114,7 @@ def test_the_length_limit_of_the_engine_is_checked_too(load):
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_stops_rows_before_the_configured_length_is_reported(load, tmp_path, caplog):
     load({}, max_total_sequence_length=140)
     train(tmp_path / "config.yaml", console=False)

@@ -52,6 +52,7 @@ def test_on_gpus_it_is_bfloat16_if_they_support_it(monkeypatch, supported, chose
         assert resolve_precision(given, None) is given
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="expects GPUs that do not exist")
 def test_each_gpu_of_a_cluster_is_asked(local_ray, monkeypatch):
     """The cluster says that it has GPUs, and its workers find none, so that they cannot confirm bfloat16."""

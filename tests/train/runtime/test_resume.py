@@ -70,6 +70,7 @@ def metrics_of(folder):
     return {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_resuming_an_earlier_checkpoint_moves_later_ones_to_another_folder(launch, folder, capsys):
     first = folder / "checkpoints" / "step_000004"
     old = contents(first)

@@ -154,6 +154,7 @@ class IdleWorker:
     def shutdown(self): ...
 
 
+@pytest.mark.slow
 def test_after_a_worker_was_replaced_the_processes_are_those_that_live(tmp_path, local_ray):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     config = GenerationConfig(backend="idle", num_workers=1)

@@ -59,6 +59,7 @@ def lines(config):
     return {row["step"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_each_set_is_validated_at_its_own_period_and_all_at_the_start(lines):
     found = {
         name: [step for step, row in sorted(lines.items()) if f"validation/{prefix}rows" in row]

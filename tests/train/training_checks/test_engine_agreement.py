@@ -38,6 +38,7 @@ def test_a_large_difference_stops_a_run_in_rounded_arithmetic_at_once(train):
     assert len(metrics) == 2
 
 
+@pytest.mark.slow
 def test_a_doubtful_difference_is_decided_by_the_canary_which_moves_the_baseline(train, tmp_path):
     code, output, metrics = train(
         changed(engine("OnlyInRollouts", canary_tolerance=0.01), {"checkpointing": {"enabled": True, "save_period": 4}})
@@ -58,6 +59,7 @@ def test_a_doubtful_difference_stops_the_run_if_the_canary_fails(train):
     assert len(metrics) == 2
 
 
+@pytest.mark.slow
 def test_without_tokens_to_compare_the_canary_runs_after_the_first_optimizer_step(train):
     distillation = {
         "distillation": {"num_prompts_per_step": 8, "max_num_steps": 4, "student_data_fraction": 0.0},

@@ -58,6 +58,7 @@ def test_a_step_of_older_weights_is_not_compared_but_the_next_refit_runs_the_can
         assert fresh or step["staleness/token_frac"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_ratio_to_the_sampler_needs_no_scoring_pass_with_several_optimizer_steps(train, scored_rows, tmp_path):
     several = {"policy": {"train_global_batch_size": 8}}
     code, output, to_policy = train(several)

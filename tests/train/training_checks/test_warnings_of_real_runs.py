@@ -60,6 +60,7 @@ def warned(train, tmp_path, monkeypatch):
     sys.modules.pop(module, None)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_zero(warned):
     found, _ = warned(QUIET, "policy.optimizer.kwargs.lr=0.0")
     assert found == {"no_learning_rate"}
