@@ -73,7 +73,9 @@ def _describe(path: str, value: Any) -> Iterator[str]:
         yield from (f"{path}.{key}{' (required)' if field.is_required() else ''}" for key, field in value.model_fields.items())
     elif inspect.isclass(value):
         yield f"{path}{_signature(value)}"
-        for name, method in vars(value).items():
+        ours = [each for each in value.__mro__ if each is value or each.__module__.startswith("rl_")]
+        for name in dict.fromkeys(name for each in ours for name in vars(each)):
+            method = inspect.getattr_static(value, name)
             plain = getattr(method, "__func__", method)
             if not name.startswith("_") and inspect.isfunction(plain):
                 abstract = " (abstract)" if getattr(plain, "__isabstractmethod__", False) else ""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl_core.errors import DeadlineExceededError, UserError
+
+if TYPE_CHECKING:
+    from rl_core.cluster.remote_actor import ActorCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,35 +36,25 @@ class Deadlines:
             raise UserError(f"a deadline is a positive number of seconds, found {wrong}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unanswered:
-    """A worker that was still busy at the deadline.
+def deadline_error(waiting: Sequence[ActorCall], answered: Sequence[str], *, stack_s: float) -> DeadlineExceededError:
+    """The error for an expired deadline, with the workers that did not answer, what each was doing, and those that did.
 
-    Attributes:
-        who: Such as "rank 1 (data=1) of 'policy'".
-        where: Host and pid, or that its process has not started.
-        method: The method that was called.
-        seconds: Seconds since the call.
-        doing: The Python stack, or why it is unavailable.
+    Args:
+        waiting: The calls without an answer.
+        answered: Labels of the workers that answered.
+        stack_s: Limit of reading the stack of a worker, in seconds.
     """
-
-    who: str
-    where: str
-    method: str
-    seconds: float
-    doing: str
-
-
-def deadline_error(deadline_s: float, waiting: Sequence[Unanswered], answered: Sequence[str]) -> DeadlineExceededError:
-    """The error for an expired deadline, with the workers that did not answer, what each was doing, and those that did."""
-    methods = sorted({one.method for one in waiting})
+    seconds = [time.monotonic() - call.started for call in waiting]
+    with ThreadPoolExecutor(max_workers=16) as looks:  # reading a stack on another node takes seconds
+        stacks = list(looks.map(lambda call: call.actor.stack(stack_s), waiting))
+    methods = sorted({call.method for call in waiting})
     lines = [
-        f"{', '.join(methods)} did not finish within {deadline_s:g} s: "
+        f"{', '.join(methods)} did not finish within {round(max(seconds), 1):g} s: "
         f"{len(waiting)} of {len(waiting) + len(answered)} workers did not answer."
     ]
-    for one in waiting:
-        lines.append(f"- {one.who}, {one.where}, in {one.method} for {one.seconds:.1f} s; what it was doing:")
-        lines += [f"    {line}" for line in one.doing.splitlines()]
+    for call, waited, stack in zip(waiting, seconds, stacks, strict=True):
+        lines.append(f"- {call.actor.label}, {call.actor.where()}, in {call.method} for {waited:.1f} s; what it was doing:")
+        lines += [f"    {line}" for line in stack.splitlines()]
     lines.append(f"Answered: {', '.join(answered) or 'none'}.")
     lines.append(
         "If the work just takes long, raise the deadline. If ranks wait for each other, look for the one with a different "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
 from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_group import WorkerGroup, check_shards
+from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.data.process_seed import separate_generators
 from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
 from rl_core.interfaces.out_of_memory import explaining_memory
@@ -74,29 +74,6 @@ class InProcessWorkerGroup(WorkerGroup):
         """The worker itself; None after `shutdown`."""
         return self._worker
 
-    def submit_some(
-        self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
-    ) -> PendingCall:
-        for rank in args_by_rank:
-            self._sharding.get_worker_coords(rank)
-        if not args_by_rank:
-            raise UserError(f"{method}() of group '{self._name}' was called on no rank")
-        [item] = args_by_rank.values()
-        return self._run(method, item if isinstance(item, tuple) else (item,), kwargs)
-
-    def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        return self._run(method, args, kwargs)
-
-    def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        self._sharding.get_worker_coords(rank)
-        return self._run(method, args, kwargs, shape=lambda values: values[0])
-
-    def submit_sharded(
-        self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
-    ) -> PendingCall:
-        check_shards(self._sharding, shards, axis)
-        return self._run(method, (shards[0], *args), kwargs)
-
     def pids(self) -> list[int]:
         return [os.getpid()]
 
@@ -124,9 +101,22 @@ class InProcessWorkerGroup(WorkerGroup):
         except (Exception, SystemExit) as error:
             raise self._failed("__init__", error) from error
 
-    def _run(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Callable[[list[Any]], Any] = list
+    def _submit(
+        self,
+        method: str,
+        leading: Mapping[int, tuple[Any, ...]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        deadline_s: float | None,
+        kept: Collection[int] | None = None,
+        shape: Callable[[list[Any]], Any] = list,
     ) -> PendingCall:
+        for rank in leading:
+            self._sharding.get_worker_coords(rank)
+        if not leading:
+            raise UserError(f"{method}() of group '{self._name}' was called on no rank")
+        args = (*leading[0], *args)
         if self._worker is None:
             raise UserError(f"group '{self._name}' was shut down; {method}() cannot run on it")
         try:

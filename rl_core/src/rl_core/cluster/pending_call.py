@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.cluster.deadlines import Deadlines, deadline_error
@@ -114,10 +113,7 @@ class PendingCall:
     def _expired(self) -> Exception:
         waiting = [self._calls[index] for index in sorted(self._open.values())]
         answered = [self._calls[index].actor.label for index in sorted(self._values)]
-        seconds = max(time.monotonic() - call.started for call in waiting)
-        with ThreadPoolExecutor(max_workers=16) as looks:  # reading a stack on another node takes seconds
-            reports = list(looks.map(lambda call: call.unanswered(self._deadlines.stack_s), waiting))
-        return deadline_error(round(seconds, 1), reports, answered)
+        return deadline_error(waiting, answered, stack_s=self._deadlines.stack_s)
 
 
 def poll_together(pending: Sequence[PendingCall], timeout_s: float) -> bool:

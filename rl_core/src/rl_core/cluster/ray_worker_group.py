@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rl_core.cluster.pending_call import PendingCall, collect
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_exited
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.cluster.worker_group import WorkerGroup, check_shards
+from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.thread_waiting import thread_waiting
@@ -100,44 +100,6 @@ class RayWorkerGroup(WorkerGroup):
     def pids(self) -> list[int]:
         """The process id of each rank, on its host."""
         return [actor.identity.pid for actor in self._actors if actor.identity is not None]
-
-    def submit_some(
-        self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
-    ) -> PendingCall:
-        self._reject_if_shut_down()
-        shared = self._store(((), kwargs), len(args_by_rank))
-        calls = [
-            self._actors[rank].call(method, shared, *(item if isinstance(item, tuple) else (item,)))
-            for rank, item in args_by_rank.items()
-        ]
-        return self._pending(calls, deadline_s)
-
-    def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        self._reject_if_shut_down()
-        shared = self._store((args, kwargs), self.world_size)
-        return self._pending([actor.call(method, shared) for actor in self._actors], deadline_s)
-
-    def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
-        self._sharding.get_worker_coords(rank)
-        self._reject_if_shut_down()
-        call = self._actors[rank].call(method, (args, kwargs))
-        return self._pending([call], deadline_s, shape=lambda values: values[0])
-
-    def submit_sharded(
-        self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
-    ) -> PendingCall:
-        check_shards(self._sharding, shards, axis)
-        self._reject_if_shut_down()
-        shared = self._store((args, kwargs), self.world_size)
-        replicas = self.world_size // len(shards)
-        stored = [self._store(shard, replicas) for shard in shards]
-        others = dict.fromkeys((name for name in self._sharding.names if name != axis), 0)
-        leaders = [self._sharding.get_ranks_by_coord(**{axis: index}, **others)[0] for index in range(len(shards))]
-        calls = []
-        for rank, actor in enumerate(self._actors):
-            shard = stored[self._sharding.get_worker_coords(rank)[axis]]
-            calls.append(actor.call(method, shared, shard, keep_result=rank in leaders))
-        return self._pending(calls, deadline_s, shape=lambda values: [values[rank] for rank in leaders])
 
     def describe_rank(self, rank: int) -> str:
         return f"{self._actors[rank].label}, {self._actors[rank].where()}"
@@ -255,13 +217,27 @@ class RayWorkerGroup(WorkerGroup):
         before = Counter(self._allocator.own_bundle(other).node.node_id for other in range(rank))
         return before[self._allocator.own_bundle(rank).node.node_id]
 
-    def _reject_if_shut_down(self) -> None:
+    def _submit(
+        self,
+        method: str,
+        leading: Mapping[int, tuple[Any, ...]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        deadline_s: float | None,
+        kept: Collection[int] | None = None,
+        shape: Callable[[list[Any]], Any] = list,
+    ) -> PendingCall:
+        for rank in leading:
+            self._sharding.get_worker_coords(rank)
         if not self._actors:
             raise UserError(f"group '{self._name}' was shut down; no method can run on it")
-
-    def _pending(
-        self, calls: Sequence[ActorCall], deadline_s: float | None, shape: Callable[[list[Any]], Any] = list
-    ) -> PendingCall:
+        shared, readers = self._store((args, kwargs), len(leading)), Counter(map(id, leading.values()))
+        stored = {id(items): [self._store(item, readers[id(items)]) for item in items] for items in leading.values()}
+        calls = [
+            self._actors[rank].call(method, shared, *stored[id(items)], keep_result=kept is None or rank in kept)
+            for rank, items in leading.items()
+        ]
         return PendingCall(
             calls,
             deadline_s=self._deadlines.call_s if deadline_s is None else deadline_s,

@@ -17,7 +17,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.cluster import daemons, orphan_reaper, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
-from rl_core.cluster.deadlines import Unanswered
 from rl_core.cluster.virtual_cluster import live_nodes
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
@@ -244,13 +243,6 @@ class ActorCall:
                 raise WorkerDiedError(str(raised)) from raised.__cause__
             raise raised
         return result
-
-    def unanswered(self, stack_s: float) -> Unanswered:
-        """The worker's entry in the report of an expired deadline."""
-        seconds = time.monotonic() - self.started
-        return Unanswered(
-            who=self.actor.label, where=self.actor.where(), method=self.method, seconds=seconds, doing=self.actor.stack(stack_s)
-        )
 
     def _headline(self) -> str:
         return f"{self.actor.label}, {self.actor.where()}, failed in {self.method}"

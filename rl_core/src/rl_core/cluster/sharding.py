@@ -96,15 +96,12 @@ class NamedSharding:
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """All ranks at these coordinates, in row-major order; unnamed axes are free."""
-        return [int(rank) for rank in np.ravel(self._select(coords))]
-
-    def _select(self, coords: dict[str, int]) -> NDArray[np.int64]:
         index: list[int | slice] = [slice(None)] * self.ndim
         for name, at in coords.items():
             if not 0 <= at < self.get_axis_size(name):
                 raise UserError(f"{name}={at} is outside the grid {self.shape}")
             index[self.get_axis_index(name)] = at
-        return np.asarray(self._grid[tuple(index)])
+        return [int(rank) for rank in np.ravel(self._grid[tuple(index)])]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NamedSharding) and self._names == other._names and np.array_equal(self._grid, other._grid)

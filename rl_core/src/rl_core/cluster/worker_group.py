@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +33,22 @@ class WorkerGroup(ABC):
         return self.sharding.size
 
     @abstractmethod
+    def _submit(
+        self,
+        method: str,
+        leading: Mapping[int, tuple[Any, ...]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        deadline_s: float | None,
+        kept: Collection[int] | None = None,
+        shape: Callable[[list[Any]], Any] = list,
+    ) -> PendingCall:
+        """Start `method(*leading[rank], *args, **kwargs)` on those ranks.
+
+        Only results of the ranks `kept` (all by default) must be returned; those of others may be None.
+        """
+
     def submit_some(
         self, method: str, args_by_rank: Mapping[int, Any], *, deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
@@ -40,16 +56,17 @@ class WorkerGroup(ABC):
 
         An item that is not a tuple is the only positional argument.
         """
+        leading = {rank: item if isinstance(item, tuple) else (item,) for rank, item in args_by_rank.items()}
+        return self._submit(method, leading, (), kwargs, deadline_s=deadline_s)
 
-    @abstractmethod
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Start the method with the same arguments on every rank."""
+        return self._submit(method, dict.fromkeys(range(self.world_size), ()), args, kwargs, deadline_s=deadline_s)
 
-    @abstractmethod
     def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Start the method on one rank; the result is that rank's."""
+        return self._submit(method, {rank: ()}, args, kwargs, deadline_s=deadline_s, shape=lambda values: values[0])
 
-    @abstractmethod
     def submit_sharded(
         self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
     ) -> PendingCall:
@@ -58,6 +75,21 @@ class WorkerGroup(ABC):
         Raises:
             UserError: There is no such axis, or the number of shards does not match its size.
         """
+        size = self.sharding.get_axis_size(axis)
+        if len(shards) != size:
+            raise UserError(
+                f"{len(shards)} shards were given for axis {axis!r} of size {size} in {self.sharding}; "
+                f"split the batch into exactly {size}"
+            )
+        others = dict.fromkeys((name for name in self.sharding.names if name != axis), 0)
+        kept = [self.sharding.get_ranks_by_coord(**{axis: index}, **others)[0] for index in range(size)]
+        items = [(shard,) for shard in shards]
+        leading = {rank: items[self.sharding.get_worker_coords(rank)[axis]] for rank in range(self.world_size)}
+
+        def in_order(values: list[Any]) -> list[Any]:
+            return [values[rank] for rank in kept]
+
+        return self._submit(method, leading, args, kwargs, deadline_s=deadline_s, kept=kept, shape=in_order)
 
     def run_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call the method with the same arguments on every rank; one result per rank, in rank order."""
@@ -104,13 +136,3 @@ class WorkerGroup(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shutdown()
-
-
-def check_shards(sharding: NamedSharding, shards: Sequence[Any], axis: str) -> None:
-    """Raise a UserError unless there is one shard per coordinate of the axis."""
-    size = sharding.get_axis_size(axis)
-    if len(shards) != size:
-        raise UserError(
-            f"{len(shards)} shards were given for axis {axis!r} of size {size} in {sharding}; "
-            f"split the batch into exactly {size}"
-        )

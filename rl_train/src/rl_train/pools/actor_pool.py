@@ -317,10 +317,10 @@ class ActorPool(Pool):
         self._fail([call for call, _ in late], error)
 
     def _expired(self, slot: Slot, pending: ActorCall) -> DeadlineExceededError:
-        report = pending.unanswered(self._deadlines.stack_s)
+        error = deadline_error([pending], [], stack_s=self._deadlines.stack_s)
         slot.actor.kill()
         wait_exited([slot.actor])
-        return deadline_error(round(report.seconds, 1), [report], [])
+        return error
 
     def _replace(self, index: int, error: WorkerDiedError | DeadlineExceededError, *, tries: int = 1) -> None:
         _log.warning("pool '%s': replacing an actor that failed: %s", self._name, error)
