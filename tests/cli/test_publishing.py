@@ -212,6 +212,19 @@ def test_a_card_of_a_hostile_config_has_no_secret_no_local_path_and_no_row(write
     assert "step 3 |" not in text
 
 
+def test_a_card_names_the_base_model_and_its_revision(write_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--acme--base").mkdir(parents=True)
+    config = {"sft": {"max_num_steps": 1}, "policy": {"backend": "hf", "model_name": "acme/base@refs/pr/1"}}
+    values = {key: {"kind": "file", "source": "run.yaml:1:1"} for key in keys_of(config)}
+    card = model_card(
+        read_run_folder(write_run(tmp_path / "run", steps=1, config=config, provenance={"values": values})), 1, "a/b"
+    )
+    _, front, text = card.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == "acme/base"
+    assert '| `policy.model_name` | `"acme/base@refs/pr/1"` |' in text
+
+
 @pytest.mark.slow
 def test_a_refused_upload_keeps_the_model_and_says_how_to_upload_it(run, tmp_path, hub):
     result = pushed(run, tmp_path / "model", hub, token="hf_wrong")

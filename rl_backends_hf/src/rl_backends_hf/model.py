@@ -24,7 +24,7 @@ from rl_backends_hf.loading_checks import check_not_offloaded, check_options
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_missing_head, prepare_head
 from rl_core.backend import Head
-from rl_core.data.hub import require_model
+from rl_core.data.hub import pretrained_location, require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
 
@@ -45,7 +45,7 @@ def load_model(
     A GGUF file is dequantized, so that the model trains and saves like any other.
 
     Args:
-        name: name on the hub (or in its cache), folder with a `config.json`, or path of a `.gguf` file.
+        name: name on the hub or in its cache (`owner/name@revision`), folder with a `config.json`, or path of a `.gguf` file.
         options: how to load it.
         dtype: float32 or bfloat16.
         device: device of the weights.
@@ -261,15 +261,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
 
 
-def _locate(name: str) -> dict[str, Any]:
+def _locate(name: str) -> dict[str, str]:
     """Arguments of `from_pretrained` that locate the model."""
     path = Path(name).expanduser()
     try:
         require_model(name)
     except DataError as error:
         raise UserError(f"`model_name`: {error}.", key="model_name") from error
-    if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
         if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
             raise UserError(
@@ -281,8 +279,8 @@ def _locate(name: str) -> dict[str, Any]:
                 f"The folder {name} has no config.json, so it is not a Transformers model. Use a folder written by "
                 "`save_pretrained` (or `rlcore convert`)."
             )
-        return {"pretrained_model_name_or_path": str(path)}
-    return {"pretrained_model_name_or_path": name}
+    location, options = pretrained_location(name)
+    return {"pretrained_model_name_or_path": location, **options}
 
 
 def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) -> PretrainedConfig:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
-from rl_core.data.hub import require_model
+from rl_core.data.hub import model_source, require_model
 from rl_core.errors import CheckpointError, DataError, UserError
 
 _INDEX = "model.safetensors.index.json"
@@ -51,7 +51,8 @@ def find_folder(name: str, *, weights: bool = True) -> Path:
         raise UserError(f"`model_name`: {error}.", key="model_name") from error
     try:
         patterns = ["*.json", *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        source, revision = model_source(name)
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise UserError(
             f"Model {name!r} not found: there is no folder {path.absolute()}, and the hub failed with {type(error).__name__}: "

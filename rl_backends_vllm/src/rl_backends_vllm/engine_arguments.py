@@ -32,6 +32,7 @@ _REPLICAS = (
 )
 OWNED = {
     "model": "set policy.generation.model_name instead.",
+    **dict.fromkeys(("revision", "tokenizer_revision"), "append it to the model's name: NAME@REVISION."),
     "dtype": _CFG.format("precision"),
     "tokenizer": _CFG.format("tokenizer"),
     "kv_cache_memory_bytes": _CFG.format("kv_cache_gib"),

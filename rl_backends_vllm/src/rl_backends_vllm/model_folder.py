@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
+from rl_core.data.hub import model_source, pretrained_location
 from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import ConfigError
 
@@ -19,7 +20,8 @@ class ModelFiles:
     """Files and configuration of a model.
 
     Attributes:
-        path: model path for vLLM.
+        path: model path or hub name for vLLM.
+        revision: of that name; None for a path, or for the main branch.
         hf_config: the Transformers configuration.
         generation_config: the generation configuration, or None if the model has none.
         tokenizer: of the model or the config, or None if there is none.
@@ -28,6 +30,7 @@ class ModelFiles:
     """
 
     path: str
+    revision: str | None
     hf_config: Any
     generation_config: Any
     tokenizer: Any
@@ -51,6 +54,7 @@ def model_files(
         ConfigError: the model does not exist or cannot be read.
     """
     is_gguf = Path(model_name).suffix == ".gguf"
+    source, revision = model_source(model_name)
     hf_config = read_config(model_name, trust_remote_code=trust_remote_code)
     tokenizer = find_tokenizer(model_name, TokenizerConfig(name=tokenizer_name), trust_remote_code=trust_remote_code)
     with TemporaryDirectory(dir=temp_dir) as folder:
@@ -60,11 +64,12 @@ def model_files(
         elif tokenizer is not None and tokenizer_name is not None:
             tokenizer.save_pretrained(folder)
         yield ModelFiles(
-            path=folder if is_gguf else model_name,
+            path=folder if is_gguf else source,
+            revision=revision,
             hf_config=hf_config,
-            generation_config=_generation_config(model_name) if not is_gguf else None,
+            generation_config=_generation_config(source, revision) if not is_gguf else None,
             tokenizer=tokenizer,
-            tokenizer_path=None if tokenizer is None else folder if is_gguf or tokenizer_name is not None else model_name,
+            tokenizer_path=None if tokenizer is None else folder if is_gguf or tokenizer_name is not None else source,
             has_weights=not is_gguf,
         )
 
@@ -81,18 +86,17 @@ def read_config(model_name: str, *, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoConfig
 
-    path = Path(model_name)
-    location, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (model_name, {})
+    location, options = pretrained_location(model_name)
     try:
         return AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
 
 
-def _generation_config(model_name: str) -> Any:
+def _generation_config(source: str, revision: str | None) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(model_name)
+        return GenerationConfig.from_pretrained(source, revision=revision or "main")
     except OSError:  # optional
         return None

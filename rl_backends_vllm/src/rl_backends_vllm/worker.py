@@ -289,7 +289,9 @@ class VllmGenerationWorker(GenerationWorker):
         own = self._config.vllm_cfg
         arguments: dict[str, Any] = {
             "model": files.path,
+            "revision": files.revision,
             "tokenizer": files.tokenizer_path,
+            "tokenizer_revision": files.revision if files.tokenizer_path == files.path else None,
             "skip_tokenizer_init": files.tokenizer_path is None,
             # By default, vLLM would run a float32 model in lower precision.
             "dtype": own.precision or str(getattr(files.hf_config, "dtype", None) or "auto").removeprefix("torch."),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_core.data.hub import model_source
 from rl_core.dispatch.worker_facade import local_device
 from rl_core.errors import ConfigError
 from rl_serve.served_model import is_run
@@ -98,8 +99,10 @@ def vllm_command(
             "on 127.0.0.1. Reach it from other machines through a tunnel."
         )
     variables = {"VLLM_SERVER_DEV_MODE": "1", FOLDER: str(updates.folder)}
+    source, revision = model_source(model)
     arguments = {
-        "--model": model,
+        "--model": source,
+        **({"--revision": revision, "--tokenizer-revision": revision} if revision is not None else {}),
         "--served-model-name": name or Path(model).name,
         "--host": host,
         "--port": str(port),

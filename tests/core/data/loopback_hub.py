@@ -1,4 +1,4 @@
-"""A dataset hub on the loopback device, with the API that `datasets` needs to find, list and download a repository."""
+"""A hub on the loopback device, with the API that libraries need to find, list and download datasets and models."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Repository:
-    """A dataset's repository: its commits by the names of branches and tags; each commit is the files of its tree."""
+    """Commits of a dataset or a model by the names of branches and tags; each commit is the files of its tree."""
 
     revisions: dict[str, Files]
 
@@ -32,7 +32,7 @@ class Hub:
     """The repositories served.
 
     Attributes:
-        repositories: By name, `owner/name`.
+        repositories: By name, `owner/name`; a dataset and a model do not have the same name.
         url: Where.
         asked: Every request so far: method and path.
     """
@@ -63,11 +63,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         self.hub.asked.append(f"{self.command} {'/'.join(parts)}")
         is_api = parts[0] == "api"
-        if is_api:
-            parts = parts[1:]
-        if len(parts) < 3 or parts[0] != "datasets":
-            return self._error(404, "EntryNotFound", "no such page")
-        name, rest = "/".join(parts[1:3]), parts[3:]
+        if is_api or parts[0] == "datasets":
+            parts = parts[2:] if is_api else parts[1:]
+        name, rest = "/".join(parts[:2]), parts[2:]
         repository = self.hub.repositories.get(name)
         if repository is None:
             return self._error(401, "RepoNotFound", "Repository not found")

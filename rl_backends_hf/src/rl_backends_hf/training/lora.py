@@ -30,6 +30,7 @@ from rl_backends_hf.lora_targets import lora_targets
 from rl_backends_hf.model_options import NEEDS_PEFT, LoRAConfig
 from rl_backends_hf.scoring.scalar_head import HEAD_NAME, scalar_head
 from rl_core.backend import Head, RefitManifest, dtype_name, weights_of
+from rl_core.data.hub import model_source
 from rl_core.errors import CheckpointError, NotSupportedError, UserError
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -82,7 +83,8 @@ class LoraAdapters:
                     f"`policy.hf_cfg.lora`: peft {peft.__version__} cannot adapt {base}: {error}", key="policy.hf_cfg.lora"
                 ) from error
         self._settings = self._peft_model.peft_config[_NAME]
-        self._settings.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+        source, self._settings.revision = model_source(base)
+        self._settings.base_model_name_or_path = str(Path(source).resolve()) if Path(source).exists() else source
         self._model = model
         self._current_names, self._layers = _names_of_base(model, peft.tuners.lora.LoraLayer)
         _check_adapted_parameters(targets, self._layers, model)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from os.path import isdir, isfile  # False for a name that is too long for the file system; Path would raise
 from pathlib import Path
-from typing import Any
 
 _DATA_SUFFIXES = {".safetensors", ".json", ".jinja", ".model", ".spm", ".tiktoken"}
 _VOCABULARIES = {"merges.txt", "vocab.txt"}
@@ -31,8 +29,7 @@ def model_path_problem(name_or_path: str) -> str | None:
                 f"{name_or_path} contains only a LoRA adapter, not a whole model. Merge it into its base with `rlcore "
                 "convert CHECKPOINT --to hf --merge OUTPUT` and use OUTPUT."
             )
-        hint = _checkpoint_hint(path)
-        return f"{name_or_path} has no config.json, so it is not a model folder.{hint}"
+        return f"{name_or_path} has no config.json, so it is not a model folder.{_checkpoint_hint(path)}"
     return None
 
 
@@ -44,15 +41,6 @@ def _checkpoint_hint(path: Path) -> str:
     if inner:
         return f" The weights of a checkpoint are in {inner[-1].parent}."
     return " Use a folder written by `save_pretrained` or `rlcore convert`."
-
-
-def model_config(name_or_path: str) -> dict[str, Any] | None:
-    """The `config.json` of a model folder; None if it is missing or unreadable."""
-    try:
-        config = json.loads((Path(name_or_path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
 
 
 def model_files(folder: Path) -> list[str]:

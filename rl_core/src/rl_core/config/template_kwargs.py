@@ -39,13 +39,10 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_value(name: str, value: Any) -> None:
-    if isinstance(value, dict):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"{name!r} has the key {odd[0]!r}: keys must be text")
-        for inner in value.values():
-            _check_value(name, inner)
-    elif isinstance(value, list):
-        for inner in value:
+    if isinstance(value, dict) and (odd := [key for key in value if not isinstance(key, str)]):
+        raise ValueError(f"{name!r} has the key {odd[0]!r}: keys must be text")
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
             _check_value(name, inner)
     elif not (value is None or isinstance(value, str | bool | int | float)) or value in (float("inf"), float("-inf")):
         raise ValueError(f"{name!r} is {value!r}: expected text, a number, true, false, null, or lists and mappings of them")

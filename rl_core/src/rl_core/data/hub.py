@@ -14,11 +14,26 @@ _HUB: Final = "HF_ENDPOINT selects another hub, and HF_TOKEN gives access to gat
 _log = logging.getLogger("rlcore")
 
 
+def model_source(name: str) -> tuple[str, str | None]:
+    """The path or hub name of a model, and the revision of `owner/name@revision`: a branch, a tag or a commit."""
+    source, _, revision = name.rpartition("@")
+    return (source, revision) if source and revision and not Path(name).expanduser().exists() else (name, None)
+
+
+def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
+    """The argument and keyword arguments of `from_pretrained` that locate a model, its config or its tokenizer."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    source, revision = model_source(name)
+    return str(Path(source).expanduser()), {"revision": revision or "main"}
+
+
 def require_model(name: str, *, query_cached: bool = False) -> None:
     """Check that a model is an existing path, in the hub's cache, or available on the hub.
 
     Args:
-        name: A path, or a name on the hub.
+        name: A path, or a name on the hub, as in `model_source`.
         query_cached: Whether to query the hub even if the model is cached, and to log a warning if it does not respond.
 
     Raises:
@@ -26,17 +41,20 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
     """
     from huggingface_hub import constants, errors, try_to_load_from_cache
 
-    path = Path(name).expanduser()
+    source, revision = model_source(name)
+    path = Path(source).expanduser()
     if path.exists():
+        if revision is not None:
+            raise DataError(f"{source} is a local path and has no revisions: remove `@{revision}`")
         return
     in_folder = path.parent.is_dir() and len(path.parts) > 1
-    if in_folder or path.is_absolute() or path.suffix == ".gguf" or name.startswith(".") or name.count("/") > 1:
+    if in_folder or path.is_absolute() or path.suffix == ".gguf" or source.startswith(".") or source.count("/") > 1:
         searched = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise DataError(f"{name!r} does not exist{searched}. {_FIX}")
     try:
-        is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
+        is_cached = any(isinstance(try_to_load_from_cache(source, file, revision=revision), str) for file in _FILES)
         if not is_cached or (query_cached and not constants.HF_HUB_OFFLINE):
-            _query_hub(name)
+            _query_hub(source, revision)
     except errors.HFValidationError:
         raise DataError(f"{name!r} is not an existing path, and not a valid name of a model on the hub. {_FIX}") from None
     except DataError as error:
@@ -45,14 +63,16 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
         _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
 
 
-def _query_hub(name: str) -> None:
+def _query_hub(name: str, revision: str | None) -> None:
     """Query the hub once; a DataError is a clause that the caller's message contains."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE:
         raise DataError("the hub is not queried, because HF_HUB_OFFLINE is set")
     api = HfApi()
     try:
-        api.model_info(name, timeout=10.0)
+        api.model_info(name, revision=revision, timeout=10.0)
+    except errors.RevisionNotFoundError:
+        raise DataError(f"{name} on {api.endpoint} has no branch, tag or commit {revision!r}") from None
     except Exception as error:
         raise DataError(f"{api.endpoint} failed with {type(error).__name__}: {error}".splitlines()[0].rstrip(".")) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
 from rl_core.config.template_kwargs import check_template_kwargs
-from rl_core.data.hub import require_model
+from rl_core.data.hub import pretrained_location, require_model
 from rl_core.errors import DataError
 from rl_core.plugins.component import nearest
 
@@ -40,17 +40,15 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    path = Path(name_or_path)
     require_model(str(name_or_path), query_cached=True)
     try:
-        gguf = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-        folder = str(path.parent if gguf else name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        location, options = pretrained_location(str(name_or_path))
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
     except ImportError as error:
         raise DataError(f"reading {str(name_or_path)!r} requires a package that is not installed: {error}") from error
     except (OSError, ValueError) as error:
         # Transformers' own text for such a folder suggests packages to install.
-        reason = "it has no tokenizer files" if _lacks_tokenizer(path) else str(error).rstrip(".")
+        reason = "it has no tokenizer files" if _lacks_tokenizer(Path(name_or_path)) else str(error).rstrip(".")
         raise DataError(
             f"cannot load a tokenizer from {str(name_or_path)!r}: {reason}. Use a model's name, a "
             "folder with its tokenizer files, or a .gguf file"
@@ -118,9 +116,8 @@ def _lacks_tokenizer(path: Path) -> bool:
 
 
 def _template_text(chat_template: str | Path) -> str:
-    is_path = isinstance(chat_template, Path) or not ("{" in chat_template or "\n" in chat_template)
-    if not is_path:
-        return str(chat_template)
+    if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
+        return chat_template
     if not Path(chat_template).is_file():
         raise DataError(f"chat_template {str(chat_template)!r} is neither Jinja text nor an existing file: give one of them")
     # A byte order mark would be part of every prompt.

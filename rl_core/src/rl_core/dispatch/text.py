@@ -12,7 +12,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.conversation_tokens import conversation_tokens
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
-from rl_core.data.tokenizer import load_tokenizer
+from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.private_names import PrivateNames
 
@@ -77,12 +77,9 @@ class TextGeneration(PrivateNames):
 
     def _tokenized(self, prompts: Sequence[str | Conversation]) -> BatchedDataDict[Any]:
         if self._tokenizer is None:
-            section = self.tokenizer_section
-            self._tokenizer = load_tokenizer(
-                section.name or self.config.model_name,
-                chat_template=section.chat_template,
-                chat_template_kwargs=section.chat_template_kwargs,
-            )
+            # Loading the tokenizer of a folder that has none raises an error that says so.
+            name = self.config.model_name
+            self._tokenizer = find_tokenizer(name, self.tokenizer_section) or load_tokenizer(name)
         rows = [_token_ids(prompt, self._tokenizer) for prompt in prompts]
         return BatchedDataDict(
             {

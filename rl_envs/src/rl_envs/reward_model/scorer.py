@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from rl_core.data.hub import pretrained_location, require_model
 from rl_core.errors import ConfigError, DataError, UserError
 
 _HEAD: Final = "score"
@@ -24,7 +25,7 @@ class RewardModelScorer:
     """The model, frozen and without dropout.
 
     Args:
-        name: Folder of the model, or its name on the Hugging Face Hub.
+        name: Folder of the model, or its name on the Hugging Face Hub, at a revision with `owner/name@revision`.
         dtype: Data type of weights and activations; scores are float32.
         device: Device of the model.
         batch_size: Number of conversations per forward pass.
@@ -68,12 +69,13 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
     """
     transformers = _transformers()
     _check_folder(name)
-    config = _load_or_explain(name, lambda: transformers.AutoConfig.from_pretrained(name))
+    location, options = pretrained_location(name)
+    config = _load_or_explain(name, lambda: transformers.AutoConfig.from_pretrained(location, **options))
     _check_architecture(name, config)
     model, report = _load_or_explain(
         name,
         lambda: transformers.AutoModelForSequenceClassification.from_pretrained(
-            name, config=config, dtype=dtype, output_loading_info=True
+            location, config=config, dtype=dtype, output_loading_info=True, **options
         ),
     )
     head = getattr(model, _HEAD, None)
@@ -93,9 +95,10 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
 def _check_folder(name: str) -> None:
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise ConfigError(f"model_name: the folder {name} does not exist (looked at {folder.absolute()}).")
-        return
+        try:
+            return require_model(name)
+        except DataError as error:
+            raise ConfigError(f"model_name: {error}.") from error
     if (folder / "config.json").is_file():
         return
     if (folder / "adapter_config.json").is_file():

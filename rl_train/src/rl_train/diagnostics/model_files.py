@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rl_core.data.generation_io import end_token_ids
+from rl_core.data.hub import pretrained_location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ def read_model_files(
     from transformers import GenerationConfig
 
     config = read_model_config(name_or_path, trust_remote_code=trust_remote_code)
-    is_gguf = Path(name_or_path).suffix == ".gguf"
-    sampling = None if is_gguf else _if_there(lambda: GenerationConfig.from_pretrained(str(name_or_path)))
+    location, named = pretrained_location(name_or_path)
+    sampling = None if "gguf_file" in named else _if_there(lambda: GenerationConfig.from_pretrained(location, **named))
     text = config.get_text_config(decoder=True) if config is not None else None
     tied = getattr(text, "tie_word_embeddings", None)
     return ModelFiles(
@@ -50,10 +50,8 @@ def read_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> 
     """The config of a model; None if there is none, or if it needs code that may not run."""
     from transformers import AutoConfig
 
-    path = Path(name_or_path).expanduser()
-    is_gguf = path.suffix == ".gguf"
-    where, named = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (str(name_or_path), {})
-    return _if_there(lambda: AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **named))
+    location, named = pretrained_location(name_or_path)
+    return _if_there(lambda: AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **named))
 
 
 def _if_there(read: Any) -> Any:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.model_paths import model_config, model_files
+from rl_core.config.model_paths import model_files
 from rl_core.errors import CheckpointError
 
 _CODE_KEY = "auto_map"
@@ -52,7 +52,7 @@ def check_model(folder: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is incomplete or corrupt: {error}. Restore it from a copy.") from error
-    config = model_config(str(folder)) or {}
+    config = _read_config(folder)
     architecture = getattr(transformers, str((config.get("architectures") or [None])[0]), None)
     if architecture is None or _CODE_KEY in config or "quantization_config" in config:
         return
@@ -99,6 +99,15 @@ def _references(config: Path) -> list[str]:
         return []
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [item for item in flat if isinstance(item, str) and "--" not in item]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a model folder; empty if it is missing or unreadable."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 @contextmanager
