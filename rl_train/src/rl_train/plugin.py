@@ -138,6 +138,14 @@ def rlcore_environments() -> list[Component]:
             needs=("inspect-ai>=0.3.285,<0.4",),
             install="pip install 'rl-train[inspect]'",
         ),
+        Component(
+            "verifiers",
+            target="rl_train.agents.environment:AgentEnvironment",
+            config="rl_train.agents.config:VerifiersConfig",
+            summary="verifiers: the task of a taskset runs the rollouts and gives the rewards",
+            needs=("verifiers>=0.4,<0.5",),
+            install="pip install 'rl-train[verifiers]'",
+        ),
     ]
 
 
