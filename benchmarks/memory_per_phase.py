@@ -99,16 +99,17 @@ def measure(*, before: bool) -> dict[str, dict[str, dict[str, int]]]:
         folder = Path(temporary)
         for name, layout in layouts(folder):
             counted = replace(layout, **BEFORE) if before else layout
-            found[name] = {algorithm: _peaks(counted, algorithm, folder) for algorithm in ALGORITHMS}
+            found[name] = {algorithm: peaks(counted, algorithm, folder) for algorithm in ALGORITHMS}
             print(name, found[name], flush=True)
     return found
 
 
-def _peaks(layout: Layout, algorithm: str, folder: Path) -> dict[str, int]:
+def peaks(layout: Layout, algorithm: str, folder: Path) -> dict[str, int]:
+    """The peak of each phase in bytes, and "host", the largest number of bytes in host memory."""
     with TemporaryDirectory(dir=folder) as run:
         ledger = record(layout, algorithm, Path(run), {algorithm: {"val_period": 0}})
-    peaks = {phase: ledger.peak(phase) for phase in PHASES if phase in ledger.peaks}
-    return {**peaks, "host": max(ledger.host_peaks.values())}
+    by_phase = {phase: ledger.peak(phase) for phase in PHASES if phase in ledger.peaks}
+    return {**by_phase, "host": max(ledger.host_peaks.values())}
 
 
 @contextmanager
