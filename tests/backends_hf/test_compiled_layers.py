@@ -1,11 +1,15 @@
 """Decoder layers that are compiled with `torch.compile`."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from rank_processes import RankProgram
 
 from rl_backends_hf.compiled_layers import compile_layers
-from rl_backends_hf.model_options import HFConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
+from rl_core.cluster.ports import free_port
 from rl_core.errors import NotSupportedError, UserError
 
 
@@ -71,6 +75,29 @@ def test_numbers_and_gradients_are_those_of_the_model_and_lengths_are_not_compil
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * scale + 1e-9, msg=name)
 
 
+@pytest.mark.full("the collectives and numbers of FSDP2 are tested without compiling, which takes minutes on two ranks")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": True}], ids=["shared-prefix", "checkpointed"])
+def test_layers_whose_weights_are_sharded_have_the_same_numbers_and_are_compiled_once(parts, model_folder, tmp_path, fields):
+    ports = {free_port("127.0.0.1") for _ in range(2)}
+    program = Path(__file__).with_name("compiled_ranks.py")
+    RankProgram(program, model_folder("llama"), tmp_path, json.dumps(fields), *sorted(ports)).wait()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=False)
+        first, *later = found["compiled graphs"]
+        assert found["plain graphs"] == [0, 0, 0]
+        assert first > 0
+        assert later == [first, first]
+        plain, compiled = found["plain"], found["compiled"]
+        # The tolerances are those of one rank.
+        torch.testing.assert_close(compiled["logprobs"], plain["logprobs"], rtol=0, atol=2e-5)
+        assert compiled["norm"] == pytest.approx(plain["norm"], rel=1e-5)
+        expected = parts.gradients_from(plain["before"], plain["after"])
+        for name, gradient in parts.gradients_from(compiled["before"], compiled["after"]).items():
+            scale = float(expected[name].abs().max())
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * scale + 1e-9, msg=name)
+
+
 @pytest.mark.slow
 def test_without_a_compiler_the_error_names_the_key(start, monkeypatch):
     import torch._inductor.config as inductor
@@ -85,11 +112,6 @@ def test_without_a_compiler_the_error_names_the_key(start, monkeypatch):
 def test_replaced_products_are_not_compiled(start):
     with pytest.raises(UserError, match="no effect on a CPU that multiplies bfloat16 matrices in float32"):
         start(precision="bfloat16", hf={"compile_layers": True, "cpu_products": "float32"})
-
-
-def test_shards_are_not_compiled():
-    with pytest.raises(ValueError, match="compile_layers has not been tested with data_parallel: fsdp2"):
-        HFConfig(compile_layers=True, data_parallel="fsdp2")
 
 
 def test_a_model_that_does_not_name_its_layers_is_refused(start):

@@ -107,8 +107,7 @@ class HFConfig(HFModelConfig):
     """Number of positions for which the float32 logits of the LM head are in memory at one time."""
     compile_layers: bool = False
     """Whether to compile decoder layers with `torch.compile`, except their attention, which can make steps faster after minutes
-    of compiling. Sampling is not compiled. Requires `data_parallel: replicate` and, on a CPU, a C++ compiler. Experimental:
-    not run on GPUs."""
+    of compiling. Sampling is not compiled. Requires a C++ compiler on a CPU. Experimental: not run on GPUs."""
     cpu_products: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which a policy on a CPU multiplies bfloat16 matrices; weights, results of products and transfers are
     bfloat16 in any case. `auto` is `bfloat16` if the CPU has AVX512-BF16, AMX or BF16 of ARM. Others emulate it, so `auto` is
@@ -125,8 +124,6 @@ class HFConfig(HFModelConfig):
         for key in ("fsdp_num_shards", "fsdp_prefetched_layers"):
             if getattr(self, key) and self.data_parallel != "fsdp2":
                 raise ValueError(f"{key} has no effect without data_parallel: fsdp2. Set that, or remove {key}")
-        if self.compile_layers and self.data_parallel == "fsdp2":
-            raise ValueError("compile_layers has not been tested with data_parallel: fsdp2. Remove one of them")
         return self
 
     @model_validator(mode="after")
