@@ -4,14 +4,18 @@ The operator itself is torch's: its arguments, its log-sum-exp [heads, tokens], 
 run on a GPU.
 """
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
+from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf.scoring.scoring_model import packed_input, shared_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.shared_prefix_layout import share_prefixes
 from rl_backends_hf.training.prefix_support import why_not_plain
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_backends_hf.varlen_attention import VARLEN, Borders, SharedRows, attend_packed, varlen_attention
 from rl_core.errors import NotSupportedError
 
@@ -189,3 +193,63 @@ def test_attention_with_a_window_is_refused_so_that_the_policy_falls_back_to_a_m
     model.set_attn_implementation(VARLEN)
     why = why_not_plain(TokenScoring(model, chunk_tokens=7), device=CPU, computed_in=torch.float32)
     assert "sliding_attention" in why
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """A simulated GPU with emulated kernels that check what the kernels of a GPU require of their inputs; their calls."""
+    calls = []
+    with SimulatedGpu().active() as gpu:
+
+        def check(*tensors, borders, floats=()):
+            assert all(map(gpu.holds, (*tensors, *borders, *floats)))
+            assert {each.dtype for each in tensors} == {torch.bfloat16}
+            assert all(each.stride(-1) == 1 for each in tensors)
+            assert {(each.dtype, each.is_contiguous()) for each in borders} == {(torch.int32, True)}
+            assert all(each.dtype == torch.float32 and each.is_contiguous() for each in floats)
+
+        def forward(query, key, value, cum_q, cum_k, *args, **kwargs):
+            check(query, key, value, borders=(cum_q, cum_k))
+            calls.append("forward")
+            output, lse, *rest = flash_forward(query.float(), key.float(), value.float(), cum_q, cum_k, *args, **kwargs)
+            return output.to(query.dtype), lse, *rest
+
+        def backward(grad, query, key, value, out, lse, cum_q, cum_k, *args, **kwargs):
+            check(grad, query, key, value, out, borders=(cum_q, cum_k), floats=(lse,))
+            calls.append("backward")
+            floats = (each.float() for each in (grad, query, key, value, out))
+            return tuple(each.to(query.dtype) for each in flash_backward(*floats, lse, cum_q, cum_k, *args, **kwargs))
+
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield calls
+        library._destroy()
+
+
+LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["shared-prefix", "packed"])
+@pytest.mark.parametrize("lora", [None, LORA, {**LORA, "autocast": True}], ids=["all", "lora", "autocast"])
+def test_kernels_get_bfloat16_on_the_gpu_from_a_policy_and_score_as_dense(checked, parts, model_folder, lora, packing):
+    rows = parts.make_rows() if packing else parts.make_prompt_rows()
+    columns, norms = {}, {}
+    for device in ("cpu", "cuda"):
+        config = parts.make_config(
+            model_folder("qwen3"),
+            hf={"lora": lora, "cpu_products": "bfloat16" if device == "cpu" else "auto"},
+            precision="bfloat16",
+            sequence_packing={"enabled": packing},
+            optimizer=parts.SGD,
+        )
+        worker = HFPolicyWorker(dataclasses.replace(parts.make_context(), device=device), config)
+        worker.setup()
+        checked.clear()
+        columns[device] = worker.get_logprobs(rows)["logprobs"].cpu()
+        assert set(checked) == (set() if device == "cpu" else {"forward"})
+        norms[device] = worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))[0].grad_norm
+        assert set(checked) == (set() if device == "cpu" else {"forward", "backward"})
+    # bfloat16 rounds to 8 bits, in dense attention at other points than in the kernels.
+    torch.testing.assert_close(columns["cuda"], columns["cpu"], rtol=0, atol=0.06)
+    assert norms["cuda"] == pytest.approx(norms["cpu"], rel=0.005)
