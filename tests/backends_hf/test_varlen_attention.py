@@ -231,7 +231,11 @@ LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["shared-prefix", "packed"])
-@pytest.mark.parametrize("lora", [None, LORA, {**LORA, "autocast": True}], ids=["all", "lora", "autocast"])
+@pytest.mark.parametrize(
+    "lora",
+    [None, pytest.param(LORA, marks=pytest.mark.slow), pytest.param({**LORA, "autocast": True}, marks=pytest.mark.slow)],
+    ids=["all", "lora", "autocast"],
+)
 def test_kernels_get_bfloat16_on_the_gpu_from_a_policy_and_score_as_dense(checked, parts, model_folder, lora, packing):
     rows = parts.make_rows() if packing else parts.make_prompt_rows()
     columns, norms = {}, {}

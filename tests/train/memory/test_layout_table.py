@@ -34,6 +34,7 @@ def committed(rows=None):
     return found if rows is None else {row: found[row] for row in rows}
 
 
+@pytest.mark.slow
 def test_rows_of_each_model_size_and_algorithm_are_counted_as_committed(tmp_path):
     rows = (
         ("0.5B 1 hf", "distillation"),
