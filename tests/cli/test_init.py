@@ -224,6 +224,21 @@ def test_data_show_measures_lengths_finds_duplicates_and_answers_that_cannot_be_
     assert "same prompt as a training row: 3 of 4" in text
 
 
+def test_data_show_counts_text_that_the_tokenizer_cannot_represent(prepared):
+    # The model's tokenizer has no letters: the template of `numbers` is text, the rows of `messages` are sums.
+    shown = {
+        name: json.loads(rlcore("data", "show", prepared / name / "config.yaml", "--json", "--graded", 0).stdout)["datasets"][0]
+        for name in ("numbers", "messages")
+    }
+    assert shown["numbers"]["unknown_token"] == "<unk>"
+    first = shown["numbers"]["samples"][0]
+    assert shown["numbers"]["unknown"][first["index"]] == first["text"].count("<unk>") > 0
+    assert not any(shown["messages"]["unknown"])
+    text = rlcore("data", "show", prepared / "numbers" / "config.yaml", "--graded", 0).stdout
+    rows = len(shown["numbers"]["unknown"])
+    assert f"rows with <unk>: {rows} of {rows} (100.0 %), {sum(shown['numbers']['unknown'])} tokens." in text
+
+
 def test_data_show_marks_the_tokens_that_are_trained(prepared):
     done = rlcore("data", "show", prepared / "messages" / "config.yaml", "--rows", "1")
     assert done.returncode == 0, done.stderr

@@ -48,9 +48,10 @@ def show(
 ) -> None:
     """Show what a run would read from its data, without weights.
 
-    Prints rendered rows with their special tokens, a histogram of lengths in tokens, the share of rows that are too long,
-    duplicates within and between training and validation data, and the share of expected answers that the environment does not
-    reward. An environment that asks a server to grade is called up to six times per expected answer.
+    Prints rendered rows with their special tokens, a histogram of lengths in tokens, the share of rows that are too long or
+    have text that the tokenizer cannot represent, duplicates within and between training and validation data, and the share of
+    expected answers that the environment does not reward. An environment that asks a server to grade is called up to six times
+    per expected answer.
 
     Example:
         rlcore data show config.yaml
@@ -98,6 +99,11 @@ def _described(view: DatasetView) -> list[str]:
     of_all = "" if measured == view.rows else f" of {measured} evenly spaced rows"
     lines += ["", f"  tokens per row{of_all}, limit {view.limit}:", *_histogram(view.lengths)]
     lines += [f"  too long: {_share(view.too_long, measured)}"]
+    if total := sum(view.unknown):
+        lines += [
+            f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {_count(total, 'tokens')}.",
+            "    The tokenizer has no token for this text, so the model cannot read it. Change the text or use another model.",
+        ]
     lines += [f"  same prompt as an earlier row: {_share(view.repeated, view.rows)}"]
     if view.name != "train":
         lines += [f"  same prompt as a training row: {_share(view.shared_with_training, view.rows)}"]

@@ -38,6 +38,10 @@ class DatasetView:
     rows: int
     lengths: tuple[int, ...]
     """Length in tokens of each measured row; of a pair, the length of its longer conversation."""
+    unknown_token: str | None
+    """The token that stands for text that the tokenizer cannot represent; None if it has no such token."""
+    unknown: tuple[int, ...]
+    """Number of these tokens in each measured row; of a pair, in both conversations."""
     limit: int
     """Longest row in tokens that is used."""
     repeated: int
@@ -71,12 +75,15 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
         is_training = name == "train"
         reader = _RowMeasure(prepared, source, is_training=is_training)
         digests = _digests(source)
+        lengths, unknown = zip(*(reader.measured(index) for index in _spaced(len(digests), measured)), strict=True)
         views.append(
             DatasetView(
                 name=name,
                 kind=reader.kind,
                 rows=len(digests),
-                lengths=tuple(reader.length(index) for index in _spaced(len(digests), measured)),
+                lengths=lengths,
+                unknown_token=reader.unknown_token,
+                unknown=unknown,
                 limit=reader.limit,
                 repeated=len(digests) - len(set(digests)),
                 shared_with_training=0 if is_training else sum(digest in training for digest in digests),
@@ -94,6 +101,9 @@ class _RowMeasure:
         needs = run.algorithm.runtime_needs
         unlimited, self.limit = _without_limits(run), run.policy.max_total_sequence_length
         self._tokenizer = tokenizer
+        # Some tokenizers use their end or padding token as the unknown token: those of a template are not unknown text.
+        others = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+        self.unknown_token: str | None = None if tokenizer.unk_token in others else tokenizer.unk_token
         if needs.rollouts is not None or (needs.samples and not is_training):
             self.kind = "prompts"
             self.limit = run.data.max_input_seq_length or self.limit - 1
@@ -106,20 +116,26 @@ class _RowMeasure:
             loader = conversation_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
         self._rows = loader.dataset
 
-    def length(self, index: int) -> int:
-        """Number of tokens of a row."""
+    def measured(self, index: int) -> tuple[int, int]:
+        """Number of tokens of a row, and how many of all its tokens are unknown."""
         row = self._rows[index]
-        return int(row["length"] if self.kind != "pairs" else max(row["length_chosen"], row["length_rejected"]))
+        length = row["length"] if self.kind != "pairs" else max(row["length_chosen"], row["length_rejected"])
+        tokens = [token for log in self._logs(row) for part in log for token in part["token_ids"].tolist()]
+        return int(length), 0 if self.unknown_token is None else tokens.count(self._tokenizer.unk_token_id)
 
     def rendered(self, index: int) -> RenderedRow:
         """The text of a row, and the parts that are trained."""
         row = self._rows[index]
-        logs = [row["message_log"]] if self.kind != "pairs" else [row["message_log_chosen"], row["message_log_rejected"]]
+        logs = self._logs(row)
         texts = [self._tokenizer.decode([token for part in log for token in part["token_ids"].tolist()]) for log in logs]
         trained = [text for log in logs for part in log for text in self._trained(part)]
         return RenderedRow(
-            index=index, text="\n--- rejected ---\n".join(texts), trained=tuple(trained), tokens=self.length(index)
+            index=index, text="\n--- rejected ---\n".join(texts), trained=tuple(trained), tokens=self.measured(index)[0]
         )
+
+    def _logs(self, row: Mapping[str, Any]) -> list[Any]:
+        """The tokenized messages of a row; of a pair, those of both conversations."""
+        return [row["message_log"]] if self.kind != "pairs" else [row["message_log_chosen"], row["message_log_rejected"]]
 
     def _trained(self, message: Mapping[str, Any]) -> list[str]:
         """The trained tokens of a message, as one text; none for a prompt."""
