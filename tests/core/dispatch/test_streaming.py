@@ -66,8 +66,21 @@ def rows(*ticks, first=3, prompt=None, sessions=None):
     return batch
 
 
+class NoRestarts:
+    """Restarts no replica: the rows of a dead one fail."""
+
+    def restarts_of(self, rank):
+        return 0
+
+    def lacks_weights(self, rank):
+        return False
+
+    def recover(self, rank, cause, restarts_before):
+        raise cause
+
+
 def stream_of(group, deadline_s=120.0):
-    return RowStream(group, deadline_s=deadline_s)
+    return RowStream(group, deadline_s=deadline_s, recovery=NoRestarts())
 
 
 async def collected(stream, batch):

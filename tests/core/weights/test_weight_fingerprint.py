@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import WeightSyncError
-from rl_core.weights.fingerprint import combine, describe_differences, tensor_digest
+from rl_core.weights.fingerprint import combine, describe_differences, tensor_digest, tensor_digests
 from rl_train.weight_sync.synchronizer import kind_of
 
 KINDS = ["xxh3", "wsum"]
@@ -49,7 +49,7 @@ def test_digests_do_not_depend_on_memory_layout(kind, shape, dtype, seed):
 def test_a_digest_in_another_dtype_equals_the_digest_of_the_cast_tensor(kind, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
-        assert tensor_digest(tensor, kind=kind, dtype=dtype) == tensor_digest(tensor.to(dtype), kind=kind)
+        assert tensor_digests([("", tensor)], kind=kind, dtypes={"": dtype})[""] == tensor_digest(tensor.to(dtype), kind=kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,18 +13,26 @@ import pytest
 import torch
 
 from rl_core.errors import WeightSyncError
+from rl_core.weights import shared_memory
 from rl_core.weights.shared_memory import DIRECTORY, MappedSegments, Segment, SegmentPair, map_segment, sweep
 
 OWNER = """
 import sys
 import time
 from pathlib import Path
-from rl_core.weights.shared_memory import Segment
-segment = Segment(1000, directory=Path(sys.argv[1]))
+from rl_core.weights import shared_memory
+shared_memory.DIRECTORY = Path(sys.argv[1])
+segment = shared_memory.Segment(1000)
 segment.buffer.fill_(7)
 print(segment.name, flush=True)
 {then}
 """
+
+
+@pytest.fixture
+def own_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
+    return tmp_path
 
 
 def owner(then: str, directory: Path) -> tuple[subprocess.Popen[str], Path]:
@@ -46,42 +54,42 @@ def test_another_process_reads_what_was_written_and_cannot_change_it():
     assert not path.exists()
 
 
-def test_a_segment_of_a_living_process_is_not_swept_and_one_of_a_killed_process_is(tmp_path):
-    process, path = owner("time.sleep(600)", tmp_path)
-    assert sweep(directory=tmp_path) == []
+def test_a_segment_of_a_living_process_is_not_swept_and_one_of_a_killed_process_is(own_directory):
+    process, path = owner("time.sleep(600)", own_directory)
+    assert sweep() == []
     assert path.exists()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert path.exists()
-    assert sweep(directory=tmp_path) == [path.name]
+    assert sweep() == [path.name]
     assert not path.exists()
 
 
-def test_a_mapped_segment_is_mapped_again_only_if_it_is_another_one_of_that_name(tmp_path):
-    segments, one = MappedSegments(directory=tmp_path), Segment(100, directory=tmp_path)
+def test_a_mapped_segment_is_mapped_again_only_if_it_is_another_one_of_that_name(own_directory):
+    segments, one = MappedSegments(), Segment(100)
     one.buffer.fill_(1)
     mapped = segments.map(one.name, size=100)
     one.buffer.fill_(2)
     again = segments.map(one.name, size=50)
     assert again.data_ptr() == mapped.data_ptr()
     assert again.unique().tolist() == [2]
-    (tmp_path / "other").write_bytes(bytes([3]) * 200)
-    os.replace(tmp_path / "other", tmp_path / one.name)  # as after a process with the same pid
+    (own_directory / "other").write_bytes(bytes([3]) * 200)
+    os.replace(own_directory / "other", own_directory / one.name)  # as after a process with the same pid
     assert segments.map(one.name, size=200).unique().tolist() == [3]
     with pytest.raises(WeightSyncError, match="is not on this node"):
         segments.map("rlcore-0-0", size=1)
     one.close()
 
 
-def test_small_segments_are_kept_for_the_next_refit_and_large_ones_are_not(tmp_path):
-    pair = SegmentPair(directory=tmp_path)
+def test_small_segments_are_kept_for_the_next_refit_and_large_ones_are_not(own_directory):
+    pair = SegmentPair()
     large, small = pair.next(5000), pair.next(10)
     pair.keep(100)
-    assert [path.name for path in tmp_path.iterdir()] == [small.name]
+    assert [path.name for path in own_directory.iterdir()] == [small.name]
     assert pair.next(10) is not large
     assert pair.next(10) is small
     pair.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(own_directory.iterdir()) == []
 
 
 FULL = pytest.mark.full("a process that ends by an error, and one that is killed, run in CI")

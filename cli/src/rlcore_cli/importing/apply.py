@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from rl_core.config.diagnostics import Problems, comma_separated, show
+from rl_core.config.diagnostics import Problems, show
 from rl_core.config.introspection import NO_DEFAULT
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
 from rl_core.errors import ConfigError
@@ -123,10 +123,10 @@ def import_config(path: str | os.PathLike[str], table: Table) -> Imported:
         )
     lines = [_line(path, value, written, table, foreign) for path, value in _leaves(values)]
     if not any(line.key.split(".")[0] in table.sections for line in lines):
-        sections = comma_separated(sorted({line.key.split(".")[0] for line in lines})) or "none"
+        sections = ", ".join(sorted({line.key.split(".")[0] for line in lines})) or "none"
         raise ConfigError(
             f"{os.fspath(path)} is not a {table.framework} config: it should have sections such as "
-            f"{comma_separated(table.sections)}, but has {sections}."
+            f"{', '.join(table.sections)}, but has {sections}."
         )
     lines += _defaults(table, foreign)
     native: dict[str, Any] = {}

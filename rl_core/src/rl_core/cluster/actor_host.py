@@ -35,6 +35,7 @@ class Identity:
     Attributes:
         created: Start time of the process, in seconds since the epoch: with the pid, unique on its host.
         address: Address of its node, for a rendezvous.
+        port: A port that is free there.
         stack_file: File that its `stacks.read_stack` output appears in.
         log_file: File of its standard error.
         visible_gpus: GPUs that Ray makes visible to it, as in CUDA_VISIBLE_DEVICES; empty without GPUs.
@@ -42,6 +43,7 @@ class Identity:
 
     host: str
     address: str
+    port: int
     node_id: str
     pid: int
     created: float
@@ -87,6 +89,7 @@ class ActorHost:
         return Identity(
             host=socket.gethostname(),
             address=ray.util.get_node_ip_address(),
+            port=free_port(),
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             created=psutil.Process().create_time(),
@@ -94,10 +97,6 @@ class ActorHost:
             log_file=os.readlink(log) if os.path.islink(log) else "",
             visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         )
-
-    def find_port(self) -> int:
-        """Find a port that is free on this node."""
-        return free_port()
 
     def build(self, pickled: bytes, context: WorkerContext, env: Mapping[str, str]) -> Any | Failure:
         """Build the worker; `pickled` contains (class, keyword arguments)."""

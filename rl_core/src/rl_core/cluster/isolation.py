@@ -71,8 +71,7 @@ def probe(path: str, script: str, argument: str = "") -> dict[str, Any]:
         raise UserError(f"python: {path} does not run: {error}. Set the path of an interpreter.") from error
     for line in run.stdout.splitlines():
         if line.startswith("rlcore-probe "):
-            found: dict[str, Any] = json.loads(line.removeprefix("rlcore-probe "))
-            return found
+            return dict(json.loads(line.removeprefix("rlcore-probe ")))
     raise UserError(
         f"python: {path} does not behave like a Python interpreter (exit status {run.returncode}): "
         f"{run.stderr.strip()[-500:] or 'it printed nothing'}. Set the path of a bin/python."

@@ -160,12 +160,6 @@ def _errors_of(pending: Sequence[PendingCall]) -> list[WorkerError]:
     return [error for call in pending for error in call._errors.values()]
 
 
-def collect(calls: Sequence[ActorCall], *, deadline_s: float, deadlines: Deadlines) -> list[Any]:
-    """The values, in order; errors as in `PendingCall.result`."""
-    values: list[Any] = PendingCall(calls, deadline_s=deadline_s, deadlines=deadlines).result()
-    return values
-
-
 def root_cause(failures: Sequence[WorkerError]) -> WorkerError:
     """The failure that explains the others: a death, else the first one; its text includes the others."""
     cause = next((failure for failure in failures if isinstance(failure, WorkerDiedError)), failures[0])

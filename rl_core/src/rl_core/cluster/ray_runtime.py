@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import ray
@@ -180,22 +181,13 @@ def _daemons_as_needed(marker: str) -> Iterator[None]:
     def start(command: Any, *, env: dict[str, str], **settings: Any) -> Any:
         return popen(command, env=env | variables, start_new_session=own_session, **settings)
 
-    unused = {name: lambda *_, **__: None for name in ("start_monitor", "start_api_server") if hasattr(Node, name)}
-    with _replaced(ray_constants, ENABLE_RAY_CLUSTER=False), _replaced(services, ConsolePopen=start), _replaced(Node, **unused):
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False))
+        patches.enter_context(patch.object(services, "ConsolePopen", start))
+        for unused in ("start_monitor", "start_api_server"):
+            if hasattr(Node, unused):
+                patches.enter_context(patch.object(Node, unused, lambda *_, **__: None))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Other attributes of a module or class of Ray in the block."""
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def _exit_without_ray() -> None:

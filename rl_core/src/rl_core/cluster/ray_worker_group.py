@@ -14,7 +14,7 @@ from rl_core.cluster import daemons
 from rl_core.cluster.bundle_allocator import BundleAllocator, scheduling_strategy
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.pending_call import PendingCall, collect
+from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_exited
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -92,11 +92,6 @@ class RayWorkerGroup(WorkerGroup):
     def sharding(self) -> NamedSharding:
         return self._sharding
 
-    @property
-    def name(self) -> str:
-        """Name of the group in errors and logs."""
-        return self._name
-
     def pids(self) -> list[int]:
         """The process id of each rank, on its host."""
         return [actor.identity.pid for actor in self._actors if actor.identity is not None]
@@ -131,7 +126,8 @@ class RayWorkerGroup(WorkerGroup):
             return
         try:
             alive = [] if daemons.is_dead() else [actor for actor in self._actors if actor.is_alive()]
-            collect([actor.close() for actor in alive], deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
+            closes = [actor.close() for actor in alive]
+            PendingCall(closes, deadline_s=self._deadlines.stop_s, deadlines=self._deadlines).result()
         except (WorkerError, DeadlineExceededError) as error:
             # The work is done and its results are safe: log the failure and stop the processes anyway.
             _log.warning("'%s' did not shut down by itself: %s", self._name, error)
@@ -173,23 +169,22 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _build(self, actors: Mapping[int, RemoteActor]) -> None:
-        """Wait for the processes, let rank 0 find a rendezvous address if there is none yet, and build the workers."""
+        """Wait for the processes, take the rendezvous address of rank 0 if there is none yet, and build the workers."""
         share, name, allocator = self._cluster.worker_share(), self._name, self._allocator
         holding = [
             call for rank in actors for call in allocator.reserve(rank, share=share, runtime_env=self._runtime_env, name=name)
         ]
-        self._collect_start([*(actor.started() for actor in actors.values()), *holding])
+        self._await_start([*(actor.started() for actor in actors.values()), *holding])
         if not self._contexts:
-            port = self._collect_start([actors[0].find_port()])[0]
             identity = actors[0].identity
             assert identity is not None
-            self._contexts = {rank: self._context(rank, identity.address, port) for rank in range(self.world_size)}
+            self._contexts = {rank: self._context(rank, identity.address, identity.port) for rank in range(self.world_size)}
         env = {
             "MASTER_ADDR": self._contexts[0].master_address,
             "MASTER_PORT": str(self._contexts[0].master_port),
             **self._env_vars,
         }
-        self._collect_start(
+        self._await_start(
             [
                 actor.build(self._packed, self._contexts[rank], env | self._allocator.visible_gpus(rank, actor))
                 for rank, actor in actors.items()
@@ -245,8 +240,8 @@ class RayWorkerGroup(WorkerGroup):
             shape=shape,
         )
 
-    def _collect_start(self, calls: Sequence[ActorCall]) -> list[Any]:
-        return collect(calls, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
+    def _await_start(self, calls: Sequence[ActorCall]) -> None:
+        PendingCall(calls, deadline_s=self._deadlines.start_s, deadlines=self._deadlines).result()
 
     @staticmethod
     def _store(value: Any, readers: int) -> Any:

@@ -107,10 +107,6 @@ class RemoteActor:
         """Wait for its process."""
         return ActorCall(self, "start", self._identity_ref)
 
-    def find_port(self) -> ActorCall:
-        """Find a port that is free on its node."""
-        return ActorCall(self, "find a port", self._handle.find_port.remote())
-
     def build(self, packed: Any, context: WorkerContext, env: Mapping[str, str]) -> ActorCall:
         """Build the worker from the reference returned by `pack_worker`."""
         return ActorCall(self, "__init__()", self._handle.build.remote(packed, context, dict(env)))

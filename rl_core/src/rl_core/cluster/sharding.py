@@ -48,7 +48,8 @@ class NamedSharding:
         `NamedSharding.grid(data=2, tensor=2)` puts ranks 0 and 1 at data=0. Give the axes in the order
         pipeline, data, context, tensor, so that tensor-parallel ranks are adjacent (on one node).
         """
-        if not sizes or any(not _is_size(size) for size in sizes.values()):
+        are_sizes = (isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in sizes.values())
+        if not sizes or not all(are_sizes):
             raise UserError(f"every axis needs an integer size of at least 1, found {sizes or 'no axis'}")
         return cls(np.arange(int(np.prod(list(sizes.values())))).reshape(tuple(sizes.values())), tuple(sizes))
 
@@ -111,7 +112,3 @@ class NamedSharding:
 
     def __repr__(self) -> str:
         return f"NamedSharding({', '.join(f'{name}={size}' for name, size in self.shape.items())})"
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1

@@ -93,8 +93,7 @@ class WorkerGroup(ABC):
 
     def run_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call the method with the same arguments on every rank; one result per rank, in rank order."""
-        results: list[Any] = self.submit_all(method, *args, deadline_s=deadline_s, **kwargs).result()
-        return results
+        return list(self.submit_all(method, *args, deadline_s=deadline_s, **kwargs).result())
 
     def run_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call the method on one rank; returns its result."""
@@ -104,9 +103,7 @@ class WorkerGroup(ABC):
         self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call `submit_sharded` and wait: one result per shard, that of the rank whose other coordinates are all 0."""
-        pending = self.submit_sharded(method, shards, *args, axis=axis, deadline_s=deadline_s, **kwargs)
-        results: list[Any] = pending.result()
-        return results
+        return list(self.submit_sharded(method, shards, *args, axis=axis, deadline_s=deadline_s, **kwargs).result())
 
     @abstractmethod
     def pids(self) -> list[int]:

@@ -6,8 +6,7 @@ Independent of YAML and of the sections; other modules report their findings her
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,15 +98,6 @@ class Problems:
         if problem not in self.found:
             self.found.append(problem)
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Adds the problems of an error that the block raises, and continues after it."""
-        try:
-            yield
-        except InvalidConfigError as error:
-            for problem in error.problems:
-                self.include(problem)
-
     def mark_invalid(self, message: str, *, location: SourceLocation | None, path: KeyPath) -> None:
         """Adds a problem, and marks its value as invalid so that it is not checked again."""
         self.add(message, location=location, path=path)
@@ -116,10 +106,6 @@ class Problems:
     def is_invalid(self, path: KeyPath) -> bool:
         """Whether this value, or one that contains it, is already known to be invalid."""
         return any(path[:length] in self.poisoned for length in range(len(path) + 1))
-
-    def unknown_values(self) -> set[KeyPath]:
-        """Keys whose values are invalid, or not known because another key has the name that was probably meant."""
-        return {problem.path for problem in self.found if problem.path} | self.poisoned | self.misspelled
 
     def raise_if_any(self) -> None:
         """Raises an error if there are problems.
@@ -148,11 +134,6 @@ def show(value: Any) -> str:
         case _:
             text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
-
-
-def comma_separated(names: Iterable[str]) -> str:
-    """Names for a sentence: `a, b, c`."""
-    return ", ".join(names)
 
 
 def _in_order_of_files(problem: Problem) -> tuple[bool, str, int, int]:

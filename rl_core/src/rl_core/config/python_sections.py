@@ -58,7 +58,6 @@ def section_of_values(model: type[ModelT], values: Mapping[str, Any], *, name: s
     instance = validator.validate(model, values, path=path)
     if instance is None:
         prefix = f"{who}: " if who else ""
-        lines = [f"{prefix}{problem.text}" for problem in problems.found]
-        raise ConfigError("\n".join(lines))
+        raise ConfigError("\n".join(f"{prefix}{problem.text}" for problem in problems.found))
     assert isinstance(instance, model)
     return instance

@@ -114,32 +114,15 @@ class EnvironmentConfig(ComponentSection):
 class RunSections(Protocol):
     """The sections of a run that a component's checks read; each attribute has the name of its section."""
 
-    @property
-    def algorithm_name(self) -> str:
-        """Name of the algorithm."""
-
-    @property
-    def algorithm(self) -> Any:
-        """The algorithm's section of the config; its `needs_generation` is true if it trains on rollouts."""
-
-    @property
-    def policy(self) -> PolicyConfig: ...
-
-    @property
-    def value(self) -> PolicyConfig | None: ...
-
-    @property
-    def teacher(self) -> PolicyConfig | None: ...
-
-    @property
-    def data(self) -> Any: ...
-
-    @property
-    def env(self) -> dict[str, EnvironmentConfig]: ...
-
-    @property
-    def cluster(self) -> ClusterConfig: ...
-
-    @property
-    def model_fields_set(self) -> set[str]:
-        """Names of the sections that the config sets."""
+    algorithm_name: str
+    """Name of the algorithm."""
+    algorithm: Any
+    """The algorithm's section of the config; its `needs_generation` is true if it trains on rollouts."""
+    policy: PolicyConfig
+    value: PolicyConfig | None
+    teacher: PolicyConfig | None
+    data: Any
+    env: dict[str, EnvironmentConfig]
+    cluster: ClusterConfig
+    model_fields_set: set[str]
+    """Names of the sections that the config sets."""

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rl_core.config.diagnostics import Problems, comma_separated, nearest, show
+from rl_core.config.diagnostics import Problems, nearest, show
 from rl_core.config.introspection import Field, Model, allows_bool, choices, describe_type, find_field, inner_annotation
 from rl_core.config.source_tree import KeyPath, Node, dotted
 
@@ -82,8 +82,8 @@ class Validator:
         inner, value = _walk(values, detail["loc"])
         where = (*path, *inner)
         kind = detail["type"]
-        if kind in ("missing", "extra_forbidden"):
-            where = (*where, str(detail["loc"][-1])) if kind == "missing" else where
+        if kind == "missing":
+            where = (*where, str(detail["loc"][-1]))
         if self.problems.is_invalid(where):
             return
         field = find_field(model, where[len(path) :], prefix=path)
@@ -164,7 +164,7 @@ class Validator:
         if meant is not None:
             self.problems.misspelled.update({(*here, meant)} if self.written.at((*here, meant)) is None else ())
             return f" Did you mean {meant!r}?"
-        shown = comma_separated(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")
+        shown = ", ".join(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")
         return f" Allowed keys: {shown}." if keys else " It takes no keys."
 
     @staticmethod
@@ -173,7 +173,7 @@ class Validator:
         own = [key for key in keys if key.endswith("_cfg")]
         if not (isinstance(chosen, str) and name.endswith("_cfg")) or nearest(name, own) is not None:
             return None
-        its = f"its own section is {comma_separated(own)}" if own else "it has no own section"
+        its = f"its own section is {', '.join(own)}" if own else "it has no own section"
         return (
             f"{name} is not a section of the backend {chosen!r} ({its}); NAME_cfg is the section of the backend NAME: "
             "remove it or change the backend. (If it is inherited, `_override_: true` in its parent section replaces what is "

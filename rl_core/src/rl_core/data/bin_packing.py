@@ -65,10 +65,6 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> l
     return bins
 
 
-def _longest_first(rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    return sorted(rows, key=lambda row: -lengths[row])
-
-
 def _concatenative(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Rows in order; a new bin if the next row does not fit. Keeps the order but wastes the most space."""
     bins: list[list[int]] = [[]]
@@ -84,7 +80,7 @@ def _concatenative(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def _first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Longest row first, into the first bin that fits: at most 11/9 of the fewest bins, plus 6/9 (Dósa 2007)."""
-    return _first_fit(_longest_first(range(len(lengths)), lengths), lengths, capacity)
+    return _first_fit(sorted(range(len(lengths)), key=lambda row: -lengths[row]), lengths, capacity)
 
 
 def _first_fit_shuffle(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -100,7 +96,7 @@ def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> lis
     Each row longer than half a bin opens one; each such bin then takes a row longer than a third, or a pair longer than a
     sixth. The remaining rows fill the gaps, longest first, and the rest is packed first-fit decreasing.
     """
-    order = _longest_first(range(len(lengths)), lengths)
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     large = [row for row in order if 2 * lengths[row] > capacity]
     filling = _Filling(lengths, capacity, large, order[len(large) :])
     filling.add_mediums()
@@ -139,8 +135,7 @@ class _Filling:
                 pass
 
     def _largest(self, limit: int, admits: Callable[[int], bool]) -> int | None:
-        fitting = (row for row in self.rest if self.lengths[row] <= limit and admits(self.lengths[row]))
-        return next(fitting, None)
+        return next((row for row in self.rest if self.lengths[row] <= limit and admits(self.lengths[row])), None)
 
     def _put(self, number: int, row: int | None) -> bool:
         if row is None:

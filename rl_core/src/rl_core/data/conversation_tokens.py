@@ -11,8 +11,7 @@ from rl_core.errors import DataError
 
 def encode(text: str, tokenizer: Any) -> list[int]:
     """The text's token ids, with only those special tokens that are in the text."""
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def conversation_tokens(

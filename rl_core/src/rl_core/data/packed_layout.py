@@ -36,24 +36,15 @@ class PackedBatch:
     lengths: torch.Tensor
 
 
-def pack_rows(
-    data: Mapping[str, Any],
-    *,
-    pad_multiple: int = 1,
-    pad_value: int = 0,
-    input_key: str = "input_ids",
-    input_lengths_key: str = "input_lengths",
-) -> PackedBatch:
-    """Pack the rows of a microbatch, each padded with `pad_value` to a multiple of `pad_multiple` tokens.
-
-    `input_key` names the column of tokens [R, T], `input_lengths_key` that of lengths [R].
+def pack_rows(data: Mapping[str, Any], *, pad_multiple: int = 1) -> PackedBatch:
+    """Pack the rows of a microbatch, `input_ids` [R, T] and `input_lengths` [R], each padded to a multiple of `pad_multiple`.
 
     Raises:
         DataError: A length is negative or exceeds T.
     """
-    tokens, lengths = data[input_key], data[input_lengths_key].to(torch.int64)
+    tokens, lengths = data["input_ids"], data["input_lengths"].to(torch.int64)
     if bool((lengths < 0).any()) or bool((lengths > tokens.shape[1]).any()):
-        raise DataError(f"{input_lengths_key!r} is {lengths.tolist()}, but {input_key!r} has {tokens.shape[1]} tokens")
+        raise DataError(f"'input_lengths' is {lengths.tolist()}, but 'input_ids' has {tokens.shape[1]} tokens")
     padded = (lengths + pad_multiple - 1) // pad_multiple * pad_multiple
     ends = padded.cumsum(0)
     row = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), padded.to(tokens.device))
@@ -61,18 +52,12 @@ def pack_rows(
     is_token = position < lengths.to(tokens.device)[row]
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=tokens.device)
     cu_seqlens[1:] = ends
-    row_index = torch.where(is_token, row, -1)
+    picked = tokens[row, torch.where(is_token, position, 0)]
     return PackedBatch(
-        input_ids=_gather(tokens, row_index, position, pad_value),
+        input_ids=torch.where(is_token, picked, 0).unsqueeze(0),
         position_ids=position.unsqueeze(0),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(padded.max()) if len(padded) else 0,
-        row_index=row_index,
+        row_index=torch.where(is_token, row, -1),
         lengths=lengths,
     )
-
-
-def _gather(values: torch.Tensor, row_index: torch.Tensor, position: torch.Tensor, pad_value: float) -> torch.Tensor:
-    is_token = row_index >= 0
-    picked = values[row_index.clamp(min=0), torch.where(is_token, position, 0)]
-    return torch.where(is_token, picked, pad_value).unsqueeze(0)

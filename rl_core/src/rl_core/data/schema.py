@@ -149,9 +149,7 @@ _TABLE = (
 SCHEMA: Mapping[str, KeySpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
 
 
-def pad_value(key: str, *, pad_token_id: int = 0) -> int | float | bool:
-    """Padding value of a column: `pad_token_id` if it holds token ids; 0 for a key that is not in the table."""
+def pad_value(key: str) -> int | float | bool:
+    """Padding value of a column; 0 for a key that is not in the table."""
     spec = SCHEMA.get(key)
-    if spec is not None and spec.holds_tokens:
-        return pad_token_id
     return 0 if spec is None or spec.padding is None else spec.padding

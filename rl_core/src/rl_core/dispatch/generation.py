@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_core.config.schema import DeadlineConfig, GenerationConfig
+from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.config.schema import GenerationConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader
 from rl_core.dispatch.replica_refits import ReplicaRefits, RestartedReplicas
@@ -42,38 +43,10 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
     Arguments as `WorkerFacade`; `config` is the section `policy.generation`, and a worker is a replica.
     """
 
+    default_name: ClassVar[str] = "generation"
     config: GenerationConfig
-
-    def __init__(
-        self,
-        *,
-        worker_class: type[GenerationWorker],
-        config: GenerationConfig,
-        cluster: RayVirtualCluster | None = None,
-        num_workers: int | None = None,
-        deadlines: DeadlineConfig | None = None,
-        env_vars: Mapping[str, str] | None = None,
-        bundles_per_worker: int = 1,
-    ) -> None:
-        super().__init__(
-            worker_class=worker_class,
-            config=config,
-            name="generation",
-            cluster=cluster,
-            num_workers=num_workers or config.num_workers,
-            deadlines=deadlines,
-            env_vars=env_vars,
-            bundles_per_worker=bundles_per_worker,
-        )
-        self._can_poll = _overrides(worker_class, "poll")
-        self._keeps_sessions = _overrides(worker_class, "close_sessions")
-        self._attach()
-        self._was_refitted = False
-        self._without_weights: set[int] = set()
-        """Replicas that were restarted since the last refit and must not sample."""
-        self._restarting = threading.RLock()
-        """Held while workers are restarted and while `_without_weights` changes; never while weights are awaited."""
-        self._is_prepared = False
+    _was_refitted = False
+    _is_prepared = False
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -123,7 +96,7 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
             yield row, output
 
     def close_sessions(self, sessions: Sequence[str]) -> None:
-        self._stream.close_sessions(sessions, notify_replicas=self._keeps_sessions)
+        self._stream.close_sessions(sessions, notify_replicas=self._overrides("close_sessions"))
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         self._run_with_restarts("prepare_for_generation")
@@ -134,10 +107,6 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         self._run_with_restarts("finish_generation")
         self._is_prepared = False
         return True
-
-    def move_to_cluster(self, cluster: RayVirtualCluster) -> None:
-        super().move_to_cluster(cluster)
-        self._attach()
 
     @property
     def restarts(self) -> int:
@@ -238,11 +207,11 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
 
     @property
     def streams_rows(self) -> bool:
-        return self._can_poll
+        return self._overrides("poll")
 
     @property
     def streams_tokens(self) -> bool:
-        return self._can_poll and bool(self.facts.get("streams_tokens"))
+        return self.streams_rows and bool(self.facts.get("streams_tokens"))
 
     @property
     def num_workers(self) -> int:
@@ -255,7 +224,10 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         Raises:
             WeightSyncError: the replicas have different versions.
         """
-        return self._version_of(self._run("get_weight_version"))
+        versions = self._run("get_weight_version")
+        if any(versions[rank] < 0 for rank in self._without_weights):
+            return -1
+        return int(equal_answer(versions, "get_weight_version"))
 
     def prepare_refit_info(self, info: Mapping[str, Any]) -> Mapping[str, str]:
         self._was_refitted = True
@@ -265,15 +237,26 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         self.wait_ready()
         return [self.group.submit_all("update_weights_from_collective")]
 
-    def _attach(self) -> None:
-        """Restart and stream the workers of the current group."""
+    def _make_group(self, cluster: RayVirtualCluster | None) -> WorkerGroup:
+        """Start the workers, and what restarts and streams them."""
+        group = super()._make_group(cluster)
+        self._without_weights: set[int] = set()
+        """Replicas that were restarted since the last refit and must not sample."""
+        self._restarting = threading.RLock()
+        """Held while workers are restarted and while `_without_weights` changes; never while weights are awaited."""
         self._restarter = WorkerRestarter(
-            self.group,
+            group,
             max_restarts=self.config.max_restarts,
             key="policy.generation.max_restarts",
             start_s=self._deadlines.start_s,
         )
-        self._stream = RowStream(self.group, deadline_s=self._deadlines.generate_s, recovery=self)
+        self._stream = RowStream(group, deadline_s=self._deadlines.generate_s, recovery=self)
+        return group
+
+    def _overrides(self, method: str) -> bool:
+        """Whether the worker implements an optional method."""
+        default = getattr(GenerationWorker, method)
+        return getattr(self.worker_class, method, default) is not default
 
     def _check_rows(self, data: BatchedDataDict[GenerationDatumSpec]) -> None:
         """Check rows before dispatch, so that errors name the caller's row; a worker without these facts checks its own."""
@@ -304,11 +287,6 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
             "and call generate again, or set `generation.weight_owner`; creating a `WeightSynchronizer` does that."
         )
 
-    def _version_of(self, versions: Sequence[int]) -> int:
-        if any(versions[rank] < 0 for rank in self._without_weights):
-            return -1
-        return int(equal_answer(versions, "get_weight_version"))
-
     def _run_with_restarts(self, method: str) -> list[Any]:
         """Call every replica; if dead ones were restarted, call all again."""
         while True:
@@ -324,10 +302,4 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
 
     def _run_on(self, ranks: Sequence[int], method: str) -> list[Any]:
         calls = self.group.submit_some(method, dict.fromkeys(ranks, ()), deadline_s=self._deadlines.refit_s)
-        results: list[Any] = calls.result()
-        return results
-
-
-def _overrides(worker_class: type, method: str) -> bool:
-    default = getattr(GenerationWorker, method)
-    return getattr(worker_class, method, default) is not default
+        return list(calls.result())

@@ -12,6 +12,7 @@ import torch
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
+from rl_core.data.padding import right_padded
 from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
 from rl_core.dispatch.rows import check_rows, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
@@ -56,17 +57,15 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         return self.config.tokenizer
 
     def get_logprobs(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[LogprobOutputSpec]:
-        self._reject_scalar_head()
         return self._score(data, "get_logprobs", reference=False)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[GenerationDatumSpec]
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
-        self._reject_scalar_head()
         return BatchedDataDict({"reference_logprobs": self._score(data, "get_logprobs", reference=True)["logprobs"]})
 
     def get_topk_logprobs(self, data: BatchedDataDict[GenerationDatumSpec], k: int) -> BatchedDataDict[TopkLogprobOutputSpec]:
-        self._reject_scalar_head()
+        self._require_head("tokens")
         vocab_size = self.facts.get("vocab_size", k)
         if not 1 <= k <= vocab_size:
             raise DataError(
@@ -76,15 +75,11 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         return self._score(data, "get_topk_logprobs", k=k)
 
     def get_values(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[ValueOutputSpec]:
-        if self.config.head != "scalar":
-            raise NotSupportedError(
-                f"{self.config.model_name} has a language-model head, not a scalar head: set `head: scalar` in its section."
-            )
-        return self._score(data, "get_values")
+        return self._score(data, "get_values", head="scalar")
 
     def _reject_unknown_tokens(self, candidates: torch.Tensor, key: str) -> None:
         """Checked before any rank starts, because ranks would wait for one that fails alone."""
-        self._reject_scalar_head()
+        self._require_head("tokens")
         vocab_size = self.facts["vocab_size"]
         outside = candidates[(candidates < 0) | (candidates >= vocab_size)]
         if outside.numel():
@@ -94,15 +89,17 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
                 "the policy's."
             )
 
-    def _reject_scalar_head(self) -> None:
-        if self.config.head == "scalar":
-            raise NotSupportedError(
-                f"{self.config.model_name} has a scalar head (`head: scalar`), which does not score tokens: set "
-                "`head: tokens` in its section."
-            )
+    def _require_head(self, head: str) -> None:
+        if self.config.head != head:
+            own = {
+                "scalar": "a scalar head (`head: scalar`), which does not score tokens",
+                "tokens": "a language-model head, not a scalar head",
+            }
+            raise NotSupportedError(f"{self.config.model_name} has {own[self.config.head]}: set `head: {head}` in its section.")
 
-    def _score(self, data: BatchedDataDict[Any], method: str, **kwargs: Any) -> BatchedDataDict[Any]:
+    def _score(self, data: BatchedDataDict[Any], method: str, *, head: str = "tokens", **kwargs: Any) -> BatchedDataDict[Any]:
         """The ranks' results, in the order and width of `data`."""
+        self._require_head(head)
         self.wait_ready()
         rows = select_columns(data, (*SCORING_KEYS, *self._sharing.columns(data)))
         shards, order = self._shards(pad_rows_to_multiple(rows, self.data_ranks), None, training=False)
@@ -113,7 +110,7 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         if order is not None:
             scored.reorder_data(order)
         width = rows["input_ids"].shape[1]
-        return BatchedDataDict({name: _widened(column, width)[: data.size] for name, column in scored.items()})
+        return BatchedDataDict({name: right_padded(column, width)[: data.size] for name, column in scored.items()})
 
     def train(
         self,
@@ -210,15 +207,13 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         self._run("save_checkpoint", *paths, deadline_s=self._deadlines.checkpoint_s)
 
     def find_non_finite(self) -> str | None:
-        self.wait_ready()
-        names = self.group.run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
+        names = self._run_all("find_non_finite", deadline_s=self._deadlines.checkpoint_s)
         return next((f"{name} (rank {rank})" for rank, name in enumerate(names) if name is not None), None)
 
     def weight_samples(self, *, whole: bool = False) -> list[WeightSample]:
-        self.wait_ready()
         if whole and self.group.world_size == 1:
             return []  # nothing to compare with
-        samples = self.group.run_all("weight_sample", whole=whole, deadline_s=self._deadlines.checkpoint_s)
+        samples = self._run_all("weight_sample", whole=whole, deadline_s=self._deadlines.checkpoint_s)
         return [sample for sample in samples if sample is not None]
 
     def checkpoint_bytes(self, *, optimizer: bool) -> int:
@@ -251,21 +246,16 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
         self._run("offload_after_refit")
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        manifest: dict[str, Any] = self._run("prepare_refit_info")
+        manifest: dict[str, Any] | None = self._run("prepare_refit_info")
         return manifest
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        buckets: list[list[str]] = self._run("prepare_weights_for_ipc", *args, **kwargs)
-        return buckets
+        return list(self._run("prepare_weights_for_ipc", *args, **kwargs))
 
     def get_weights_ipc_handles(
         self, keys: list[str], *, by_reference: bool = False, file: str | None = None
     ) -> dict[str, Any]:
-        self.wait_ready()
-        parts = self.group.run_all(
-            "get_weights_ipc_handles", keys, by_reference=by_reference, file=file, deadline_s=self._deadlines.refit_s
-        )
-        return merge_handles(parts)
+        return merge_handles(self._run_all("get_weights_ipc_handles", keys, by_reference=by_reference, file=file))
 
     def broadcast_weights_for_collective(self) -> list[Any]:
         self.wait_ready()
@@ -282,16 +272,13 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
 
     def _run(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Call every rank, because gathering weights is collective; returns rank 0's result."""
+        return self._run_all(method, *args, deadline_s=deadline_s, **kwargs)[0]
+
+    def _run_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         self.wait_ready()
-        return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)[0]
+        return self.group.run_all(method, *args, deadline_s=deadline_s or self._deadlines.refit_s, **kwargs)
 
 
 def _absolute(path: str | Path | None) -> Path | None:
     """The path as it is understood by workers, whose working directory may be another one."""
     return None if path is None else Path(path).absolute()
-
-
-def _widened(column: torch.Tensor, width: int) -> torch.Tensor:
-    """A column [B, T', ...] right-padded with 0 to [B, `width`, ...]."""
-    behind = (0, 0) * (column.ndim - 2)
-    return torch.nn.functional.pad(column, (*behind, 0, width - column.shape[1]))

@@ -102,5 +102,4 @@ class RestartedReplicas(ReplicaRefits):
 
     def _run(self, method: str, *args: Any) -> list[Any]:
         calls = self._group.submit_some(method, dict.fromkeys(self.ranks, args), deadline_s=self._deadlines.refit_s)
-        results: list[Any] = calls.result()
-        return results
+        return list(calls.result())

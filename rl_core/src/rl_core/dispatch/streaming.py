@@ -68,10 +68,10 @@ class RowStream:
     Args:
         group: workers with `poll`.
         deadline_s: maximum time without any row of a replica ending.
-        recovery: restarts dead replicas; without it, the rows of a dead replica fail.
+        recovery: restarts dead replicas.
     """
 
-    def __init__(self, group: WorkerGroup, *, deadline_s: float, recovery: ReplicaRecovery | None = None) -> None:
+    def __init__(self, group: WorkerGroup, *, deadline_s: float, recovery: ReplicaRecovery) -> None:
         self._group, self._deadline_s, self._recovery = group, deadline_s, recovery
         self._wait_s = 0.0 if isinstance(group, InProcessWorkerGroup) else _WAIT_S
         self._replicas = [_Replica() for _ in range(group.world_size)]
@@ -175,9 +175,6 @@ class RowStream:
 
     async def _poll_or_recover(self, rank: int) -> None:
         recovery = self._recovery
-        if recovery is None:
-            await self._poll(rank, lambda: False)
-            return
         restarts = recovery.restarts_of(rank)
         if recovery.lacks_weights(rank):
             await self._recover(rank, recovery.await_weights)

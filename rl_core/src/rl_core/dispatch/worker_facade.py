@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.in_process import InProcessWorkerGroup
@@ -28,21 +28,23 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
     Args:
         worker_class: the backend's worker; takes (`context`, `config`).
         config: its section, passed to each worker.
-        name: name of the group in errors.
+        name: name of the group in errors; `default_name` by default.
         cluster: where the workers run; without one, a single worker runs in this process.
-        num_workers: number of ranks; all of the cluster's by default.
+        num_workers: number of ranks; that of the section, or all of the cluster's, by default.
         deadlines: timeouts by kind of call.
         sharding: the named grid of ranks; all of them along `data` by default.
         env_vars: additional environment variables of the workers.
         bundles_per_worker: number of cluster bundles per worker, for an engine with its own processes.
     """
 
+    default_name: ClassVar[str] = "policy"
+
     def __init__(
         self,
         *,
         worker_class: type,
         config: PolicyConfig | GenerationConfig,
-        name: str = "policy",
+        name: str = "",
         cluster: RayVirtualCluster | None = None,
         num_workers: int | None = None,
         deadlines: DeadlineConfig | None = None,
@@ -52,9 +54,10 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
     ) -> None:
         self.config = config
         self.worker_class = worker_class
-        self._name = name
+        self._name = name or self.default_name
         self._deadlines = deadlines or DeadlineConfig()
-        self._num_workers, self._sharding = num_workers, sharding
+        of_section = config.num_workers if isinstance(config, GenerationConfig) else None
+        self._num_workers, self._sharding = num_workers or of_section, sharding
         self._env_vars, self._bundles_per_worker = env_vars, bundles_per_worker
         self.group: WorkerGroup = self._make_group(cluster)
         self._setup = self.group.submit_all("setup")

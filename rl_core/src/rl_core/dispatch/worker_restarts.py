@@ -63,7 +63,8 @@ class WorkerRestarter:
                 cause = error
                 continue
             ranks = sorted(waiting)
-            for rank, answer in zip(ranks, self._set_up(ranks), strict=True):
+            answers = self._group.submit_some("setup", dict.fromkeys(ranks, ())).settle(self._start_s)
+            for rank, answer in zip(ranks, answers, strict=True):
                 if isinstance(answer, WorkerDiedError):
                     cause = answer
                     continue
@@ -75,9 +76,6 @@ class WorkerRestarter:
     def dead(self) -> list[int]:
         """The ranks whose workers have exited."""
         return [rank for rank, alive in enumerate(self._group.workers_alive()) if not alive]
-
-    def _set_up(self, ranks: Sequence[int]) -> list[Any]:
-        return self._group.submit_some("setup", dict.fromkeys(ranks, ())).settle(self._start_s)
 
     def _count(self, dead: Sequence[int], cause: Exception | None) -> None:
         names = "; ".join(self._group.describe_rank(rank) for rank in dead)

@@ -60,22 +60,15 @@ def construct(worker_class: type, context: WorkerContext, kwargs: Mapping[str, A
     The context is passed if the first parameter of the constructor is named `context` or annotated as `WorkerContext`, or if
     it has a keyword-only parameter `context`.
     """
-    parameter = _context_parameter(worker_class)
-    if parameter is None:
-        return worker_class(**kwargs)
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-        return worker_class(**kwargs, context=context)
-    return worker_class(context, **kwargs)
-
-
-def _context_parameter(worker_class: type) -> inspect.Parameter | None:
     parameters = list(inspect.signature(worker_class).parameters.values())
     if parameters and parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
         first = parameters[0]
         annotation = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
         if first.name == "context" or annotation.split(".")[-1] == "WorkerContext":
-            return first
-    return next((p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name == "context"), None)
+            return worker_class(context, **kwargs)
+    if any(p.kind is inspect.Parameter.KEYWORD_ONLY and p.name == "context" for p in parameters):
+        return worker_class(**kwargs, context=context)
+    return worker_class(**kwargs)
 
 
 def seed_call(worker: Any, context: WorkerContext, method: str, arguments: Sequence[Any]) -> None:

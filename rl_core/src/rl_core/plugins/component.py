@@ -151,7 +151,8 @@ class Component:
             ) from error
         for attribute in path.split("."):
             if not hasattr(target, attribute):
-                raise ComponentImportError(_no_attribute(reference, attribute, holder=target))
+                holder = getattr(target, "__name__", repr(target))
+                raise ComponentImportError(f"{reference} does not exist: {no_attribute(holder, attribute, dir(target))}")
             target = getattr(target, attribute)
         return target
 
@@ -216,7 +217,6 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     return f" Did you mean {meant!r}?" if meant is not None else ""
 
 
-def _no_attribute(reference: str, attribute: str, *, holder: object) -> str:
-    holder_name = getattr(holder, "__name__", repr(holder))
-    public = [name for name in dir(holder) if not name.startswith("_")]
-    return f"{reference} does not exist: {holder_name} has no {attribute!r}.{did_you_mean(attribute, public)}"
+def no_attribute(holder: str, attribute: str, names: Iterable[str]) -> str:
+    """That a module or class has none of this name, with a suggestion among the public `names`."""
+    return f"{holder} has no {attribute!r}.{did_you_mean(attribute, [name for name in names if not name.startswith('_')])}"

@@ -24,9 +24,11 @@ plugin and its distribution. Example:
     ...     print(step, metrics["reward/mean"])
 """
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
@@ -34,9 +36,9 @@ from rl_core.plugins.component import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from rl_core.plugins.component import Component, KnownComponent
-    from rl_core.plugins.run_info import RunInfo
 
 PROJECT = "rl_core"
 
@@ -61,64 +63,68 @@ KNOWN_COMPONENTS_HOOK = "rlcore_known_components"
 EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
 
 
+class RunInfo(Protocol):
+    """Read-only view of a run, passed to the event hooks.
+
+    Attributes:
+        config: The whole config, a frozen pydantic model.
+        folder: The run folder: config, metrics, rollouts and checkpoints.
+        first_step: Number of steps done before this run was resumed; 0 for a new run.
+    """
+
+    config: Any
+    folder: Path
+    first_step: int
+
+
 @hookspec
 def rlcore_policies() -> Iterable[Component]:
     """Policy backends, which train a model: subclasses of `rl_core.interfaces.policy.PolicyInterface`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_generations() -> Iterable[Component]:
     """Generation backends, which sample completions: subclasses of `rl_core.interfaces.generation.GenerationInterface`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_environments() -> Iterable[Component]:
     """Environments, which score rollouts: subclasses of `rl_core.interfaces.environment.EnvironmentInterface`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_algorithms() -> Iterable[Component]:
     """Algorithms: functions `train(config, run)`. The component name is the name of the YAML section."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_losses() -> Iterable[Component]:
     """Loss functions: subclasses of `rl_core.interfaces.loss.LossFunction`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_datasets() -> Iterable[Component]:
     """Datasets of prompts, conversations or preferences: implementations of `rl_core.interfaces.dataset`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_loggers() -> Iterable[Component]:
     """Loggers of metrics and samples: subclasses of `rl_train.metrics.logger.Logger`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_weight_transports() -> Iterable[Component]:
     """Weight transports from a policy to a generation backend: subclasses of `rl_core.interfaces.weights.WeightTransport`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_sandboxes() -> Iterable[Component]:
     """Sandboxes, which run model-written programs: subclasses of `rl_sandbox.SandboxInterface`."""
-    raise NotImplementedError
 
 
 @hookspec
 def rlcore_model_servers() -> Iterable[Component]:
     """Endpoints that answer agents from the training engine: subclasses of `rl_train.agents.model_server.ModelServer`."""
-    raise NotImplementedError
 
 
 @hookspec
@@ -128,7 +134,6 @@ def rlcore_commands() -> Iterable[Component]:
     Called for `rlcore --help` and for a name that is not a built-in command. The target is imported when the command or its
     help is requested. Its docstring, with an `Example:`, is the help text. If the hook raises, the command does not exist.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -138,7 +143,6 @@ def rlcore_known_components() -> Iterable[KnownComponent]:
     Those that an installed distribution provides are ignored. If a config names one of the others, the error says how to
     install its distribution; `rlcore list-backends` lists it as not installed.
     """
-    raise NotImplementedError
 
 
 @hookspec

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from rl_core.errors import ConfigError
-from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.component import no_attribute
 
 MODULE_FOLDERS: list[str] = []
 """Folders that are searched for modules after all others, here and in workers of a Ray cluster that is started later."""
@@ -29,6 +29,5 @@ def resolve(dotted: str, *, key: str) -> Any:
             "the working directory and the folder of the config are searched as well."
         ) from error
     if not hasattr(module, attribute):
-        public = [name for name in dir(module) if not name.startswith("_")]
-        raise ConfigError(f"`{key}`: {module_name} has no {attribute!r}.{did_you_mean(attribute, public)}")
+        raise ConfigError(f"`{key}`: {no_attribute(module_name, attribute, dir(module))}")
     return getattr(module, attribute)

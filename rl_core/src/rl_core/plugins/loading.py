@@ -17,7 +17,7 @@ from rl_core.plugins import hookspecs
 from rl_core.plugins.component import Component, KnownComponent, describe, did_you_mean
 from rl_core.plugins.record import Plugin
 
-HEAVY_MODULES = ("torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow")
+HEAVY_MODULES = frozenset({"torch", "ray", "numpy", "transformers", "vllm", "megatron", "jax", "tensorflow"})
 """Modules that registration must not import: each adds from a tenth of a second to several seconds to every command."""
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ def load_plugin(plugin: Plugin, load: Callable[[], Any]) -> Any:
 
     Fills in `plugin`, and returns the object with the hooks; None if it could not be imported.
     """
-    heavy_before, loaded, started = _heavy_modules(), None, time.perf_counter()
+    heavy_before, loaded, started = HEAVY_MODULES & sys.modules.keys(), None, time.perf_counter()
     with _contained(plugin):
         try:
             loaded = load()
@@ -40,7 +40,7 @@ def load_plugin(plugin: Plugin, load: Callable[[], Any]) -> Any:
         plugin.import_ms = (time.perf_counter() - started) * 1000
         if not plugin.error:
             _call_component_hooks(plugin, loaded)
-    plugin.heavy_modules = tuple(sorted(_heavy_modules() - heavy_before))
+    plugin.heavy_modules = tuple(sorted(HEAVY_MODULES & sys.modules.keys() - heavy_before))
     return loaded
 
 
@@ -122,7 +122,3 @@ def _checked_hooks(plugin: Any) -> dict[str, Callable[[], Any]]:
         if name not in callers and callable(getattr(plugin, name, None)):
             raise PluginError(f"{name} has no @hookimpl, so it is not a hook")
     return callers
-
-
-def _heavy_modules() -> set[str]:
-    return {name for name in HEAVY_MODULES if name in sys.modules}

@@ -17,10 +17,10 @@ from packaging.utils import canonicalize_name
 from rl_core.errors import BrokenPluginError, PluginError
 from rl_core.plugins import hookspecs
 from rl_core.plugins.component import describe, did_you_mean
-from rl_core.plugins.discovery import InstalledPlugin, installed_plugins
+from rl_core.plugins.discovery import installed_plugins
 from rl_core.plugins.loading import load_plugin
 from rl_core.plugins.record import Plugin, Registration, Status
-from rl_core.plugins.requirements import RequirementCheck, check_one_of, check_requirements
+from rl_core.plugins.requirements import check_one_of, check_requirements
 
 DISABLE_VARIABLE = "RLCORE_DISABLE_PLUGINS"
 STRICT_VARIABLE = "RLCORE_STRICT_PLUGINS"
@@ -51,27 +51,21 @@ class PluginManager:
         """Plugins that are enabled but do not work."""
         return [plugin for plugin in self.plugins if plugin.status in (Status.MISSING, Status.FAILED)]
 
-    def add(
-        self,
-        name: str,
-        load: Callable[[], Any],
-        *,
-        requirements: tuple[RequirementCheck, ...] = (),
-        faults: tuple[str, ...] = (),
-        **origin: Any,
-    ) -> Plugin:
+    def add(self, name: str, load: Callable[[], Any], **fields: Any) -> Plugin:
+        """As `load` of a `Plugin` with these fields."""
+        return self.load(Plugin(name=name, **fields), load)
+
+    def load(self, plugin: Plugin, load: Callable[[], Any]) -> Plugin:
         """Load one plugin and register its components; an exception becomes its status.
 
-        `load` returns the object with the hooks, usually by importing a module; `faults` are known problems of the
-        distribution, one clause each. The other arguments are fields of `Plugin`.
+        `load` returns the object with the hooks, usually by importing a module.
         """
-        plugin = Plugin(name=name, requirements=requirements, faults=list(faults), **origin)
         loaded = load_plugin(plugin, load)
         alternatives = dict.fromkeys((c.one_of, c.install) for _, c in plugin.components if c.one_of)
         plugin.requirements += tuple(check_one_of(one_of, install=install) for one_of, install in alternatives)
         self.plugins.append(plugin)
         if plugin.status is Status.READY:
-            hook_name = f"{plugin.distribution}:{name}:{len(self.plugins)}"
+            hook_name = f"{plugin.distribution}:{plugin.name}:{len(self.plugins)}"
             self._by_hook_name[hook_name] = plugin
             self._hooks.register(loaded, name=hook_name)
         return plugin
@@ -106,14 +100,19 @@ def discover(*, strict: bool | None = None) -> PluginManager:
     manager = PluginManager()
     disabled = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
     unused = set(disabled)
-    for installed in installed_plugins():
-        distribution = canonicalize_name(installed.name)
-        matches = {name for name in disabled if name == installed.entry_point.name or canonicalize_name(name) == distribution}
+    for plugin, entry_point, distribution in installed_plugins():
+        canonical = canonicalize_name(plugin.distribution)
+        matches = {name for name in disabled if name == plugin.name or canonicalize_name(name) == canonical}
         unused -= matches
         if matches:
-            manager.plugins.append(Plugin(name=installed.entry_point.name, is_disabled=True, **_origin(installed)))
-        else:
-            _add_installed(manager, installed)
+            plugin.is_disabled = True
+            manager.plugins.append(plugin)
+            continue
+        try:
+            plugin.requirements = check_requirements(distribution)
+        except InvalidRequirement as error:
+            plugin.faults.append(f"its metadata has an invalid requirement: {describe(error)}")
+        manager.load(plugin, entry_point.load)
     names = [name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)]
     manager.warnings.extend(
         f"{DISABLE_VARIABLE} names {name!r}, which is not a plugin.{did_you_mean(name, names)}" for name in sorted(unused)
@@ -121,27 +120,6 @@ def discover(*, strict: bool | None = None) -> PluginManager:
     if _strict_from_environment() if strict is None else strict:
         manager.raise_if_broken()
     return manager
-
-
-def _add_installed(manager: PluginManager, plugin: InstalledPlugin) -> None:
-    faults = []
-    requirements: tuple[RequirementCheck, ...] = ()
-    try:
-        requirements = check_requirements(plugin.distribution)
-    except InvalidRequirement as error:
-        faults.append(f"its metadata has an invalid requirement: {describe(error)}")
-    if plugin.leftover:
-        faults.append(
-            f"{plugin.location} contains metadata of {plugin.name} {plugin.version} and also of {', '.join(plugin.leftover)}: "
-            "remove the dist-info folder of the version that is no longer installed"
-        )
-    name, load = plugin.entry_point.name, plugin.entry_point.load
-    manager.add(name, load, requirements=requirements, faults=tuple(faults), **_origin(plugin))
-
-
-def _origin(plugin: InstalledPlugin) -> dict[str, Any]:
-    module, location = plugin.entry_point.value, str(plugin.location)
-    return {"distribution": plugin.name, "version": plugin.version, "module": module, "location": location}
 
 
 def _strict_from_environment() -> bool:

@@ -98,7 +98,7 @@ class Registry:
             if plugin.status is not Status.READY and is_its_own:
                 return _broken(kind, name, plugin)
         if known is not None:
-            return ComponentNotInstalledError(f"{_capitalised(kind)} {name!r} is not installed: {known.install}.")
+            return ComponentNotInstalledError(f"{kind.label.capitalize()} {name!r} is not installed: {known.install}.")
         if elsewhere:
             return self._other_kind(kind, name, elsewhere)
         return self._unknown(kind, name)
@@ -123,7 +123,7 @@ class Registry:
         has = f"Its capabilities: {', '.join(component.capabilities)}." if component.capabilities else "It declares none."
         them = "it" if len(needs) == 1 else "them"
         others = f"{label.capitalize()}s with {them}: {', '.join(capable)}." if capable else f"No installed {label} has {them}."
-        who = f"{_capitalised(registration.kind)} {component.name!r} ({registration.plugin.label})"
+        who = f"{registration.kind.label.capitalize()} {component.name!r} ({registration.plugin.label})"
         return _lacking(who, absent, f". {has} {others}")
 
     def _installed(self, kind: Kind) -> str:
@@ -135,13 +135,13 @@ def _component_at(path: str, *, kind: Kind, needs: tuple[str, ...]) -> Component
     component = Component.from_path(path)
     # Its source is read and not imported: the module may need torch.
     if (problem := missing_target(path)) is not None:
-        raise ComponentImportError(f"{_capitalised(kind)} {path!r} cannot be imported: {problem}")
+        raise ComponentImportError(f"{kind.label.capitalize()} {path!r} cannot be imported: {problem}")
     if needs:
         able = getattr(component.load(), "capabilities", ())
         absent = [need for need in needs if need not in able]
         if absent:
             missing = "it" if len(absent) == 1 else "them"
-            who = f"{_capitalised(kind)} {path!r}"
+            who = f"{kind.label.capitalize()} {path!r}"
             raise _lacking(who, absent, f": its class attribute `capabilities` does not name {missing}.")
     return component
 
@@ -154,12 +154,12 @@ def _lacking(who: str, absent: list[str], more: str) -> MissingCapabilityError:
 def _broken(kind: Kind, name: str, plugin: Plugin) -> BrokenPluginError:
     if plugin.status is Status.DISABLED:
         return BrokenPluginError(
-            f"{_capitalised(kind)} {name!r}: the plugin {plugin.name!r} ({plugin.label}) is disabled by "
+            f"{kind.label.capitalize()} {name!r}: the plugin {plugin.name!r} ({plugin.label}) is disabled by "
             f"{DISABLE_VARIABLE}. Take it out of that list."
         )
     failed = "cannot be used" if plugin.status is Status.MISSING else "failed to load"
     return BrokenPluginError(
-        f"{_capitalised(kind)} {name!r} comes from {plugin.label}, which {failed}: {plugin.reason}. "
+        f"{kind.label.capitalize()} {name!r} comes from {plugin.label}, which {failed}: {plugin.reason}. "
         f"Run: rlcore doctor {plugin.name}"
     )
 
@@ -173,10 +173,6 @@ def name_collision(kind: Kind, name: str, matches: Sequence[Registration]) -> Du
     return DuplicateComponentError(
         f"{len(plugins)} plugins register the {kind.label} {name!r}: {labels}. Disable one: {choices}"
     )
-
-
-def _capitalised(kind: Kind) -> str:
-    return kind.label.capitalize()
 
 
 def _article(noun: str) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from email import message_from_string
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from rl_core.plugins.discovery import version_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,12 @@ class RequirementCheck:
         if self.installed is None:
             return f"{self.requirement} is not installed" + (f" ({self.install})" if self.install else "")
         return f"{self.requirement} is required, {self.installed} is installed"
+
+
+def version_of(distribution: importlib.metadata.Distribution) -> str:
+    """Its version, read from the headers: `distribution.version` parses the description too, which takes milliseconds."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    return message_from_string(text.partition("\n\n")[0])["Version"] or "unknown"
 
 
 def check_requirements(distribution: importlib.metadata.Distribution) -> tuple[RequirementCheck, ...]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rl_core.plugins.component import did_you_mean
+from rl_core.plugins.component import did_you_mean, no_attribute
 
 
 def missing_target(path: str) -> str | None:
@@ -28,13 +28,8 @@ def missing_target(path: str) -> str | None:
         return None if package in sys.modules else f"there is no package {package!r}."
 
 
-def find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a module is, without importing its packages."""
-    return _find(module)[0]
-
-
-def _find(module: str) -> tuple[importlib.machinery.ModuleSpec | None, str]:
-    """Where a module is, or why it does not exist, as a sentence."""
+def find_module(module: str) -> tuple[importlib.machinery.ModuleSpec | None, str]:
+    """Where a module is, without importing its packages, or why it does not exist, as a sentence."""
     first, *inner = module.split(".")
     spec, walked = importlib.util.find_spec(first), first
     if spec is None:
@@ -54,10 +49,8 @@ def _find(module: str) -> tuple[importlib.machinery.ModuleSpec | None, str]:
 def _missing(module: str, name: str) -> str | None:
     if module in sys.modules:
         loaded = sys.modules[module]
-        if hasattr(loaded, name):
-            return None
-        return f"{module} has no {name!r}.{did_you_mean(name, [each for each in dir(loaded) if not each.startswith('_')])}"
-    spec, problem = _find(module)
+        return None if hasattr(loaded, name) else no_attribute(module, name, dir(loaded))
+    spec, problem = find_module(module)
     return problem if spec is None else _missing_in_file(spec, module, name)
 
 
@@ -85,8 +78,7 @@ def _missing_in_file(spec: importlib.machinery.ModuleSpec, module: str, name: st
     modules = [each.name for each in pkgutil.iter_modules(_folders(spec) or [])]
     if {"*", "__getattr__", name} & {*names, *modules}:
         return None
-    public = [each for each in dict.fromkeys(names) if not each.startswith("_")]
-    return f"{module} has no {name!r}.{did_you_mean(name, public)}"
+    return no_attribute(module, name, dict.fromkeys(names))
 
 
 def _folders(spec: importlib.machinery.ModuleSpec) -> Sequence[str] | None:

@@ -13,22 +13,13 @@ CLASSIFIER: Final = "ForSequenceClassification"
 """Suffixes of Transformers' classes with a head for sequence scores."""
 
 
-def classifier_of(config: Any) -> str | None:
-    """The classifier class that a model was saved as; None for other models.
-
-    Args:
-        config: the model's Hugging Face config.
-    """
-    return next((name for name in getattr(config, "architectures", None) or () if name.endswith(CLASSIFIER)), None)
-
-
 def refuse_other_head(config: Any, head: Head, *, name: str) -> None:
     """Check that a saved model, by its Hugging Face config, supports this head; a causal LM supports both.
 
     Raises:
         UserError: it was saved with another head.
     """
-    classifier = classifier_of(config)
+    classifier = next((name for name in getattr(config, "architectures", None) or () if name.endswith(CLASSIFIER)), None)
     if classifier is None:
         return
     if head == "tokens":

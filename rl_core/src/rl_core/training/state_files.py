@@ -55,8 +55,7 @@ def read_state_file(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {reason_of(error)}. Use another checkpoint.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it contains {type(state).__name__}, not a mapping. Use another checkpoint.")
-    values: dict[str, Any] = state
-    return values
+    return dict(state)
 
 
 def reason_of(error: BaseException) -> str:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rl_core.errors import NonFiniteError
 from rl_core.interfaces.loss import Reduction
 
-_REDUCERS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": torch.sum,
-    "token_mean": torch.sum,
-    "min": torch.amin,
-    "max": torch.amax,
-}
+_EXTREMES = {"min": torch.amin, "max": torch.amax}
 
 
 def reduce_metrics(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[str, Reduction]) -> dict[str, torch.Tensor]:
@@ -25,17 +20,14 @@ def reduce_metrics(metrics: Sequence[Mapping[str, torch.Tensor]], how: Mapping[s
         how: a loss's `metric_reductions`; metrics not listed are summed.
     """
     return {
-        name: _REDUCERS[how.get(name, "sum")](torch.stack([one[name].detach().float() for one in metrics]))
+        name: _EXTREMES.get(how.get(name, "sum"), torch.sum)(torch.stack([one[name].detach().float() for one in metrics]))
         for name in (metrics[0] if metrics else ())
     }
 
 
 def first_non_finite_loss(losses: Sequence[float | torch.Tensor]) -> int | None:
     """Index of the first microbatch with a loss that is NaN or infinite, from 0; None if there is none."""
-    for number, loss in enumerate(losses):
-        if not bool(torch.isfinite(torch.as_tensor(loss))):
-            return number
-    return None
+    return next((number for number, loss in enumerate(losses) if not torch.isfinite(torch.as_tensor(loss))), None)
 
 
 def non_finite_step_error(step: int, where: str, *, norm: float) -> NonFiniteError:

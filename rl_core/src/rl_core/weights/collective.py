@@ -172,8 +172,9 @@ class WeightCollective:
                 )
             coming = self._start_receiving(number + 1, sizes)
             if refused is None:
+                tensors = {name: Placement(**form).view(buffer[_PREFIX:]) for name, form in forms.items()}
                 try:
-                    load(_views(forms, buffer), plan["refit"], plan["weight_version"])
+                    load(tensors, plan["refit"], plan["weight_version"])
                 except Exception as error:  # raised below, once no rank waits for this one
                     refused = error
         if refused is not None:
@@ -182,20 +183,18 @@ class WeightCollective:
     def close(self) -> None:
         """Leave the group; calling it twice is fine."""
         group, self._group = self._group, None
-        if group is None:
-            pass
-        elif self._device.type == "cuda":
+        if group is not None and self._device.type == "cuda":
             # All broadcasts are done. NCCL's `shutdown` would also wait for the other ranks to leave.
             group.abort()
-        else:
+        elif group is not None:
             # Connections close with the object; `shutdown` alone leaves them open, and peers waiting.
             group.shutdown()
         self._store = None
         self._buffers = []
 
-    def _start_receiving(self, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, Pending]:
+    def _start_receiving(self, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, Pending | None]:
         if number >= len(sizes):
-            return torch.empty(0), _Done()
+            return torch.empty(0), None
         if number >= 2 and self._device.type == "cuda":
             # Tensors loaded from this buffer were copied asynchronously.
             torch.cuda.current_stream(self._device).synchronize()
@@ -250,20 +249,6 @@ def abort_rendezvous(ip: str, port: int) -> None:
     except RuntimeError:
         # Rank 0 is not there, so no rank waits at its store; the caller raises its own error.
         return
-
-
-class _Done:
-    """Stands in for the broadcast after the last one."""
-
-    def wait(self) -> bool:
-        return True
-
-
-def _views(forms: Mapping[str, Mapping[str, Any]], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        name: Placement(tuple(form["shape"]), form["dtype"], form["offset"]).view(buffer[_PREFIX:])
-        for name, form in forms.items()
-    }
 
 
 def _make_group(

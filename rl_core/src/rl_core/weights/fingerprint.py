@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 import xxhash
 
+from rl_core.data.stateless_rng import mix
 from rl_core.errors import WeightSyncError
 from rl_core.weights.manifest import ON_ONE_THREAD, dtype_name
 
@@ -26,8 +27,11 @@ Kind = Literal["xxh3", "wsum"]
 
 _WORDS = 1 << 18
 """Words per chunk: its weights are computed once per device, and its products (2 MiB) stay in a CPU's cache."""
+_SHOWN = 5
 _CHUNKS_AT_ONCE = {"cpu": 1, "cuda": 64}
 _MASK = (1 << 64) - 1
+_GOLDEN = -7046029254386353131
+"""0x9E3779B97F4A7C15, the increment of splitmix64, as an int64."""
 
 
 def natural_kind(device: torch.device) -> Kind:
@@ -35,15 +39,14 @@ def natural_kind(device: torch.device) -> Kind:
     return "xxh3" if device.type == "cpu" else "wsum"
 
 
-def tensor_digest(tensor: torch.Tensor, *, kind: Kind = "xxh3", dtype: torch.dtype | None = None) -> str:
+def tensor_digest(tensor: torch.Tensor, *, kind: Kind = "xxh3") -> str:
     """Digest of one tensor, such as `float32[4,3]:9f86...`; about 0.1 ns per byte (`xxh3`, CPU) if it is contiguous.
 
     Args:
         tensor: any dtype, shape and device; a tensor that is not contiguous is copied first.
         kind: see the module docstring.
-        dtype: digest the tensor cast to this dtype; its own by default.
     """
-    return tensor_digests([("", tensor)], kind=kind, dtypes={} if dtype is None else {"": dtype})[""]
+    return tensor_digests([("", tensor)], kind=kind)[""]
 
 
 def tensor_digests(
@@ -83,13 +86,9 @@ def combine(digests: Mapping[str, str], *, kind: Kind = "xxh3") -> str:
 
 
 def describe_differences(
-    one: Mapping[str, str],
-    other: Mapping[str, str],
-    *,
-    sides: tuple[str, str] = ("the policy", "the engine"),
-    most: int = 5,
+    one: Mapping[str, str], other: Mapping[str, str], *, sides: tuple[str, str] = ("the policy", "the engine")
 ) -> list[str]:
-    """One line per tensor whose digests differ, the first `most` by name, with a hint if it equals another tensor."""
+    """One line per tensor whose digests differ, the first five by name, with a hint if it equals another tensor."""
     owner = {digest: name for name, digest in one.items()}
     lines = []
     for name in sorted(one.keys() | other.keys()):
@@ -99,7 +98,7 @@ def describe_differences(
         whose = owner.get(theirs or "")
         hint = f" (which is {sides[0]}'s {whose})" if whose is not None else ""
         lines.append(f"{name}: {ours or 'absent'} in {sides[0]}, {theirs or 'absent'} in {sides[1]}{hint}")
-    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+    return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
 
 
 def _xxh3(flat: torch.Tensor) -> str:
@@ -152,18 +151,7 @@ def _position_weights(device: torch.device) -> torch.Tensor:
 
 def _odd_noise(index: torch.Tensor) -> torch.Tensor:
     """An odd int64 for each index: the finaliser of splitmix64, in arithmetic that wraps equally on every device."""
-    z = index * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _logical_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _logical_shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return (z ^ _logical_shift(z, 31)) | 1
-
-
-def _logical_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+    return mix(index * _GOLDEN) | 1
 
 
 def same_digests_on_every_replica(per_replica: Sequence[Mapping[str, str]]) -> dict[str, str]:

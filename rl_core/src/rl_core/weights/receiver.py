@@ -18,8 +18,8 @@ from rl_core.interfaces.private_names import PrivateNames
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.fingerprint import combine, natural_kind
 from rl_core.weights.handles import open_handles
-from rl_core.weights.manifest import refuse_differences
-from rl_core.weights.refit_progress import RefitProgress, shapes_and_dtypes
+from rl_core.weights.manifest import manifest_of, refuse_differences
+from rl_core.weights.refit_progress import RefitProgress
 from rl_core.weights.shared_memory import MappedSegments
 
 if TYPE_CHECKING:
@@ -170,10 +170,7 @@ class WeightReceiver(PrivateNames, ABC):
     def _take(self, tensors: Mapping[str, torch.Tensor], *, refit: str, version: int, by_reference: bool) -> None:
         if self._ledger is None:
             raise WeightSyncError("Weights arrived before their manifest: call prepare_refit_info first.")
-        if self._ledger.complete_version is not None and not self._ledger.is_of(refit):
-            self._ledger = RefitProgress(self._ledger.manifest, self._ledger.receiver_dtypes)
-        begins = not self._ledger.has_begun
-        self._ledger.admit(refit, version, shapes_and_dtypes(tensors))
+        begins = self._ledger.admit(refit, version, manifest_of(tensors))
         self._weight_version, self._is_mixed = NO_VERSION, True
         if begins:
             self.refit_begins()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
-
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
-from rl_core.weights.manifest import dtype_name
 
 
 class RefitProgress:
-    """Accepts every tensor of a manifest exactly once, all from one refit of one weight version."""
+    """Accepts every tensor of a manifest exactly once, all from one refit of one weight version; then the next refit."""
 
     def __init__(self, manifest: RefitManifest, receiver_dtypes: Mapping[str, str] | None = None) -> None:
         """Progress of a refit that has not begun.
@@ -37,16 +34,7 @@ class RefitProgress:
         """The weight version of the refit once all has arrived, None before."""
         return None if self.missing else self._version
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether any tensor was accepted."""
-        return self._refit is not None
-
-    def is_of(self, refit: str) -> bool:
-        """Whether the tensors that have arrived belong to this refit."""
-        return self._refit == refit
-
-    def admit(self, refit: str, version: int, forms: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    def admit(self, refit: str, version: int, forms: Mapping[str, tuple[tuple[int, ...], str]]) -> bool:
         """Check one bucket before any of it is loaded.
 
         Args:
@@ -54,9 +42,15 @@ class RefitProgress:
             version: its weight version, according to the sender.
             forms: name to (shape, dtype name) of each tensor in it.
 
+        Returns:
+            Whether it is the first bucket of its refit.
+
         Raises:
             WeightSyncError: it belongs to another refit or version, or a tensor is unknown, repeated or of the wrong form.
         """
+        if not self.missing and refit != self._refit:
+            self._refit, self._arrived = None, set()
+        is_first = self._refit is None
         self._admit_refit(refit, version, forms)
         problems = [f"{name!r} is not in the manifest" for name in forms if name not in self.manifest]
         problems += [f"{name!r} arrived twice" for name in forms if name in self._arrived]
@@ -70,6 +64,7 @@ class RefitProgress:
                 f"Weights are rejected in the refit to version {version}: {'; '.join(problems[:5])}"
                 + (f"; and {len(problems) - 5} more." if len(problems) > 5 else ".")
             )
+        return is_first
 
     def _fits(self, name: str, form: tuple[tuple[int, ...], str]) -> bool:
         shape, dtype = self.manifest[name]
@@ -105,8 +100,3 @@ class RefitProgress:
 
 def _described(form: tuple[tuple[int, ...], str]) -> str:
     return f"{form[1]} {list(form[0])}"
-
-
-def shapes_and_dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name to (shape, dtype name), for `RefitProgress.admit`."""
-    return {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}

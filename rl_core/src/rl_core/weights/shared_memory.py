@@ -20,6 +20,7 @@ import torch
 from rl_core.errors import WeightSyncError
 
 DIRECTORY = Path("/dev/shm")
+"""A tmpfs."""
 PREFIX = "rlcore-"
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """Advice of Linux 5.14 and later: map all pages at once. One fault per page costs several times the copy itself."""
@@ -31,29 +32,24 @@ _MAPPED = 2
 class Segment:
     """Memory that other processes of the node can map; unlinked when closed, collected, or when the process ends."""
 
-    def __init__(self, size: int, *, directory: Path = DIRECTORY) -> None:
-        """Reserve the memory at once, so that no later write can fail.
-
-        Args:
-            size: in bytes.
-            directory: a tmpfs.
+    def __init__(self, size: int) -> None:
+        """Reserve `size` bytes at once, so that no later write can fail.
 
         Raises:
-            WeightSyncError: the directory has too little space; nothing was written.
+            WeightSyncError: `DIRECTORY` has too little space; nothing was written.
         """
         self.size = size
-        sweep(directory=directory)
-        space = os.statvfs(directory)
-        if space.f_bavail * space.f_frsize < size:
-            raise _too_small(size, directory)
-        self.path, descriptor = _create_locked(directory)
+        sweep()
+        if _free_bytes() < size:
+            raise _too_small(size)
+        self.path, descriptor = _create_locked()
         self._unlink = weakref.finalize(self, _unlink_and_unlock, self.path, descriptor, os.getpid())
         try:
             os.posix_fallocate(descriptor, 0, max(size, 1))
         except OSError as error:
             self.close()
             if error.errno == errno.ENOSPC:
-                raise _too_small(size, directory) from error
+                raise _too_small(size) from error
             raise
         mapping = mmap.mmap(descriptor, max(size, 1))
         _populate(mapping, _POPULATE_WRITE)
@@ -73,8 +69,7 @@ class Segment:
 class SegmentPair:
     """Two alternating segments, so that one bucket is written while the previous one is read."""
 
-    def __init__(self, *, directory: Path = DIRECTORY) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self._segments: list[Segment | None] = [None, None]
         self._turn = 0
 
@@ -85,7 +80,7 @@ class SegmentPair:
         if segment is None or segment.size < size:
             if segment is not None:
                 segment.close()
-            self._segments[self._turn] = segment = Segment(size, directory=self._directory)
+            self._segments[self._turn] = segment = Segment(size)
         return segment
 
     def keep(self, most_bytes: int) -> None:
@@ -104,8 +99,7 @@ class SegmentPair:
 class MappedSegments:
     """Segments of another process that stay mapped between buckets and refits, because mapping costs as much as a copy."""
 
-    def __init__(self, *, directory: Path = DIRECTORY) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self._mapped: dict[str, tuple[int, torch.Tensor]] = {}
         """Name to inode and bytes; the most recently used last."""
 
@@ -117,7 +111,7 @@ class MappedSegments:
         """
         inode, segment = self._mapped.pop(name, (-1, None))
         if segment is None or segment.numel() < size or inode != self._inode(name):
-            segment = map_segment(name, directory=self._directory)
+            segment = map_segment(name)
             inode = self._inode(name)
         self._mapped[name] = inode, segment
         for oldest in list(self._mapped)[:-_MAPPED]:
@@ -127,13 +121,13 @@ class MappedSegments:
     def _inode(self, name: str) -> int:
         """Tells a segment from an earlier one of the same name, whose process has ended; -1 if there is none."""
         try:
-            return (self._directory / name).stat().st_ino
+            return (DIRECTORY / name).stat().st_ino
         except FileNotFoundError:
             return -1
 
 
-def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> torch.Tensor:
-    """The first `size` bytes of another process's segment (0: all), uint8; writing to them does not reach the owner.
+def map_segment(name: str) -> torch.Tensor:
+    """The bytes of another process's segment, uint8; writing to them does not reach the owner.
 
     They stay mapped as long as a tensor over them exists.
 
@@ -141,7 +135,7 @@ def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> tor
         WeightSyncError: there is no such segment on this node.
     """
     try:
-        descriptor = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(DIRECTORY / name, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise WeightSyncError(
             f"The shared memory segment {name!r} is not on this node ({os.uname().nodename}): its owner has ended, or runs on "
@@ -149,17 +143,17 @@ def map_segment(name: str, *, size: int = 0, directory: Path = DIRECTORY) -> tor
         ) from None
     try:
         # A private mapping is writable without affecting the owner: torch wants writable memory, and pages stay shared.
-        mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
     _populate(mapping, _POPULATE_READ)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def sweep(*, directory: Path = DIRECTORY) -> list[str]:
+def sweep() -> list[str]:
     """Unlink the segments of processes that have ended and return their names; segments in use are kept."""
     removed = []
-    for path in directory.glob(f"{PREFIX}*"):
+    for path in DIRECTORY.glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError):
@@ -175,9 +169,9 @@ def sweep(*, directory: Path = DIRECTORY) -> list[str]:
     return removed
 
 
-def _create_locked(directory: Path) -> tuple[Path, int]:
+def _create_locked() -> tuple[Path, int]:
     while True:
-        path = directory / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+        path = DIRECTORY / f"{PREFIX}{os.getpid()}-{next(_numbers)}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -205,10 +199,14 @@ def _populate(mapping: mmap.mmap, advice: int) -> None:
             raise
 
 
-def _too_small(size: int, directory: Path) -> WeightSyncError:
-    space = os.statvfs(directory)
+def _free_bytes() -> int:
+    space = os.statvfs(DIRECTORY)
+    return space.f_bavail * space.f_frsize
+
+
+def _too_small(size: int) -> WeightSyncError:
     return WeightSyncError(
-        f"A bucket of weights needs {size / 2**20:.1f} MiB of shared memory, but {directory} has only "
-        f"{space.f_bavail * space.f_frsize / 2**20:.1f} MiB left. Make it larger (containers: --shm-size=4g), lower "
+        f"A bucket of weights needs {size / 2**20:.1f} MiB of shared memory, but {DIRECTORY} has only "
+        f"{_free_bytes() / 2**20:.1f} MiB left. Make it larger (containers: --shm-size=4g), lower "
         "policy.generation.refit_buffer_mib, or set policy.generation.refit_transport: collective."
     )

@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Discrete
 
-from rl_core.config.diagnostics import comma_separated
 from rl_core.errors import ConfigError
 from rl_core.interfaces.messages import Message, Observation
 from rl_envs.completions import read_tagged
@@ -57,7 +56,7 @@ class _Game:
         text = message if self._config.action_tag is None else read_tagged(message, self._config.action_tag) or message
         name = text.strip().casefold()
         if name not in self._actions:
-            reply = f"That is not an action. Actions: {comma_separated(self._actions)}."
+            reply = f"That is not an action. Actions: {', '.join(self._actions)}."
             penalty = 0.0 - self._config.illegal_action_penalty
             return Move({"role": "environment", "content": reply}, {"game": 0.0, "illegal_action": penalty}, has_ended=False)
         observation, reward, terminated, truncated, _ = self._game.step(self._actions[name])
@@ -78,7 +77,7 @@ def _made(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
         modes = gymnasium.spec(config.id).make(**config.kwargs).metadata.get("render_modes", [])
         if mode is not None and mode not in modes:
             raise ConfigError(
-                f"env.gymnasium.id: {config.id} cannot be drawn as text (its render modes: {comma_separated(modes)}). "
+                f"env.gymnasium.id: {config.id} cannot be drawn as text (its render modes: {', '.join(modes)}). "
                 "Set observation: value.",
             )
         return gymnasium.make(config.id, render_mode=mode, **config.kwargs)

@@ -8,7 +8,6 @@ from typing import Any
 import skyrl_gym
 from skyrl_gym.envs.registration import registry
 
-from rl_core.config.diagnostics import comma_separated
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.messages import Observation
 from rl_envs.text_games.config import SkyRLGymConfig
@@ -34,8 +33,7 @@ class SkyRLGymEnvironment(TextGameEnvironment):
         super().__init__(config)
         if self.config.id not in registry:
             raise ConfigError(
-                f"env.skyrl_gym.id: SkyRL Gym has no environment {self.config.id!r}. It has "
-                f"{comma_separated(sorted(registry))}."
+                f"env.skyrl_gym.id: SkyRL Gym has no environment {self.config.id!r}. It has {', '.join(sorted(registry))}."
             )
 
     def start(self, info: Mapping[str, Any]) -> TextGame:

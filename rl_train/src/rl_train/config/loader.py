@@ -262,7 +262,7 @@ def _validated_sections(
 
 def _partial_run(values: dict[str, Any], layout: ConfigLayout, written: Node, problems: Problems) -> RunConfig:
     """The run of a config with problems: reading a key whose value is not known raises an error."""
-    unknown = problems.unknown_values()
+    unknown = {problem.path for problem in problems.found if problem.path} | problems.poisoned | problems.misspelled
     done: dict[KeyPath, BaseModel] = {}
     for path in sorted(layout.sections, key=len, reverse=True):
         part = layout.sections[path]

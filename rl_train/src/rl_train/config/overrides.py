@@ -53,12 +53,15 @@ def apply_overrides(root: Node, overrides: Sequence[str], *, problems: Problems)
     for number, text in enumerate(overrides, start=1):
         shortened = text if len(text) <= 80 else f"{text[:77]}..."
         location = SourceLocation(f"override #{number} `{shortened}`", number=number)
-        with problems.collecting():
+        try:
             path, value, adds = _parse(text, location)
             path = _with_indices(root, path)
             known = max(length for length in range(len(path) + 1) if root.at(path[:length]) is not None)
             root = _set(root, path, value, done=(), location=location)
             applied.append(Override(path=path, location=location, adds=adds, known=known))
+        except InvalidConfigError as error:
+            for problem in error.problems:
+                problems.include(problem)
     return root, tuple(applied)
 
 

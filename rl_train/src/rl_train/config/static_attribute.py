@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-from rl_core.plugins.static_lookup import find_spec
+from rl_core.plugins.static_lookup import find_module
 
 
 def static_attribute(path: str, name: str) -> object:
@@ -27,7 +27,7 @@ def static_attribute(path: str, name: str) -> object:
 def find_class(module: str, name: str) -> ast.ClassDef | None:
     """The source of a class, also if its module imports it from another one; None if no file has it."""
     try:
-        spec = find_spec(module)
+        spec = find_module(module)[0]
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             return None
         tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)

@@ -19,7 +19,7 @@ from typing import Any
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, deadline_error
 from rl_core.cluster.isolation import runtime_env_of
-from rl_core.cluster.pending_call import collect
+from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ray_runtime import RayLease
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, is_wrapped, pack_worker, plain_class, ray_options, wait_exited
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -99,7 +99,7 @@ class ActorPool(Pool):
             self._packed = pack_worker(worker_class, kwargs or {})
             self._slots = [self._fill(index) for index in range(self._num_actors)]
             builds = [slot.building for slot in self._slots if slot.building is not None]
-            collect(builds, deadline_s=self._deadlines.start_s, deadlines=self._deadlines)
+            PendingCall(builds, deadline_s=self._deadlines.start_s, deadlines=self._deadlines).result()
             for slot in self._slots:
                 slot.building = None
         except BaseException:
@@ -146,7 +146,7 @@ class ActorPool(Pool):
         slots = [] if daemons.is_dead() else [slot for slot in self._slots if slot.actor.is_alive()]
         try:
             closes = [slot.actor.close() for slot in slots]
-            collect(closes, deadline_s=self._deadlines.stop_s, deadlines=self._deadlines)
+            PendingCall(closes, deadline_s=self._deadlines.stop_s, deadlines=self._deadlines).result()
         except (WorkerError, DeadlineExceededError) as error:
             # The work is done and its results are safe: log the failure and stop the processes anyway.
             _log.warning("pool '%s' did not shut down by itself: %s", self._name, error)

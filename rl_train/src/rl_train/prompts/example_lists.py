@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_core.config.diagnostics import Problems, comma_separated
+from rl_core.config.diagnostics import Problems
 from rl_core.config.source_tree import SourceLocation
 from rl_core.errors import DataError
 from rl_core.plugins.component import did_you_mean
@@ -37,7 +37,7 @@ def find_file(path_or_name: str | Path, *, packaged: Path, kind: str) -> Path:
     names = packaged_names(packaged)
     raise DataError(
         f"there is neither a file nor a packaged {kind} {str(path_or_name)!r}.{did_you_mean(str(path_or_name), names)} "
-        f"Packaged {kind.partition(' ')[0]}s: {comma_separated(names)}"
+        f"Packaged {kind.partition(' ')[0]}s: {', '.join(names)}"
     )
 
 

@@ -26,9 +26,9 @@ def class_label(component_class: type) -> str:
     """A class and where it comes from, for errors: 'acme.engine.Engine (acme-rl 2.1)', or its file without a distribution."""
     name = f"{component_class.__module__}.{component_class.__qualname__}"
     package = component_class.__module__.partition(".")[0]
-    for plugin in installed_plugins():
-        if plugin.entry_point.module.partition(".")[0] == package:
-            return f"{name} ({plugin.name} {plugin.version})"
+    for plugin, entry_point, _ in installed_plugins():
+        if entry_point.module.partition(".")[0] == package:
+            return f"{name} ({plugin.label})"
     for distribution in importlib.metadata.packages_distributions().get(package, ()):
         return f"{name} ({distribution} {importlib.metadata.version(distribution)})"
     file = getattr(sys.modules.get(component_class.__module__), "__file__", None)

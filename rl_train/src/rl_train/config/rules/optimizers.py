@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from rl_core.config.diagnostics import Problem, comma_separated, show
+from rl_core.config.diagnostics import Problem, show
 from rl_core.config.policy_sections import OptimizerConfig, PolicyConfig, SchedulerConfig
 from rl_core.config.schedules import SCHEDULES
 from rl_core.config.source_tree import KeyPath
@@ -84,7 +84,7 @@ def _scheduler_problems(scheduler: SchedulerConfig, at: KeyPath) -> Iterator[Pro
         meant = did_you_mean(name, [*SCHEDULES, *SCHEDULERS])
         yield Problem(
             (*at, "name"),
-            f"unknown schedule {name!r}.{meant} Use {comma_separated(sorted(SCHEDULES))}, or a dotted name such as "
+            f"unknown schedule {name!r}.{meant} Use {', '.join(sorted(SCHEDULES))}, or a dotted name such as "
             f"{LR_SCHEDULER}.CosineAnnealingLR.",
         )
         return
@@ -93,7 +93,7 @@ def _scheduler_problems(scheduler: SchedulerConfig, at: KeyPath) -> Iterator[Pro
         return
     short = _class_of(name, LR_SCHEDULER)
     if short in UNUSABLE_SCHEDULERS:
-        instead = f"Use {comma_separated(sorted(SCHEDULES))}."
+        instead = f"Use {', '.join(sorted(SCHEDULES))}."
         yield Problem((*at, "name"), f"{name} cannot be used as a schedule: {UNUSABLE_SCHEDULERS[short]}. {instead}")
     elif short and (torch_arguments := arguments_of(LR_SCHEDULER, short)) is not None:
         required, optional = torch_arguments
@@ -115,7 +115,7 @@ def _unknown(kwargs: Mapping[str, Any], allowed: Collection[str], at: KeyPath, *
             meant = f" Did you mean {MEANINGS[key]!r}?" if MEANINGS.get(key) in allowed else did_you_mean(key, list(allowed))
             yield Problem(
                 (*at, "kwargs", key),
-                f"{of} has no argument {key!r}.{meant} Its arguments are: {comma_separated(allowed)}.",
+                f"{of} has no argument {key!r}.{meant} Its arguments are: {', '.join(allowed)}.",
             )
 
 

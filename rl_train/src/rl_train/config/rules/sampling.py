@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from rl_core.config.diagnostics import Problem, comma_separated, show
+from rl_core.config.diagnostics import Problem, show
 from rl_core.config.schema import GenerationConfig
 from rl_core.errors import PluginError
 from rl_core.plugins.component import Kind, is_path
@@ -145,7 +145,7 @@ def weight_transport_is_supported(config: CheckedConfig, generation: GenerationC
         capabilities = _capabilities(config.registry, kind, backend)
         if capabilities is not None and transport not in _transports_with(capabilities, required):
             names = config.registry.names(Kind.WEIGHT_TRANSPORT)
-            known = comma_separated(_transports_with(capabilities, _transport_requirements(config.registry, names)))
+            known = ", ".join(_transports_with(capabilities, _transport_requirements(config.registry, names)))
             yield Problem(at, f"the {kind.label} {backend!r} does not support {transport!r}. It supports: {known or 'none'}.")
 
 
@@ -175,8 +175,8 @@ def backends_have_a_common_transport(config: CheckedConfig, generation: Generati
     yield Problem(
         (*_GENERATION, "backend"),
         f"the engine {generation.backend!r} cannot receive the weights of the policy backend {run.policy.backend!r} {where}: "
-        f"tried {comma_separated(tried)}; the policy backend supports {comma_separated(of_policy) or 'none'}, the engine "
-        f"{comma_separated(of_engine) or 'none'}. "
+        f"tried {', '.join(tried)}; the policy backend supports {', '.join(of_policy) or 'none'}, the engine "
+        f"{', '.join(of_engine) or 'none'}. "
         + (
             f"Set refit_transport to {' or '.join(shared)}, or change a backend."
             if shared
