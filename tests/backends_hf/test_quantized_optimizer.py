@@ -11,7 +11,10 @@ import transformers
 from policy_cases import TINY_SHAPE
 from rank_processes import RankProgram
 
+from rl_backends_hf.training.optimizer import build_optimizer
 from rl_core.cluster.ports import free_port
+from rl_core.config.schema import OptimizerConfig
+from rl_core.errors import UserError
 
 pytestmark = pytest.mark.skipif(
     not (Path(sys.prefix) / "torchao").is_dir(), reason="torchao is not installed in the folder that the Makefile names"
@@ -78,3 +81,17 @@ def test_a_changed_learning_rate_applies_as_if_the_run_had_had_it_from_its_start
 
 def test_state_of_another_number_of_shards_is_refused(ranks):
     assert "quantized optimizer state of 2 shard(s) of the weights, and this run has 1" in ranks[0]["refused"]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_error_names_the_key(monkeypatch):
+    import torch._inductor.config as inductor
+
+    monkeypatch.syspath_prepend(str(Path(sys.prefix) / "torchao"))
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/nonexistent/compiler",))
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    config = OptimizerConfig(name="torchao.optim.AdamW8bit", kwargs={"lr": 1e-2})
+    with pytest.raises(UserError, match=r"AdamW8bit cannot be compiled: .*C\+\+ compiler") as caught:
+        build_optimizer({"weight": torch.nn.Parameter(torch.ones(64, 128))}, config)
+    assert caught.value.key == "policy.optimizer.name"
+    torch._dynamo.reset()
