@@ -69,24 +69,40 @@ def test_the_microbatch_plan_survives_pickling():
         assert arrived.elem_counts_per_gb == shard.elem_counts_per_gb
 
 
-def test_sending_a_batch_does_not_copy_its_tensors():
+def test_sending_a_batch_does_not_copy_its_large_tensors():
     batch = big_batch()
     buffers: list[pickle.PickleBuffer] = []
     message = pickle.dumps(batch.slice(8, 24), protocol=5, buffer_callback=buffers.append)
     addresses = {np.frombuffer(buffer, dtype=np.uint8).ctypes.data for buffer in buffers}
-    assert addresses == {batch[key][8:].data_ptr() for key in ("input_ids", "token_mask", "truncated")}
+    assert addresses == {batch[key][8:].data_ptr() for key in ("input_ids", "token_mask")}
     assert len(message) < 2000
+
+
+def test_small_tensors_are_part_of_the_message_and_arrive_as_private_tensors():
+    batch = big_batch(rows=1, width=16)
+    batch["bfloat16"] = torch.ones(1, 2, dtype=torch.bfloat16)
+    buffers: list[pickle.PickleBuffer] = []
+    message = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    assert [buffer.raw().nbytes for buffer in buffers] == [4]  # NumPy has no bfloat16
+    arrived = pickle.loads(message, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert same(arrived, batch)
+    assert all(isinstance(arrived.data[key], torch.Tensor) for key in ("input_ids", "token_mask", "truncated"))
+    arrived["input_ids"] += 1
+    assert same(pickle.loads(message, buffers=[bytes(buffer.raw()) for buffer in buffers]), batch)
 
 
 def test_tensors_inside_list_columns_travel_and_are_writable():
     tokens = torch.arange(1000)
-    batch = BatchedDataDict({"message_log": [[{"role": "user", "token_ids": tokens[2:5]}], []]})
+    long = {"role": "assistant", "token_ids": tokens}
+    batch = BatchedDataDict({"message_log": [[{"role": "user", "token_ids": tokens[2:5]}, long], []]})
     buffers: list[pickle.PickleBuffer] = []
     message = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    assert sum(len(buffer.raw()) for buffer in buffers) == 24
+    assert sum(buffer.raw().nbytes for buffer in buffers) == tokens.nbytes  # the small one is part of the message
     arrived = pickle.loads(message, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    arrived["message_log"][0][0]["token_ids"] += 1
+    for message in arrived["message_log"][0]:
+        message["token_ids"] += 1
     assert arrived["message_log"][0][0]["token_ids"].tolist() == [3, 4, 5]
+    assert arrived["message_log"][0][1]["token_ids"].equal(tokens + 1)
     assert tokens[2] == 2
 
 

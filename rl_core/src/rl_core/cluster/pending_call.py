@@ -65,7 +65,8 @@ class PendingCall:
         With several workers it is called for each. It may be called slightly before `poll` returns True.
         """
         for call in self._calls:
-            call.ref.future().add_done_callback(lambda _: callback())
+            call.future = call.ref.future()
+            call.future.add_done_callback(lambda _: callback())
         if not self._calls:
             callback()
 

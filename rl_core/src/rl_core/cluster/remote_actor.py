@@ -212,6 +212,7 @@ class ActorCall:
         self.method = method
         self.ref = ref
         self.started = time.monotonic()
+        self.future: Any = None  # Ray's future, if there is one: it has deserialized the result
 
     def result(self) -> Any:
         """The result of a completed call.
@@ -222,7 +223,7 @@ class ActorCall:
             RayDiedError: Ray itself died.
         """
         try:
-            result = ray.get(self.ref)
+            result = ray.get(self.ref) if self.future is None else self.future.result()
         except _DEATHS as death:
             daemons.raise_if_dead()
             self.actor.note_death()

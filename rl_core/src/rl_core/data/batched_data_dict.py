@@ -301,7 +301,8 @@ class SlicedDataDict(BatchedDataDict[DictT]):
 
 
 def _rebuilt(cls: type[BatchedDataDict[Any]], columns: dict[str, Any], plan: tuple[Any, Any, Any]) -> Any:
-    batch = cls(unpack_columns(columns))
+    batch = cls()
+    batch.data = unpack_columns(columns)
     batch.micro_batch_indices, batch.micro_batch_lengths, batch.elem_counts_per_gb = plan
     return batch
 

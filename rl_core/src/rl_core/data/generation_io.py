@@ -147,7 +147,9 @@ class PromptReader:
         """
         self._calls += 1
         refuse_text(data)
-        batch = with_input_lengths(BatchedDataDict({key: data[key] for key in _READ if key in data}))
+        if not isinstance(data, BatchedDataDict):
+            data = BatchedDataDict({key: data[key] for key in _READ if key in data})
+        batch = with_input_lengths(data)
         lengths: list[int] = batch["input_lengths"].tolist()
         prompts = [tokens[: max(length, 0)] for tokens, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -155,18 +157,12 @@ class PromptReader:
         own_sampling = batch["sampling"] if "sampling" in batch else [None] * len(prompts)
         _check_options(own_sampling, self._options)
         seeds = batch["sample_seeds"] if "sample_seeds" in batch else derived_seeds(self._seed, self._calls, len(prompts))
+        limits = _row_limits(batch, prompts, self.limits)
+        stops = _row_stop_strings(batch, len(prompts), self._stop_strings, reads_text=self._reads_text)
+        rows = zip(prompts, limits, seeds.tolist(), stops, own_sampling, strict=True)
         return [
             Prompt(number=number, tokens=prompt, limit=limit, seed=own_seed, stop_strings=strings, sampling=sampling or {})
-            for number, (prompt, limit, own_seed, strings, sampling) in enumerate(
-                zip(
-                    prompts,
-                    _row_limits(batch, prompts, self.limits),
-                    seeds.tolist(),
-                    _row_stop_strings(batch, len(prompts), self._stop_strings, reads_text=self._reads_text),
-                    own_sampling,
-                    strict=True,
-                )
-            )
+            for number, (prompt, limit, own_seed, strings, sampling) in enumerate(rows)
         ]
 
 

@@ -2,7 +2,7 @@
 
 Sending: a tensor is passed as a NumPy view of its memory, which protocol 5 transfers out of band, so Ray writes it into
 its object store only once. (A non-contiguous column is made contiguous first, and one on a GPU is moved to the CPU.) A dtype
-that NumPy lacks, such as bfloat16, is sent as bytes.
+that NumPy lacks, such as bfloat16, is sent as bytes. A small tensor is copied into the message and arrives as a tensor.
 
 Receiving: the column stays a view of the object store, memory that other processes read too. Writing to it would silently
 corrupt their batches, hence the rule *copy on touch*: slicing, splitting into microbatches and sending keep the view; reading
@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 
 Bytes = npt.NDArray[np.uint8]
+_SMALL = 4096  # bytes of the largest tensor that is part of the message, if its dtype is one of these
+_NAMES = {getattr(torch, name): name for name in ("int64", "float32", "bool", "int32", "uint8", "float64")}
 
 
 def to_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
@@ -62,8 +64,7 @@ class _PortableTensor:
     value: torch.Tensor
 
     def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        value = self.value.detach().cpu().contiguous()
-        return _owned, (value.reshape(-1).view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+        return _entry, (_portable_column(self.value[None]),)
 
 
 def pack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,16 +73,17 @@ def pack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the columns of a batch: as tensors if the memory is writable, else as borrowed columns."""
+    """Restore the columns of a batch: as tensors if they are small or the memory is writable, else as borrowed columns."""
     return {key: _arrived(column) for key, column in columns.items()}
 
 
 def _portable_column(column: Any) -> Any:
     if not isinstance(column, torch.Tensor):
         return _portable(column)
+    if 0 < column.nbytes <= _SMALL and column.dtype in _NAMES:  # no objects, because each takes microseconds to pickle
+        return _NAMES[column.dtype], (*column.shape,), bytearray(column.numpy(force=True).tobytes())
     value = column.detach().cpu().contiguous()
-    row_bytes = value[0].numel() * value.element_size() if len(value) else 0
-    rows = value.reshape(-1).view(torch.uint8).numpy().reshape(len(value), row_bytes)
+    rows = value.reshape(-1).view(torch.uint8).numpy().reshape(len(value), value.nbytes // max(len(value), 1))
     return BorrowedColumn(rows, value.dtype, tuple(value.shape[1:]))
 
 
@@ -97,14 +99,18 @@ def _portable(value: Any) -> Any:
 
 
 def _arrived(column: Any) -> Any:
+    if isinstance(column, tuple):
+        dtype, shape, data = column
+        return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape)
     if isinstance(column, BorrowedColumn) and column.rows.flags.writeable:
         return _tensor(column.rows, column.dtype, column.row_shape)
     return column
 
 
-def _owned(flat: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    flat = flat if flat.flags.writeable else flat.copy()
-    return torch.from_numpy(flat).view(dtype).reshape(shape)
+def _entry(column: Any) -> torch.Tensor:
+    """The only row of a portable column."""
+    arrived = _arrived(column)
+    return (arrived.tensor() if isinstance(arrived, BorrowedColumn) else arrived)[0]
 
 
 def _tensor(rows: Bytes, dtype: torch.dtype, row_shape: tuple[int, ...]) -> torch.Tensor:

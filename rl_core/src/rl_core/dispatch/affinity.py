@@ -17,7 +17,7 @@ PromptKey = int | bytes
 def prompt_keys(rows: BatchedDataDict[Any]) -> list[PromptKey]:
     """The identity of each row's prompt: its `prompt_id`, or the tokens of the prompt if the batch has no such column."""
     if "prompt_id" in rows:
-        return [int(prompt) for prompt in rows["prompt_id"]]
+        return list(rows["prompt_id"].tolist())
     ids, lengths = rows["input_ids"], rows["input_lengths"]
     return [ids[row, : int(lengths[row])].numpy().tobytes() for row in range(rows.size)]
 

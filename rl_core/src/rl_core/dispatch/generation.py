@@ -266,14 +266,13 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         limits = LengthLimits(
             vocab_size=facts["vocab_size"], max_model_len=facts["max_model_len"], max_new_tokens=self.config.max_new_tokens
         )
-        reader = PromptReader(
+        PromptReader(
             limits,
             stop_strings=self.config.stop_strings or (),
             reads_text=facts.get("reads_text", True),
             reads_sampling=facts.get("reads_sampling", False),
             row_options=facts.get("row_options", ()),
-        )
-        reader.read(data)
+        ).read(data)
 
     def _no_weights(self, ranks: Sequence[int]) -> WeightSyncError:
         replicas = f"Generation replica {', '.join(map(str, ranks))} was restarted with the model's initial weights"

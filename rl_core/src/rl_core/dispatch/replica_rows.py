@@ -8,7 +8,6 @@ from typing import Any
 
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.generation_io import refuse_text
 from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
 from rl_core.dispatch.rows import select_columns
 from rl_core.errors import WeightSyncError, WorkerDiedError
@@ -43,7 +42,6 @@ Answer = tuple[list[int], BatchedDataDict[Any]]
 
 def prompt_columns(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     """The columns that a replica samples from."""
-    refuse_text(data)
     return select_columns(data, [key for key in ROW_KEYS if key in data or key == "input_ids" or key == "input_lengths"])
 
 

@@ -91,9 +91,8 @@ class RowStream:
             if rank is not None and notify_replicas:
                 closed.setdefault(rank, []).append(session)
         for rank, names in closed.items():
-            if self._replicas[rank].is_recovering:
-                continue  # a new process keeps nothing
-            self._group.submit_one("close_sessions", names, rank=rank, deadline_s=self._deadline_s)
+            if not self._replicas[rank].is_recovering:  # a new process keeps nothing
+                self._group.submit_one("close_sessions", names, rank=rank, deadline_s=self._deadline_s)
 
     async def rows(self, data: BatchedDataDict[Any], *, greedy: bool) -> AsyncIterator[tuple[int, BatchedDataDict[Any]]]:
         """Yield (row, its output) as rows end, or have new tokens (`stream_tokens`); closing the iterator cancels the others.
@@ -109,7 +108,7 @@ class RowStream:
         places: dict[str, tuple[int, int]] = {}
         try:
             for row in range(data.size):
-                name, request_row = f"stream-{next(_names)}", data.slice(row, row + 1)
+                name, request_row = f"stream-{next(_names)}", data if data.size == 1 else data.slice(row, row + 1)
                 rank = self._affinity.assign(name, request_row)
                 places[name] = (row, rank)
                 self._begin(rank, GenerationRequest(name=name, row=request_row, greedy=greedy), ended)
@@ -121,7 +120,7 @@ class RowStream:
                 yield row, output
         finally:
             # Nothing is awaited here: a closing event loop may close the iterator without resuming it.
-            for rank in range(len(self._replicas)):
+            for rank in {rank for _, rank in places.values()}:
                 self._cancel(rank, [name for name, place in places.items() if place[1] == rank])
 
     def _begin(self, rank: int, arrival: GenerationRequest, consumer: asyncio.Queue[Any]) -> None:
@@ -245,8 +244,7 @@ class RowStream:
 
     def _fail(self, replica: _Replica, error: Exception) -> None:
         for name in list(replica.in_flight):
-            consumer = self._end(replica, name)
-            if consumer is not None:
+            if (consumer := self._end(replica, name)) is not None:
                 consumer.put_nowait((name, error))
         replica.arrivals = []
 

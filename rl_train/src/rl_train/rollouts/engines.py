@@ -261,9 +261,10 @@ class RolloutSampler:
 
 def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool) -> BatchedDataDict[Any]:
     prompts = [request.token_ids for request in requests]
+    pad = torch.nn.utils.rnn.pad_sequence
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {
-            "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=pad_token_id),
+            "input_ids": prompts[0][None] if len(prompts) == 1 else pad(prompts, batch_first=True, padding_value=pad_token_id),
             "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
             "stop_strings": [request.stop_strings for request in requests],
             "sample_seeds": torch.tensor([request.seed for request in requests], dtype=torch.int64),

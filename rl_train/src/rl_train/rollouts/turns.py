@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class TurnFormatter:
         self._tokenizer = tokenizer
         self._has_template = tokenizer.chat_template is not None
         self._special_names: list[str] = tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer)[1]))
+        self._history = lru_cache(maxsize=64)(self._rendered_history)
         self._closing = self._closing_text() if self._has_template else ""
 
     def observation_ids(
@@ -69,7 +72,7 @@ class TurnFormatter:
         return max((name for name in self._special_names if text.startswith(name)), key=len, default="")
 
     def _closing_text(self) -> str:
-        rendered = self._render([_USER, {"role": "assistant", "content": _ANSWER}], None, next_answer=False)
+        rendered = self._history(json.dumps([{"role": "assistant", "content": _ANSWER}, None]))
         return rendered[rendered.rindex(_ANSWER) + len(_ANSWER) :]
 
     def _after_answer(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
@@ -82,9 +85,8 @@ class TurnFormatter:
         raise problems[0]
 
     def _after(self, answer: Mapping[str, Any], messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-        history = [_USER, answer]
-        history_text = self._render(history, tools, next_answer=False)
-        rendered = self._render([*history, *messages], tools, next_answer=True)
+        history_text = self._history(json.dumps([answer, tools]))
+        rendered = self._render([_USER, answer, *messages], tools, next_answer=True)
         # The known text occurs equally often in both, and for the last time shortly before the answer's end.
         end_of_own = _split_after(history_text, history_text.count(_ANSWER))
         rest = _split_after(rendered, history_text.count(_ANSWER))
@@ -102,6 +104,11 @@ class TurnFormatter:
             return self._closing
         starts = [i for i in range(len(end_of_answer)) if self._leading_special(end_of_answer[i:])]
         return end_of_answer[starts[0] :] if starts else self._closing
+
+    def _rendered_history(self, answer_and_tools: str) -> str:
+        """The known conversation; the argument is JSON, as the key of a cache: most turns follow the same answer."""
+        answer, tools = json.loads(answer_and_tools)
+        return self._render([_USER, answer], tools, next_answer=False)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, next_answer: bool) -> str:
         form = form_for(messages, self._tokenizer, tools=tools)

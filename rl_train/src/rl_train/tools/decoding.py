@@ -24,10 +24,10 @@ def decode_answers(tokenizer: Any, answers: Sequence[torch.Tensor]) -> list[str]
         answers: [T] token ids of each answer.
     """
     markers, hidden = special_tokens(tokenizer)
-    texts: list[str] = tokenizer.batch_decode(list(answers), skip_special_tokens=True)
+    rows = [answer.tolist() for answer in answers]
+    texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True)
     if not markers:
         return texts
-    rows = [answer.tolist() for answer in answers]
     return [
         tokenizer.decode([token for token in row if token not in hidden]) if not markers.isdisjoint(row) else text
         for row, text in zip(rows, texts, strict=True)
