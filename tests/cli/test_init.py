@@ -70,6 +70,14 @@ def test_a_generated_config_passes_validate_deep(prepared, name):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_misspelt_answer_column_is_reported(tmp_path):
+    rows = write(tmp_path / "rows.jsonl", [{"question": "1+1=", "anser": "2"}] * 4)
+    done = rlcore("init", rows, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert "Answers: none, because no field is named expected_answer, answer," in done.stdout
+    assert "(fields: question, anser)" in done.stdout
+
+
 def test_rows_that_are_too_few_to_be_split_are_reported(tmp_path):
     rows = write(tmp_path / "rows.jsonl", FORMATS["responses"][:30])
     done = rlcore("init", rows, "--model", MODEL, "--output", tmp_path / "alone")

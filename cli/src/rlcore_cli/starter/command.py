@@ -256,10 +256,13 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
 
 def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[str, str], output: Path) -> None:
     from rlcore_cli.starter.config_values import FEWEST_ROWS
+    from rlcore_cli.starter.row_format import ANSWERS
 
     config = output / _CONFIG
     print(f"{train.path}: {len(train.rows)} rows, each {form.name}")
     print(f"Wrote {', '.join(str(output / name) for name in files)}")
+    if starter.samples and form.answer_key is None:
+        print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")
     if len(form.algorithms) > 1:
         others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
         print(f"Algorithm: {starter.algorithm} (also possible: {others})")

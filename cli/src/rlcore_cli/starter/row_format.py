@@ -11,7 +11,7 @@ from rl_core.errors import DataError
 Row = Mapping[str, Any]
 
 _QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
-_ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
+ANSWERS = ("expected_answer", "answer", "final_answer", "ground_truth", "solution", "target", "label")
 _RESPONSES = ("response", "completion", "output")
 SAMPLING, SUPERVISED, PAIRS = ("grpo", "sft"), ("sft",), ("dpo", "rm")
 
@@ -112,7 +112,7 @@ def _messages(rows: Sequence[Row]) -> RowFormat | None:
         return None
     if not all(isinstance(message, Mapping) and "role" in message for row in rows for message in row["messages"]):
         return None
-    answer = next((name for name in _ANSWERS if _all_have(rows, name, str, int, float)), None)
+    answer = next((name for name in ANSWERS if _all_have(rows, name, str, int, float)), None)
     ends = all(row["messages"][-1]["role"] == "assistant" for row in rows)
     if answer is None and not ends:
         return RowFormat(
@@ -141,7 +141,7 @@ def _questions(rows: Sequence[Row]) -> RowFormat | None:
     question = next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
     if question is None:
         return None
-    answer = next((name for name in _ANSWERS if _all_have(rows, name, str, int, float)), None)
+    answer = next((name for name in ANSWERS if _all_have(rows, name, str, int, float)), None)
     response = next((name for name in _RESPONSES if _all_have(rows, name, str, list)), None)
     return _question_format(question, answer, response)
 
