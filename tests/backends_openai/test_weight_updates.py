@@ -316,7 +316,7 @@ def test_with_older_rollouts_the_server_gets_new_weights_when_no_rollout_is_in_p
         prepare = served.prepare_refit_info
 
         def counted(info):
-            in_progress.append(sum(served._stream.load))
+            in_progress.append(sum(served._stream._affinity.load))
             return prepare(info)
 
         monkeypatch.setattr(served, "prepare_refit_info", counted)

@@ -451,9 +451,9 @@ def test_two_replicas_generate_stream_and_refit_like_one(cluster, readable, plai
 async def watched(generator, batch):
     """The distribution of the rows before any has ended, and the rows."""
     rows = asyncio.create_task(collected(generator, batch))
-    while not sum(generator._stream.load):
+    while not sum(generator._stream._affinity.load):
         await asyncio.sleep(0)
-    loads = generator._stream.load
+    loads = generator._stream._affinity.load
     return loads, await rows
 
 

@@ -93,10 +93,10 @@ def in_flight(group):
 
 async def asked(stream, batch):
     """A task that collects the rows, which are in flight."""
-    before = sum(stream.load)
+    before = sum(stream._affinity.load)
     task = asyncio.create_task(collected(stream, batch))
     await asyncio.sleep(0)  # its first step hands all of them out
-    assert sum(stream.load) == before + batch.size
+    assert sum(stream._affinity.load) == before + batch.size
     return task
 
 
@@ -119,7 +119,7 @@ def test_rows_that_stream_come_while_they_are_in_flight_and_once_when_they_end(g
     batch = BatchedDataDict({**rows(30, 30), "stream_tokens": torch.tensor([True, False])})
 
     async def outputs():
-        return [(row, "unfinished" in output, stream.load) async for row, output in stream.rows(batch, greedy=False)]
+        return [(row, "unfinished" in output, stream._affinity.load) async for row, output in stream.rows(batch, greedy=False)]
 
     found = asyncio.run(outputs())
     assert [unfinished for row, unfinished, _ in found if row == 1] == [False]
@@ -135,15 +135,15 @@ def test_each_row_goes_to_the_replica_with_the_fewest_in_flight(pair):
 
     async def spread():
         long = await asked(stream, rows(FOREVER))
-        assert stream.load == [1, 0]
+        assert stream._affinity.load == [1, 0]
         ranks = {row: int(output["rank"]) async for row, output in stream.rows(rows(4, 5, 6), greedy=False)}
-        assert stream.load == [1, 0]
+        assert stream._affinity.load == [1, 0]
         await called_off(long)
         return ranks
 
     # The worker with the long row has one; the first goes to the idle one, and so on in turn.
     assert asyncio.run(spread()) == {0: 1, 1: 0, 2: 1}
-    assert stream.load == [0, 0]
+    assert stream._affinity.load == [0, 0]
 
 
 async def ranks_of(stream, batch):
@@ -158,7 +158,7 @@ def test_rows_of_one_prompt_share_a_replica(pair):
         busy = await asked(stream, rows(FOREVER))  # on rank 0
         group = [asyncio.create_task(ranks_of(stream, rows(20, prompt=-1))) for _ in range(4)]
         await asyncio.sleep(0)
-        assert stream.load == [1, 4]
+        assert stream._affinity.load == [1, 4]
         assert await ranks_of(stream, rows(4)) == [0]
         found = await asyncio.gather(*group)
         await called_off(busy)
@@ -205,7 +205,7 @@ async def by_close(stream):
     iterator = stream.rows(rows(1, FOREVER, FOREVER), greedy=False)
     await anext(iterator)
     await iterator.aclose()
-    assert stream.load == [0] * len(stream.load)
+    assert stream._affinity.load == [0] * len(stream._affinity.load)
 
 
 async def by_error(stream):
@@ -227,7 +227,7 @@ async def by_timeout(stream):
 def test_leaving_the_iterator_cancels_unfinished_rows_on_the_workers(group, leave):
     stream = stream_of(group)
     asyncio.run(leave(stream))
-    assert stream.load == [0] * group.world_size
+    assert stream._affinity.load == [0] * group.world_size
     assert in_flight(group) == []
     assert sorted(asyncio.run(collected(stream, rows(3, 2)))) == [0, 1]
 

@@ -58,12 +58,6 @@ class InvalidConfigError(ConfigError):
         self.not_checked = tuple(not_checked)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
-    def locate(self, location_of: Callable[[KeyPath], SourceLocation]) -> None:
-        """Adds the location of its key to each problem that has none."""
-        located = [replace(problem, location=problem.location or location_of(problem.path)) for problem in self.problems]
-        self.problems = tuple(sorted(located, key=_in_order_of_files))
-        self.args = ("\n".join(str(problem) for problem in self.problems),)
-
     def __reduce__(self) -> tuple[type[InvalidConfigError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
         return type(self), (self.problems, self.not_checked)
 
@@ -114,7 +108,7 @@ class Problems:
             InvalidConfigError: There is at least one problem.
         """
         if self.found:
-            raise InvalidConfigError(sorted(self.found, key=_in_order_of_files), self.not_checked)
+            raise InvalidConfigError(sorted(self.found, key=in_order_of_files), self.not_checked)
 
 
 def show(value: Any) -> str:
@@ -136,7 +130,8 @@ def show(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
-def _in_order_of_files(problem: Problem) -> tuple[bool, str, int, int]:
+def in_order_of_files(problem: Problem) -> tuple[bool, str, int, int]:
+    """The key by which problems are sorted: by file, line and column, then those of overrides."""
     location = problem.location
     if location is None:
         return (False, "", 0, 0)

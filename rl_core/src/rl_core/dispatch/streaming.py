@@ -78,11 +78,6 @@ class RowStream:
         self._affinity = ReplicaAffinity(group.world_size)
         self._pumps: dict[int, asyncio.Task[None]] = {}
 
-    @property
-    def load(self) -> list[int]:
-        """Number of rows in flight on each replica."""
-        return self._affinity.load
-
     def close_sessions(self, sessions: Sequence[str], *, notify_replicas: bool = True) -> None:
         """Forget sessions, and let their replicas discard what they keep for them; returns without waiting for the replicas."""
         closed: dict[int, list[str]] = {}

@@ -14,7 +14,7 @@ from rl_core.config.tool_section import ToolEnvironmentConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult, environment_return, step_results
 from rl_core.errors import ConfigError
-from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
+from rl_core.interfaces.environment import SESSION_KEY, Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import Message, PartsMessage, ToolCall, ToolSpec
 from rl_core.tools.runner import CallProblem, CallResult, CallRunner
 from rl_core.tools.specs import Tool
@@ -79,7 +79,8 @@ class ToolEnvironment(EnvironmentInterface):
         states = [_state(info) for info in metadata]
         calls = [list(log[-1].get("tool_calls") or []) for log in message_log_batch]
         calling = [row for row, own in enumerate(calls) if own and states[row]["turns"] < self.config.max_tool_turns]
-        sessions = [_session(metadata[row]) for row in calling for _ in calls[row]]
+        infos = [metadata[row] for row in calling for _ in calls[row]]
+        sessions = [info.get(SESSION_KEY) if isinstance(info, Mapping) else None for info in infos]
         results = iter(self._runner.run([call for row in calling for call in calls[row]], sessions))
         rows = {
             row: self._called(calls[row], [next(results) for _ in calls[row]], metadata[row], states[row]) for row in calling
@@ -146,10 +147,6 @@ def _by_name(functions: Sequence[Callable[..., Any]], who: str) -> dict[str, Too
 def _state(info: Any) -> Mapping[str, Any]:
     state = info.get(_STATE) if isinstance(info, Mapping) else None
     return state or {"turns": 0, "calls": 0, "problems": {}}
-
-
-def _session(info: Any) -> str | None:
-    return info.get("session_id") if isinstance(info, Mapping) else None
 
 
 def _without_state(info: Any) -> Any:

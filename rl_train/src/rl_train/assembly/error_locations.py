@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from rl_core.config.diagnostics import InvalidConfigError, Problem
+from rl_core.config.diagnostics import InvalidConfigError, Problem, in_order_of_files
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import UserError, WorkerError
 from rl_train.assembly.worker_code_errors import problem_in_user_code
@@ -28,7 +29,9 @@ def with_location(loaded: LoadedConfig) -> Iterator[None]:
     try:
         yield
     except InvalidConfigError as error:
-        error.locate(loaded.location_of)
+        problems = [replace(each, location=each.location or loaded.location_of(each.path)) for each in error.problems]
+        error.problems = tuple(sorted(problems, key=in_order_of_files))
+        error.args = ("\n".join(str(problem) for problem in error.problems),)
         raise
     except WorkerError as error:
         problem = _of_worker(error, loaded) or problem_in_user_code(error, loaded)
