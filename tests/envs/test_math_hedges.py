@@ -419,6 +419,20 @@ CHOICES = "Which number is a multiple of 6? (A) 20 (B) 24 (C) 27"
             [r"\frac{n^2-n}{2}", r"\frac{k^2+k}{2}"],
         ),
         ("What is x(x + 1)/2?", r"\frac{x^2+x}{2}", [r"\frac{x^2+x}{2}"], [r"\frac{x(x+1)}{2}"]),
+        ("9 boxes hold 5 zebus each. How many zebus remain?", "45", [r"45 \text{ zebus}"], [r"45 \text{ boxes}"]),
+        (
+            r"A 4 kg body falls for 3 s. What is its acceleration, in $\text{m/s}^2$, without air?",
+            "9.8",
+            [r"9.8 \text{ m/s}^2", r"9.8\ \mathrm{m\,s^{-2}}", r"9.8\ \frac{\text{m}}{\text{s}^2}"],
+            [r"9.8 \text{ m/s}", r"9.8 \text{ kg}", r"9.8 \text{ s}"],
+        ),
+        (
+            "Light travels 300,000 km/s. Write it in m/s in scientific notation.",
+            r"3 \times 10^8",
+            [r"3 \times 10^8 \text{ m/s}"],
+            [r"3 \times 10^8 \text{ km/s}"],
+        ),
+        ("Find $p + q$.", "17", ["p + q = 17", "17"], ["p - q = 17", "p + q = 18", "p = 8, q = 9"]),
     ],
 )
 def test_the_question_decides_about_order_kind_and_form_of_an_answer(question, expected, right, wrong):
@@ -449,6 +463,22 @@ def test_the_question_decides_about_order_kind_and_form_of_an_answer(question, e
         ("40000", [], [r"4 \times 10^4"]),
         (r"(-\infty, -3] \cup [3, \infty)", [r"|x| \ge 3", r"\mathbb{R} \setminus (-3, 3)"], ["|x| > 3", r"|x| \le 3"]),
         ("(-3, 3)", ["|x| < 3"], [r"|x| \le 3", "|x| > 3"]),
+        (
+            r"[0,4) \cup (4,\infty)",
+            [
+                r"x \ge 0 \text{ and } x \ne 4",
+                r"x \ne 4, x \ge 0",
+                r"[0,\infty) \setminus \{4\}",
+                r"\{x \mid x \ge 0, x \ne 4\}",
+            ],
+            [r"x \ge 0 \text{ or } x \ne 4", r"[0,\infty) \setminus \{5\}", r"x \ge 0, y \ne 4", r"x \ge 0 \text{ and } x = 4"],
+        ),
+        ("[0,4]", [], [r"[0,4] \setminus \{5\}", r"[0,4] \setminus \{4\}"]),
+        (r"\{2, 5\}", [r"\{5, 2\}"], [r"\{\{2\}, \{5\}\}", r"\{\{2, 5\}\}"]),
+        ("7.25", [r"\text{US\$}7.25"], [r"\text{US\$}7.52"]),
+        (r"4\pi \text{ cm}^3", ["4π cm³"], ["4π cm²"]),
+        ("9:40", ["9{:}40"], ["9{:}04"]),
+        (r"2\sqrt{3}", [r"[ABC] = 2\sqrt{3}"], [r"[ABC] = 3\sqrt{2}"]),
         (
             r"\begin{pmatrix} 1 \\ 3 \\ 2 \end{pmatrix}",
             [r"\mathbf{i} + 3\mathbf{j} + 2\mathbf{k}"],

@@ -25,6 +25,7 @@ _BASE = re.compile(r"\b(?:in|to|into) (?:a )?(?:base[ -]?(\d{1,2}|[a-z]+)|(binar
 _BASE_NAMES = {"binary": 2, "octal": 8, "hexadecimal": 16}
 _MODULUS = re.compile(r"\b(?:divided by|mod(?:ulo)?\b|\\[bp]?mod\s*\{?)\s*\$?(\d+)", re.IGNORECASE)
 _POLAR = re.compile(r"\b(?:polar|exponential) form\b", re.IGNORECASE)
+_TARGET = re.compile(r"\b(?:find|what is|compute|evaluate|determine) (?:the value of )?\$([^$=]+)\$", re.IGNORECASE)
 _CHOICE = re.compile(r"\(([A-Z])\)\s*((?:(?!\([A-Z]\))[^\n]){1,80})")
 _WORD = re.compile(r"[A-Za-z]{3}")
 _KIND = re.compile(r"\b(?:which|what)(?: (?:kind|type|sort) of)? ([a-z]{3,})\b", re.IGNORECASE)
@@ -58,6 +59,8 @@ class AskedForm:
     """Whether a complex number must have its modulus and its argument."""
     kind: str | None = None
     """What kind of thing a name is, which an answer may add: `the planet Mercury` for `Mercury`."""
+    target: str | None = None
+    """The formula whose value the question asks for, which an answer may repeat: `m + n = 113` for 113."""
     choices: tuple[tuple[str, str], ...] = ()
     """Letter and text of each choice that the question lists as `(A) ... (B) ...`."""
 
@@ -80,6 +83,7 @@ def asked_form(question: str) -> AskedForm:
         modulus=int(modulus.group(1)) if (modulus := _MODULUS.search(question)) else None,
         is_polar=_POLAR.search(question) is not None,
         kind=kind.group(1).lower() if kind else None,
+        target=target.group(1) if (target := _TARGET.search(question)) else None,
         choices=tuple((letter, text.strip(" .,;$")) for letter, text in _CHOICE.findall(question)),
     )
 

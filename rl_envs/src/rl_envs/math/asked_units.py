@@ -32,12 +32,15 @@ _QUANTITIES = [
     )
 ]
 """What questions ask for, with its units. Other questions leave the unit open."""
-_VERBS = "is|are|was|were|do|does|did|will|would|can|could|should|must|may|might|has|have|had"
+_VERBS = "remain|remains|remained|is|are|was|were|do|does|did|will|would|can|could|should|must|may|might|has|have|had"
 _HOW_MANY = re.compile(
     rf"\bhow (?:many|much(?= percent))\s+(?!(?:{_VERBS})\b)([a-z%'/ -]+?)"
     rf"(?=\s(?:{_VERBS}|in|on|at|for|if|when|than|that|which|and how)\b|[^a-z%'/ -]|$)"
 )
-_IN_UNIT = re.compile(r"\bin ((?:square |cubic )?[a-z]+(?:(?: per |/)[a-z]+)?)(?=\s*(?:[.?!]|$))")
+_IN_UNIT = re.compile(
+    r"\bin (?:((?:square |cubic )?[a-z]+(?:(?: per |/)[a-z]+)?)(?=\s*(?:[.?!]|$|in \w+ (?:notation|form)))"
+    r"|\$?(\\(?:text|mathrm)\{[^{}]*\}(?:\^\{?-?\d\}?)?)\$?(?=\s*(?:[.,?!]|$)))"
+)
 _MULTIPLES = re.compile(r"\b(?:dozens?|pairs?|hundreds?|thousands?|millions?|billions?|halves|quarters?)\b")
 _BOX = re.compile(r"\bin (?:a|the) box\b")
 _SHORT = re.compile(
@@ -63,7 +66,8 @@ def units_of_answer(question: str) -> tuple[str, ...] | None:
     if re.search("[a-z]", text) is None:
         return None
     named = {unit for phrase in _HOW_MANY.findall(text) for unit in _counted(phrase)}
-    named = named or {unit for unit in map(canonical, _IN_UNIT.findall(text)) if is_listed(unit)}
+    requested = [canonical((words or latex).replace("mathrm", "text")) for words, latex in _IN_UNIT.findall(text)]
+    named = named or {*filter(is_listed, requested)}
     if not named:
         mentioned = _mentioned(text)
         quantities = [units for pattern, units in _QUANTITIES if pattern.search(text)]
@@ -73,7 +77,7 @@ def units_of_answer(question: str) -> tuple[str, ...] | None:
 
 
 def _counted(phrase: str) -> set[str]:
-    """The unit at the head of what is counted: miles in "miles of road", marbles in "more red marbles"."""
+    """The unit at the head of what is counted: miles in "miles of road"; all words if none is listed."""
     if "percent" in phrase or "%" in phrase:
         return {PERCENT}
     if _MULTIPLES.search(phrase):
@@ -84,7 +88,7 @@ def _counted(phrase: str) -> set[str]:
                 unit = canonical(" ".join(words[start:end]))
                 if is_listed(unit):
                     return {unit} if "/" in unit else {unit, unit.split()[-1]}
-    return set()
+    return {canonical(word) for word in phrase.partition(" of ")[0].split() if len(word) > 3}
 
 
 def _mentioned(text: str) -> set[str]:

@@ -104,7 +104,11 @@ def compare(
     if lacks_polar_form(expected, answer, form):
         return Comparison.UNEVALUATED
     comparer = _Comparer(allow_unevaluated=allow_unevaluated, form=form)
-    return comparer.of(normalize(expected), without_modulus(normalize(answer), form))
+    expected, answer = normalize(expected), without_modulus(normalize(answer), form)
+    sides = split_top(answer, EQUALS)
+    if form.target and len(sides) == 2 and "=" not in expected and compact(sides[0]) == compact(normalize(form.target)):
+        answer = sides[1]
+    return comparer.of(expected, answer)
 
 
 class _Comparer:
@@ -182,6 +186,8 @@ class _Comparer:
         is_bare_interval = self._form.is_interval and (gold[0], given[0]) == ("()", "")
         if len(gold[1]) != len(given[1]) or not kinds_agree(gold[0], given[0]) or is_bare_interval:
             return Comparison.DIFFERENT
+        if all(elements(part)[0] == "\\{\\}" for part in given[1]) and not any("\\{" in part for part in gold[1]):
+            return Comparison.DIFFERENT  # a set of sets
         named = [any("=" in part for part in parts) for parts in (gold[1], given[1])]
         if named[0] != named[1]:
             values = in_order_of_names(gold[1] if named[0] else given[1], share_letter=gold[0] == "\\{\\}")
@@ -274,7 +280,7 @@ class _Comparer:
         if numerals[0] is not None or (numerals[1] is not None and read_number(expected) is not None):
             return _equal_if(numerals[0] == (numerals[1] or self._numeral(answer)))
         gold = quantity(expected)
-        given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold)
+        given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold, asked=self._units or ())
         given = in_larger_unit(given, gold)
         is_unit_for_percent = (gold.is_percent and given.unit is not None) or (given.is_percent and gold.unit is not None)
         if is_unit_for_percent or are_different(gold.unit, given.unit) or not self._may_have(gold, given):

@@ -3,7 +3,6 @@ r"""Reads inequalities of one variable as intervals: `2 \le x < 5` is `[2,5)`.""
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 from rl_envs.math.notation import compact, split_top
 from rl_envs.math.number_literals import read_number
@@ -28,6 +27,7 @@ _ALL_EXCEPT = re.compile(
 _ALL_OUTSIDE = re.compile(
     r"(?:\\mathbb\{R\}|\(-\\infty,\s*\\infty\))\s*(?:\\setminus|\\backslash|-)\s*([(\[])([^,]+),([^,]+)([)\]])"
 )
+_EXCEPT = re.compile(r"([(\[][^,()\[\]]+),([^,()\[\]]+[)\]])\s*(?:\\setminus|\\backslash|-)\s*\\\{(.+)\\\}")
 _ABSOLUTE = re.compile(rf"\|\s*([A-Za-z])\s*\|\s*({_SIGN})\s*(\d+(?:\.\d+)?|\\frac\{{\d+\}}\{{\d+\}})\s*")
 _EXCLUDED = re.compile(rf"({_VARIABLE.pattern})\s*\\ne(?![A-Za-z])\s*(.+)")
 
@@ -36,6 +36,8 @@ def without_variable(text: str) -> str:
     r"""`[0, 1)` for `x \in [0, 1)`, and `x > 3` for `\{x \mid x > 3\}`."""
     if match := _ALL_EXCEPT.fullmatch(text):
         return _around(match.group(1) or match.group(2)) or text
+    if match := _EXCEPT.fullmatch(text):
+        return _around(match.group(3), match.group(1), match.group(2)) or text
     if match := _ALL_OUTSIDE.fullmatch(text):
         opening, start, end, closing = match.groups()
         return f"(-\\infty,{start}{']' if opening == '(' else ')'}\\cup {'[' if closing == ')' else '('}{end},\\infty)"
@@ -58,9 +60,16 @@ def as_intervals(expected: str, answer: str) -> tuple[str, str]:
 
 def as_interval(text: str) -> tuple[str, str] | None:
     r"""The variable and the interval, or union of intervals, of an inequality or of alternatives; None for anything else."""
+    sides = split_top(text, rf"{_BOTH}|,")
+    for side, bound in (sides, sides[::-1]) if len(sides) == 2 else ():
+        limits, excluded = _one_interval(bound), _EXCLUDED.fullmatch(side)
+        if limits is not None and excluded is not None and compact(excluded.group(1)).casefold() == limits[0]:
+            start, _, end = limits[1].partition(",")
+            union = _around(excluded.group(2), start, end)
+            return None if union is None else (limits[0], union)
     if match := _EXCLUDED.fullmatch(text):
         variable = compact(match.group(1)).casefold()
-        values = re.sub(rf"(?<=,)\s*{re.escape(match.group(1))}\s*\\ne(?![A-Za-z])", " ", match.group(2))
+        values = re.sub(rf"(?:,|{_BOTH})\s*{re.escape(match.group(1))}\s*\\ne(?![A-Za-z])", ",", match.group(2))
         union = _around(values)
         return None if union is None else (variable, union)
     if match := _ABSOLUTE.fullmatch(text):
@@ -81,8 +90,8 @@ def as_interval(text: str) -> tuple[str, str] | None:
     return intervals[0][0], "\\cup ".join(interval for _, interval in intervals)
 
 
-def _around(values: str) -> str | None:
-    r"""The union of intervals between listed values, `(-\infty,2)\cup (2,\infty)` for 2; None unless they are numbers."""
+def _around(values: str, start: str = "(-\\infty", end: str = "\\infty)") -> str | None:
+    r"""The interval without listed values, `(-\infty,2)\cup (2,\infty)` for 2; None unless they are numbers in it."""
     numbers = {}
     for part in split_top(values, ","):
         for value in (part.replace("\\pm", sign).strip() for sign in ("", "-")):
@@ -92,8 +101,12 @@ def _around(values: str) -> str | None:
             numbers[number.value] = value
             if "\\pm" not in part:
                 break
-    ends = ["-\\infty", *(numbers[value] for value in sorted(numbers)), "\\infty"]
-    return "\\cup ".join(f"({start},{end})" for start, end in pairwise(ends))
+    order, low, high = sorted(numbers), read_number(start[1:]), read_number(end[:-1])
+    if (low is not None and low.value >= order[0]) or (high is not None and high.value <= order[-1]):
+        return None
+    values_in_order = [numbers[value] for value in order]
+    starts, ends = [start, *(f"({value}" for value in values_in_order)], [*(f"{value})" for value in values_in_order), end]
+    return "\\cup ".join(map(",".join, zip(starts, ends, strict=True)))
 
 
 def _intersection(one: tuple[str, str] | None, other: tuple[str, str] | None) -> tuple[str, str] | None:

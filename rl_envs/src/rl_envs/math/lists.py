@@ -17,7 +17,7 @@ _NUMBER = r"-?\s*(?:\d+(?:[./]\d+)?|\\frac\{\d+\}\{\d+\}|\\pi)"
 _OF_EVENT = r"(?:\\mathbb\{[PE]\}|\\text\{(?:Pr|Var|E|P)\}|\\?Pr|P|E)\s*(?:\([^()]*(?:\([^()]*\)[^()]*)?\)|\[[^\[\]]*\])"
 _MATRIX = r"[A-Z]\^\{?(?:-1|T|\\top)\}?"
 _LEFT_SIDE = re.compile(
-    rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}|{_MATRIX}"
+    rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\[[A-Z]{{3,5}}\]|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}|{_MATRIX}"
     rf"|[fghpqFGHQ](?:\^\{{?-1\}}?|'+)?\s*\(\s*(?:{_NUMBER}|[A-Za-z])\s*\)"  # a function at a point
     r"|(?:\(\s*[fgh]\s*\\circ\s*[fgh]\s*\)\s*\(|[fgh]\s*\(\s*[fgh]\s*\()\s*[a-z]\s*\)+"  # a composition
     r"|\\sigma\^\{2\}|[CP]\(\d+,\s*\d+\)"

@@ -15,11 +15,11 @@ _MEASURES = {
     "inch": "in", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram gm", "kg": "kilogram",
     "lb": "pound", "oz": "ounce", "ton": "tonne", "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
     "quart": "qt", "pint": "", "cup": "", "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "wk",
-    "month": "", "year": "yr", "decade": "", "century": "", "dollar": "usd buck", "cent": "", "penny": "", "euro": "eur",
-    "sterling": "gbp", "degree": "deg", "radian": "rad", "celsius": "", "fahrenheit": "", "kelvin": "", "mph": "",
-    "kmh": "kph", "acre": "", "hectare": "", "am": "a.m", "pm": "p.m", "unit": "", "newton": "n", "joule": "j", "watt": "w",
-    "kilowatt": "kw", "volt": "v", "hertz": "hz", "pascal": "pa", "mole": "mol", "ampere": "amp", "ohm": "", "bit": "",
-    "byte": "",
+    "month": "", "year": "yr", "decade": "", "century": "", "dollar": "usd buck us\\$ us$", "cent": "", "penny": "",
+    "euro": "eur", "sterling": "gbp", "degree": "deg", "radian": "rad", "celsius": "", "fahrenheit": "", "kelvin": "",
+    "mph": "", "kmh": "kph", "acre": "", "hectare": "", "am": "a.m", "pm": "p.m", "unit": "", "newton": "n", "joule": "j",
+    "watt": "w", "kilowatt": "kw", "volt": "v", "hertz": "hz", "pascal": "pa", "mole": "mol", "ampere": "amp", "ohm": "",
+    "bit": "", "byte": "",
 }  # fmt: skip
 _COUNTED = """
 animal apple arrangement bag ball balloon banana bead bean bird block boat book bottle bowl box boy brownie bug bus cake
@@ -49,13 +49,13 @@ _LETTERS_OF_UNITS = frozenset("mglsh")
 """Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
 _ATTACHED = "mm|cm|km|kg|mg|ml|lb|lbs|oz|ft|mph|pm|am"
 CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "sterling"}
-_CODE = re.compile(r"(?:\\text\{\s*)?(USD|EUR|GBP)\s*\}?\s*|(?:\\text\{\s*)?US\s*\}?\s*(?=\\?\$)")
+_CODE = re.compile(r"(?:\\text\{\s*)?(USD|EUR|GBP|US\\?\$(?=\s*\}))\s*\}?\s*|(?:\\text\{\s*)?US\s*\}?\s*(?=\\?\$)")
 _DEGREES = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF])?\s*\}?$")
 _TEXT = r"\\text\{((?:[^{}]|\{-?\d+\})*)\}"
 _RATE = re.compile(rf"\\frac\{{{_TEXT}\}}\{{{_TEXT}\}}")
 _MACROS = re.compile(rf"(?:(?:{_RATE.pattern}|{_TEXT})(?:\^\{{?-?\d+\}}?|/|\\cdot|[ .])*)+$")
 _POWER = re.compile(r"\^?\{?(-?\d+)")
-_WORDS = re.compile(r"(?<=[\d}%)])\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\s*[A-Za-z]+(?:\^\{?-?\d\}?)?)?)$")
+_WORDS = re.compile(r"(?:(?<=[\d}%)])|(?<=\\pi))\s+([A-Za-z][A-Za-z .]*(?:\^\{?\d\}?)?(?:\s*/\s*[A-Za-z]+(?:\^\{?-?\d\}?)?)?)$")
 _LETTERS = re.compile(rf"(?<=\d)({_ATTACHED})$")
 _TERM = r"[a-z]+(?:\^(?:2|3|-1|-2))?"
 _UNIT = re.compile(rf"({_TERM})(?:[ /]({_TERM}))?(?:[ /]({_TERM}))?")
@@ -74,14 +74,15 @@ class Quantity:
     """For two units, the smaller one and how many of it are `unit`."""
 
 
-def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None = None) -> Quantity:
+def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None = None, asked: Sequence[str] = ()) -> Quantity:
     r"""A normalized answer as value and unit.
 
     Args:
         text: an answer normalized by `rl_envs.math.notation.normalize`.
         read_letters: Whether `5 m` is five meters; otherwise `m` is a variable.
         expected: the expected answer, if `text` is the model's. It may have any unit (`14 \text{ zebras}`), the model's answer
-            only this or a listed one.
+            only this, a listed one or one of `asked`.
+        asked: the units that the question asks for.
     """
     if (amount := _amount(text) or _sum_of_units(text)) is not None:
         return amount
@@ -100,7 +101,7 @@ def quantity(text: str, *, read_letters: bool = False, expected: Quantity | None
             return Quantity(value=text[: match.start()].strip(), unit=expected.unit)
         if len(written) == 1 and not (read_letters and written in _LETTERS_OF_UNITS):
             continue
-        if is_listed(unit) or (in_text if expected is None else unit == expected.unit):
+        if is_listed(unit) or unit in asked or (in_text if expected is None else unit == expected.unit):
             return Quantity(value=text[: match.start()].strip(), unit=unit)
     return Quantity(value=text)
 
@@ -150,6 +151,7 @@ def canonical(unit: str) -> str:
     text = re.sub(r"degrees? (celsius|fahrenheit|c$|f$)", r"\1", text)
     text = re.sub(r"(?<=[a-z]) (?:old|tall|long|wide|high|deep|of [a-z]+)$", "", text)
     text = " ".join(re.sub(r"[a-z][a-z.]*", lambda word: _name(word.group()), text).split())
+    text = re.sub(r" ([a-z]+)\^-(\d)", r"/\1^\2", text).removesuffix("^1")
     return RATES.get(text, text)
 
 
