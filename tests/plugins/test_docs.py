@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.plugins import hookspecs
+from rl_train.launch.events import EVENT_HOOKS
 from rlcore_cli.new_plugin.scaffold import plugin_files
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,8 +44,8 @@ def test_the_module_of_the_specifications_documents_both_kinds_of_hooks_with_an_
 
 def test_every_hook_without_arguments_returns_components_and_every_other_hook_is_an_event():
     nouns = {name for name, arguments in SPECIFICATIONS.items() if not arguments}
-    assert {*hookspecs.KIND_OF_HOOK, hookspecs.KNOWN_COMPONENTS_HOOK} == nouns
-    assert set(hookspecs.EVENT_HOOKS) == set(SPECIFICATIONS) - nouns
+    assert {*hookspecs.KIND_OF_HOOK, "rlcore_known_components"} == nouns
+    assert set(EVENT_HOOKS) == set(SPECIFICATIONS) - nouns
 
 
 @pytest.mark.slow

@@ -59,8 +59,6 @@ KIND_OF_HOOK = {
     "rlcore_commands": Kind.COMMAND,
 }
 """Maps each component hook to the kind of the components that it returns."""
-KNOWN_COMPONENTS_HOOK = "rlcore_known_components"
-EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
 
 
 class RunInfo(Protocol):

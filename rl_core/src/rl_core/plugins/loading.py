@@ -81,7 +81,7 @@ def _call_component_hooks(plugin: Plugin, loaded: Any) -> None:
                 else:
                     plugin.components.append((kind, component))
                 seen.add(component.name)
-        elif name == hookspecs.KNOWN_COMPONENTS_HOOK:
+        elif name == "rlcore_known_components":
             plugin.known += _returned(plugin, name, function, KnownComponent)
 
 

@@ -12,6 +12,8 @@ from rl_core.plugins.manager import DISABLE_VARIABLE, PluginManager
 from rl_core.plugins.record import Plugin
 from rl_train.errors import PluginHookError
 
+EVENT_HOOKS = ("rlcore_run_started", "rlcore_step_finished", "rlcore_run_finished")
+
 
 def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:
     """Call one event hook of every working plugin, the last registered first.
@@ -27,7 +29,7 @@ def call_event(manager: PluginManager, event: str, /, **arguments: Any) -> None:
         PluginHookError: Plugins raised; the error names each one, its distribution and its exception.
         ValueError: The event hook does not exist, or the arguments do not match its specification.
     """
-    if event not in hookspecs.EVENT_HOOKS:
+    if event not in EVENT_HOOKS:
         raise ValueError(f"There is no event hook {event!r}.")
     parameters = set(inspect.signature(getattr(hookspecs, event)).parameters)
     if set(arguments) != parameters:
