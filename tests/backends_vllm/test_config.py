@@ -161,7 +161,9 @@ def test_every_documented_key_reaches_the_engine():
 def arguments_on_a_gpu(config):
     """The arguments of the engine on a GPU; no GPU is needed."""
     context = WorkerContext(rank=0, world_size=1, local_rank=0, node_rank=0, master_address="", master_port=0, device="cuda")
-    files = ModelFiles(path="m", hf_config=None, generation_config=None, tokenizer=None, tokenizer_path="m", has_weights=True)
+    files = ModelFiles(
+        path="m", revision=None, hf_config=None, generation_config=None, tokenizer=None, tokenizer_path="m", has_weights=True
+    )
     arguments = VllmGenerationWorker(context, config)._arguments(files, "auto")
     return arguments | {"distributed_executor_backend": arguments["distributed_executor_backend"].__name__}
 

@@ -18,6 +18,7 @@ def test_clock_corrections_do_not_make_processes_dead_and_reused_pids_are_detect
     actor._identity = Identity(
         host=socket.gethostname(),
         address="",
+        port=0,
         node_id="",
         pid=os.getpid(),
         created=psutil.Process().create_time() + seconds,

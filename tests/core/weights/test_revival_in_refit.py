@@ -234,6 +234,7 @@ def test_ranks_that_wait_for_a_missing_rank_are_released(sides, synchronizers, d
     assert_equal_on_all(policy, engine)
 
 
+@pytest.mark.slow  # reads what the slow tests before it left
 def test_the_collective_never_reuses_a_rendezvous_address(sides, synchronizers):
     transport = synchronizers["collective"]._transport
     assert len(transport._left) >= 4

@@ -122,7 +122,7 @@ WRONG_IN_GOOD = {
         "but one."
     ],
     ("  model_name: some/model\n", ""): [
-        "config.yaml:3:1: policy.model_name is required. Name or folder of the model, or a GGUF file."
+        "config.yaml:3:1: policy.model_name is required. Name, `NAME@REVISION` or folder of the model, or a GGUF file."
     ],
     ("model_name: some/model", "model_name: 7"): [
         "config.yaml:5:15: policy.model_name: must be text; found 7. YAML does not read '7' as text: quote it if text is meant."
@@ -286,5 +286,5 @@ def test_an_empty_file_says_what_a_config_needs(files):
         "The config has no algorithm section: add one of ... (it may be empty), "
         "or layer it over a packaged config: `--config grpo.yaml` or `--config sft.yaml`.",
         "policy.backend is required. Installed: ....",
-        "policy.model_name is required. Name or folder of the model, or a GGUF file.",
+        "policy.model_name is required. Name, `NAME@REVISION` or folder of the model, or a GGUF file.",
     ]

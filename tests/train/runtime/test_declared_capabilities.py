@@ -109,10 +109,11 @@ def test_a_policy_that_does_not_implement_what_it_declares_is_refused(capability
 
 
 def test_several_ranks_of_a_policy_that_does_not_declare_them_are_refused(monkeypatch):
+    started = policy()
     monkeypatch.setattr(InProcessWorkerGroup, "world_size", 2)
     with pytest.raises(ConfigError, match="has 2 ranks, but does not declare the capability 'multiple_ranks'"):
-        check_capabilities(policy(), Kind.POLICY, [])
-    check_capabilities(policy(), Kind.POLICY, ["multiple_ranks"])
+        check_capabilities(started, Kind.POLICY, [])
+    check_capabilities(started, Kind.POLICY, ["multiple_ranks"])
 
 
 def test_a_misspelt_capability_of_a_class_given_by_its_path_is_refused(tmp_path, monkeypatch):

@@ -18,13 +18,13 @@ NEEDS_THE_DEVICE = ("generate", "train", "prepare_for_training", "prepare_for_ge
 def calls(monkeypatch):
     """Records every worker call as (group, method) while the workers run."""
     made = []
-    run = InProcessWorkerGroup._run
+    run = InProcessWorkerGroup._submit
 
     def recorded(group, method, *args, **kwargs):
         made.append((group._name, method))
         return run(group, method, *args, **kwargs)
 
-    monkeypatch.setattr(InProcessWorkerGroup, "_run", recorded)
+    monkeypatch.setattr(InProcessWorkerGroup, "_submit", recorded)
     return made
 
 

@@ -111,7 +111,7 @@ class GenerationConfig(ComponentSection):
     backend: str
     """Name of a registered generation backend, or the dotted path of its class."""
     model_name: Annotated[str | None, NAME_OR_PATH] = None
-    """Name (at a revision: `NAME@REVISION`) or folder of the model, or a GGUF file; defaults to the policy's model."""
+    """Name, `NAME@REVISION` or folder of the model, or a GGUF file; defaults to the policy's model."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum number of tokens in one completion."""
     temperature: float = Field(default=1.0, gt=0.0)
@@ -214,7 +214,7 @@ class PolicyConfig(ComponentSection):
     backend: str
     """Name of a registered policy backend, or the dotted path of its class."""
     model_name: Annotated[str, NAME_OR_PATH]
-    """Name (at a revision: `NAME@REVISION`) or folder of the model, or a GGUF file."""
+    """Name, `NAME@REVISION` or folder of the model, or a GGUF file."""
     head: Literal["tokens", "scalar"] = "tokens"
     """Head of the model: `tokens` for next-token logits, `scalar` for one number per token (a value model or a reward
     model)."""
