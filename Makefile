@@ -23,7 +23,7 @@ FOLDER := tests
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# About 15 minutes on two cores. CI runs `make test-slow` after it.
+# 15 to 20 minutes on two cores. CI runs `make test-slow` after it.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
 

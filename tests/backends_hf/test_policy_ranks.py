@@ -51,6 +51,7 @@ def read(ranks, name):
     return [torch.load(ranks[0] / f"{name}-{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["by_count", "token_budget", "packed"])
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen2", "qwen3"])
 @pytest.mark.parametrize("mode", MODES)

@@ -39,6 +39,7 @@ def broken(base, component, **attributes):
     return [result.promise.name for result in results], "\n".join(map(tests.failure_text, results))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["right", *ENVIRONMENTS])
 def test_the_kit_finds_a_wrong_environment_by_the_promise_that_it_breaks(name):
     path = f"wrong_plugins.environments.{name}.Environment"
@@ -76,6 +77,7 @@ def test_the_kit_finds_a_wrong_sandbox_by_the_promise_that_it_breaks(name):
     assert names == [SANDBOXES[name].promise], text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["right", *COMMANDS])
 def test_the_kit_finds_a_wrong_command_by_the_promise_that_it_breaks(name):
     path = f"wrong_plugins.commands.{name}.command"
@@ -93,6 +95,7 @@ def test_the_kit_finds_a_wrong_logger_by_the_promise_that_it_breaks(name, tmp_pa
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["right", *DATASETS])
 def test_the_kit_finds_a_wrong_dataset_by_the_promise_that_it_breaks(name):
     bad_rows = {"row 3": {"bad": 3}} if name in ("right", "stops_at_a_bad_row") else {}
@@ -131,6 +134,7 @@ def test_the_kit_finds_a_wrong_algorithm_by_the_promise_that_it_breaks(name):
 IN_TRAINING = pytest.mark.full("tests/train/training_checks finds this policy in a run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

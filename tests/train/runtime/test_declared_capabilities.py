@@ -74,6 +74,7 @@ def policy():
     return DistributedPolicy(worker_class=Policy, config=PolicyConfig(backend="acme", model_name="m"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "method"),
     [
@@ -94,6 +95,7 @@ def test_an_engine_that_implements_poll_may_declare_rows_that_join_and_leave():
     check_capabilities(engine_of(StreamingEngine), Kind.GENERATION, ["async_rows", "top_p", "acme:own"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "method"),
     [

@@ -84,6 +84,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SCENARIOS)
 def test_bundles_and_transports_of_policy_and_engine_on_gpus(nodes, tmp_path, case):
     cluster, resources, policy_bundles, engine_bundles, transports = SCENARIOS[case]
