@@ -271,6 +271,7 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
     check = f"rlcore check env {starter.task} --config {config}" if starter.samples else f"rlcore validate {config} --deep"
     steps = {
         f"rlcore data show {config}": "the rows as the model reads them",
+        f"rlcore plan {config}": "the memory and the time that the run needs",
         check: "try the rewards without a model" if starter.samples else "check the config, the model's files and the data",
         f"rlcore train {config}": "train",
     }
