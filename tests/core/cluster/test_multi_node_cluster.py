@@ -165,7 +165,6 @@ def test_the_loss_of_a_node_is_reported_for_each_of_its_ranks(nodes, group, tmp_
         group.run_all("sleep_on", 3, str(tmp_path), deadline_s=240.0)
 
 
-@pytest.mark.slow
 def test_a_rank_whose_node_died_waits_for_another_node_and_is_restarted_there(nodes, group, monkeypatch):
     assert wait_until(lambda: [node["Alive"] for node in ray.nodes()].count(False) == 1)
     monkeypatch.setattr(group, "_deadlines", Deadlines(start_s=1.0))
