@@ -1,5 +1,6 @@
 """A task of a verifiers taskset as the agent of a run, in its own interpreter."""
 
+import json
 import subprocess
 import sys
 
@@ -32,6 +33,19 @@ class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
 __all__ = ["Sums"]
 """
 
+WRONG = """
+import asyncio, json, sys
+from rl_core.errors import ConfigError
+from rl_train.agents.verifiers_task import solve
+for change in json.loads(sys.argv[1]):
+    row = {"messages": [{"role": "user", "content": "1+1="}], "metadata": {"expected_answer": "2"}}
+    config = {"name": "verifiers", "taskset": "sums", **change}
+    try:
+        asyncio.run(solve(base_url="http://127.0.0.1:9/v1", api_key="key", model="model", config=config, **row))
+    except ConfigError as error:
+        print(f"{error.key}: {error}".splitlines()[0])
+"""
+
 
 @pytest.mark.full("the agents of tests/e2e/test_environment_python.py run the same way; this one installs verifiers")
 def test_a_verifiers_task_runs_and_scores_the_rollouts(train_here, tmp_path):
@@ -53,3 +67,9 @@ def test_a_verifiers_task_runs_and_scores_the_rollouts(train_here, tmp_path):
     for row in rows:
         answer = row["completion"]
         assert row["reward_parts"] == {"short": 2.0 * (len(answer) <= 2), "right": float(answer == row["expected_answer"])}, row
+
+    wrong = [{"taskset": "nope"}, {"taskset_args": {"size": 1}}, {"fields": {"anser": "answer"}}, {"harness": {"id": "nope"}}]
+    done = subprocess.run([python, "-c", WRONG, json.dumps(wrong)], cwd=tmp_path, capture_output=True, text=True)
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [next(iter(change)) for change in wrong], (
+        done.stderr
+    )

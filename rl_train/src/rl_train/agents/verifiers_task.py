@@ -76,11 +76,7 @@ async def solve(
     settings: VerifiersConfig = VerifiersConfig.model_validate(config)
     task = _task(settings, messages, metadata)
     with _key_in_environment(api_key) as variable:
-        client = EvalClientConfig(base_url=base_url, api_key_var=variable)
-        harness = settings.harness or {"id": "null"}
-        agent = Agent(AgentConfig(harness=harness, runtime=SubprocessConfig(), model=model, client=client))
-        if settings.harness is None:
-            agent.harness = _Conversation(agent.harness.config)
+        agent = _agent(settings, model, EvalClientConfig(base_url=base_url, api_key_var=variable))
         trace = await agent.run(task)
     if not trace.ok:
         cause = f"{trace.errors[-1].type}: {trace.errors[-1].message}" if trace.errors else "it names no error"
@@ -89,6 +85,17 @@ async def solve(
     if not rewards:
         raise VerifiersTaskError(f"the task of {settings.taskset} gave no reward: it needs a method with @reward")
     return rewards
+
+
+def _agent(settings: VerifiersConfig, model: str, client: EvalClientConfig) -> Agent:
+    harness = {"id": "null"} if settings.harness is None else settings.harness
+    try:
+        agent = Agent(AgentConfig(harness=harness, runtime=SubprocessConfig(), model=model, client=client))
+    except (ImportError, ValidationError) as error:
+        raise ConfigError(f"verifiers cannot use the harness {harness}: {error}", key="harness") from None
+    if settings.harness is None:
+        agent.harness = _Conversation(agent.harness.config)
+    return agent
 
 
 def _task(settings: VerifiersConfig, messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Task:
