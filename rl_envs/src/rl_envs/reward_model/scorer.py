@@ -96,9 +96,10 @@ def _check_folder(name: str) -> None:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         try:
-            return require_model(name)
+            require_model(name)
         except DataError as error:
             raise ConfigError(f"model_name: {error}.") from error
+        return
     if (folder / "config.json").is_file():
         return
     if (folder / "adapter_config.json").is_file():
