@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 parallel-tests: $(VENV)/.installed-dev
 	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not (full or slow)"
 
-# Tests that take several seconds of a core each, such as training over Ray: about 40 minutes on two cores.
+# Tests that take several seconds of a core each, such as training over Ray: about 35 minutes on two cores.
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL) -m "slow and not full"
 
