@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rl_core.errors import ConfigError, WrongKindError
+from rl_core.errors import UserError, WrongKindError
 from rlcore_cli.main import app
 
 
@@ -71,8 +71,8 @@ def test_check_env_refuses_a_class_that_is_not_an_environment(tmp_path):
 
 
 @pytest.mark.parametrize("words", [("check", "env"), ("env", "play")])
-def test_an_environment_of_another_interpreter_is_refused(words):
+def test_an_interpreter_that_does_not_exist_is_refused(words):
     done = run(*words, "guess", "python=/opt/other/bin/python")
-    assert isinstance(done.exception, ConfigError), done.output
-    assert done.exception.exit_code == 2
-    assert "env.guess.python is /opt/other/bin/python" in str(done.exception)
+    assert isinstance(done.exception, UserError), done.output
+    assert (done.exception.exit_code, done.exception.key) == (2, "env.guess.python")
+    assert "/opt/other/bin/python does not exist" in str(done.exception)

@@ -97,7 +97,7 @@ def records(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_environment_of_another_interpreter_trains_three_steps(train_here, other, tmp_path):
+def test_an_environment_of_another_interpreter_trains_three_steps_and_scores_them_again(train_here, rlcore, other, tmp_path):
     section = {"env_cls": "only_there.Game", "python": str(other), "max_rollout_turns": 2, "num_workers": 2}
     code, output = train_here(changed(section, policy={"max_total_sequence_length": 32}))
     assert code == 0, output
@@ -105,6 +105,10 @@ def test_an_environment_of_another_interpreter_trains_three_steps(train_here, ot
     assert len(rows) == 16
     assert {row["answer"] for row in rows} == {str(other.parent.parent)}
     assert all(row["turns"] == 2 for row in rows)
+    [folder] = (tmp_path / "runs").glob("*")
+    code, output = rlcore("env", "rescore", folder, "--steps", "3", folder=tmp_path)
+    assert code == 0, output
+    assert "16 rollouts scored again; 0 differ" in output, output
 
 
 @pytest.mark.slow

@@ -50,13 +50,13 @@ class Grader:
     """
 
     def __init__(self, name: str, section: EnvironmentConfig | None = None) -> None:
-        from rl_core.testing.environments.trial import constructor  # imports Ray, which not every server needs
+        from rl_train.workbench.instances import environment_factory  # imports Ray, which not every server needs
 
         self.name = name
         registry = Registry(discover())
         if section is None:
             section = cast(EnvironmentConfig, section_of(registry.find(Kind.ENVIRONMENT, name), Kind.ENVIRONMENT)())
-        self._make = constructor(section, name, registry)
+        self._make, _ = environment_factory(name, section, registry)
         self._environment: EnvironmentInterface | None = None
         self._turn = asyncio.Lock()
 

@@ -35,7 +35,7 @@ from rl_train.config.slots import COMPANIONS
 from rl_train.metrics.logger import Logger
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.component_probe import check_environment_class
-from rl_train.pools.elsewhere import ClassReference, environment_component, environment_elsewhere
+from rl_train.pools.elsewhere import environment_component, environment_elsewhere, worker_elsewhere
 from rl_train.pools.pool import InProcessPool
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.user_code import reporting_errors
@@ -234,16 +234,16 @@ class Builder:
 
     def _environment(self, task: str, section: EnvironmentConfig) -> EnvironmentInterface:
         component = environment_component(task, section, self.registry)
-        config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
         elsewhere = environment_elsewhere(task, section, self.registry)
+        worker_class: Any
         if elsewhere is not None:
-            worker_class: Any = ClassReference(component.target)
-            kwargs: Mapping[str, Any] = {} if elsewhere.parameter is None else {elsewhere.parameter: config}
+            worker_class, kwargs = worker_elsewhere(component, elsewhere, section)
             has_sessions = elsewhere.keeps_sessions
         else:
             worker_class = component.load()
             with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
                 check_environment_class(worker_class, component.name)
+            config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
             kwargs = first_argument(worker_class, config)
             has_sessions = keeps_sessions(plain_class(worker_class))
         if self.cluster is None:

@@ -9,7 +9,7 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
@@ -96,6 +96,14 @@ def environment_elsewhere(task: str, section: EnvironmentConfig, registry: Regis
     with with_key(dotted(("env", task, "python"))):
         answer = _probed(section.python, what, component, registry, environment=question)
     return EnvironmentFacts(**answer["environment"])
+
+
+def worker_elsewhere(
+    component: Component, facts: EnvironmentFacts, section: EnvironmentConfig
+) -> tuple[ClassReference, Mapping[str, Any]]:
+    """Class and constructor arguments of the workers of an environment that runs with another interpreter."""
+    config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
+    return ClassReference(component.target), {} if facts.parameter is None else {facts.parameter: config}
 
 
 def check_backend_elsewhere(python: str, component: Component, registry: Registry) -> None:

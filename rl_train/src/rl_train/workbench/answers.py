@@ -17,6 +17,7 @@ from rl_core.testing.promises import Found
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
 from rl_train.rewards.environment import FunctionEnvironment
 from rl_train.rewards.functions import BATCH_ARGUMENTS, ROW_ARGUMENTS
+from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.rollouts.records import EXPECTED_KEYS, expected_answer
 from rl_train.workbench.play import repeated_answers
 from rl_train.workbench.results import check_result
@@ -129,13 +130,17 @@ class _SourceCheck:
         given = [(row, str(answer)) for row in self._rows if (answer := expected_answer(row.metadata)) is not None]
         if not given:
             return DiagnosisStatus.NOTE, "the rows have no expected answer, so none was tried"
-        watched = [_Watched(row.metadata, self._read) if isinstance(row.metadata, dict) else row.metadata for row, _ in given]
-        rows = [TrialRow(messages=row.messages, metadata=info) for (row, _), info in zip(given, watched, strict=True)]
+        rows = [self._watched(row) for row, _ in given]
         self._form, rewards = best_form(self._trial, self._environment, rows, [expected for _, expected in given])
         self._solved = [_Solved(row=given[i][0], expected=given[i][1], reward=reward) for i, reward in rewards.items()]
-        self._read |= _parameters(self._environment)
+        self._read |= self._keys_with_effect(given) if self._is_elsewhere else _parameters(self._environment)
         if not self._read:
             self._solved = []
+            if self._is_elsewhere:
+                return DiagnosisStatus.NOTE, (
+                    "another expected answer changes no reward, and whether the environment reads it is not checked: runs in "
+                    f"{self._trial.section.python}"
+                )
             return DiagnosisStatus.NOTE, "the environment does not read the metadata of its rows, so no answer is the right one"
         if self._solved:
             mean = sum(each.reward for each in self._solved) / len(self._solved)
@@ -148,6 +153,28 @@ class _SourceCheck:
         if self._reads_expected:
             raise Found(f"{problem}.")
         return DiagnosisStatus.NOTE, f"{problem}; the environment reads neither {' nor '.join(EXPECTED_KEYS)}"
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the environment gets copies of the metadata, so that its reads are not seen."""
+        return isinstance(self._environment, EnvironmentPool)
+
+    def _watched(self, row: TrialRow) -> TrialRow:
+        if self._is_elsewhere or not isinstance(row.metadata, dict):
+            return row
+        return TrialRow(messages=row.messages, metadata=_Watched(row.metadata, self._read))
+
+    def _keys_with_effect(self, given: Sequence[tuple[TrialRow, str]]) -> set[str]:
+        """The keys of the expected answer, if a row is rewarded differently with that of the next row."""
+        rows, answers = [row for row, _ in given], [self._form.format(expected) for _, expected in given]
+        others = [
+            TrialRow(
+                messages=row.messages,
+                metadata={**row.metadata, **{key: other.metadata[key] for key in EXPECTED_KEYS if key in other.metadata}},
+            )
+            for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+        ]
+        return set() if self._rewards(rows, answers) == self._rewards(others, answers) else {*EXPECTED_KEYS}
 
     @property
     def _reads_expected(self) -> bool:

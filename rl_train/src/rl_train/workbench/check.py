@@ -8,6 +8,7 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.testing.environments.checks import EnvironmentChecks
 from rl_core.testing.environments.trial import EnvironmentTrial
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
+from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.workbench.answers import answer_checks
 from rl_train.workbench.play import play, random_player
 from rl_train.workbench.results import check_result
@@ -27,7 +28,7 @@ def check_environment(trial: EnvironmentTrial) -> Iterator[Diagnosis]:
         return environments[-1]
 
     try:
-        created = yield from check_result("construction", lambda: f"{type(make()).__name__} was created")
+        created = yield from check_result("construction", lambda: f"{_name(make())} was created")
         if created:
             checks = EnvironmentChecks(trial, environments[0], make)
             if (yield from check_result("step", checks.step)):
@@ -41,7 +42,11 @@ def check_environment(trial: EnvironmentTrial) -> Iterator[Diagnosis]:
 def _further_checks(
     trial: EnvironmentTrial, checks: EnvironmentChecks, environment: EnvironmentInterface
 ) -> Iterator[Diagnosis]:
-    yield from check_result("metadata and messages", checks.unchanged_arguments)
+    if isinstance(environment, EnvironmentPool):  # its arguments are copies
+        found = f"not checked: runs in {trial.section.python}"
+        yield Diagnosis(status=DiagnosisStatus.NOTE, name="metadata and messages", found=found)
+    else:
+        yield from check_result("metadata and messages", checks.unchanged_arguments)
     yield from check_result("determinism", checks.determinism)
     yield from check_result("independence of rows", checks.independence)
     yield from check_result("pickling", checks.pickling)
@@ -50,6 +55,10 @@ def _further_checks(
     if trial.reads_tool_calls:
         yield from check_result("tool calls", checks.tool_calls)
     yield from answer_checks(trial, environment)
+
+
+def _name(environment: EnvironmentInterface) -> str:
+    return environment.pool.worker_class if isinstance(environment, EnvironmentPool) else type(environment).__name__
 
 
 def _turns(trial: EnvironmentTrial, environment: EnvironmentInterface) -> str:

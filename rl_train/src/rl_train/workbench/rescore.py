@@ -16,7 +16,7 @@ from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.local_rollouts import LocalRollouts
-from rl_core.testing.environments.trial import TrialRow, constructor
+from rl_core.testing.environments.trial import TrialRow
 from rl_train.assembly.data import Source
 from rl_train.assembly.preparation import Preparation
 from rl_train.config.loader import load_config
@@ -24,6 +24,7 @@ from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.metrics.jsonl import iter_jsonl
 from rl_train.run_folders.provenance import CONFIG
+from rl_train.workbench.instances import environment_factory
 
 ROUNDING = 1e-5
 """Rewards are equal if they differ by at most this, relative to their size: the stored ones are float32."""
@@ -87,9 +88,11 @@ def rescore(
     prepared = Preparation(load_config(config or folder / CONFIG, list(overrides), registry=registry).run, registry)
     run, data = prepared.scoring_config, prepared.data
     with ExitStack() as exits:
-        environments = {task: constructor(section, task, registry)() for task, section in run.env.items()}
-        for environment in environments.values():
-            exits.callback(environment.shutdown)
+        environments = {}
+        for task, section in run.env.items():
+            make, _ = environment_factory(task, section, registry)
+            environments[task] = make()
+            exits.callback(environments[task].shutdown)
         for step in selected_steps:
             yield from _of_step(
                 step, iter_jsonl(files[step]), list(data.validation.values()) if step == 0 else [data.train], environments, run

@@ -15,7 +15,7 @@ from rl_core.errors import ComponentImportError, ConfigError, DataError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, constructor, environment_component
+from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, environment_component
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.reward_checks import sources_of
 from rl_train.config.loader import load_config
@@ -23,6 +23,7 @@ from rl_train.config.section_models import section_of
 from rl_train.config.slots import FUNCTIONS
 from rl_train.data.conversations import read_messages, without_answer
 from rl_train.data.json_lines import JsonLines
+from rl_train.workbench.instances import environment_factory
 
 UNDECLARED_TURNS = 100
 """Maximum number of turns for a class named by its path, which declares no number and may need several."""
@@ -94,14 +95,7 @@ def _trial(
 ) -> EnvironmentTrial:
     if not rows:
         raise ConfigError(f"There are no rows for {task!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
-    if section.python is not None:
-        raise ConfigError(
-            f"env.{task}.python is {section.python}, but this command creates the environment in its own process. Remove the "
-            "key, or install rlcore for that interpreter and run the command with it."
-        )
-    make = constructor(section, task, registry)
-    plain: Any = make.func
-    reads_tool_calls = bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
+    make, reads_tool_calls = environment_factory(task, section, registry)
     return EnvironmentTrial(
         task=task, section=section, make=make, rows=rows, max_turns=max_turns, reads_tool_calls=reads_tool_calls
     )
@@ -132,10 +126,16 @@ def _by_name(name: str, settings: Sequence[str], registry: Registry, *, limit: i
         chosen = {"name": FUNCTIONS, "reward_fn": name} if _is_function(name) else {"env_cls": name}
     else:
         chosen = {"name": name}
-    component = environment_component(chosen.get("name") or name, registry)
+    component = _component(chosen.get("name") or name, registry, runs_here=values.get("python") is None)
     section = section_of_values(section_of(component, Kind.ENVIRONMENT), {**chosen, **values}, name=f"env.{name}")
     assert isinstance(section, EnvironmentConfig)
     return section, _generated_rows(name, data, registry, limit)
+
+
+def _component(name: str, registry: Registry, *, runs_here: bool) -> Component:
+    if runs_here:
+        return environment_component(name, registry)
+    return Component.from_path(name) if is_path(name) else registry.find(Kind.ENVIRONMENT, name)
 
 
 def _is_function(path: str) -> bool:

@@ -37,7 +37,7 @@ class EnvironmentTrial:
     """Task name, for messages."""
     section: EnvironmentConfig
     make: Callable[[], EnvironmentInterface]
-    """Creates an instance in this process."""
+    """Creates an instance."""
     rows: Sequence[TrialRow]
     """At least one row."""
     max_turns: int
