@@ -78,18 +78,17 @@ class WorkerRestarter:
         return [rank for rank, alive in enumerate(self._group.workers_alive()) if not alive]
 
     def _count(self, dead: Sequence[int], cause: Exception | None) -> None:
-        names = "; ".join(self._group.describe_rank(rank) for rank in dead)
+        names = [self._group.describe_rank(rank) for rank in dead]
         if self.count + len(dead) > self._max_restarts:
             raise WorkerDiedError(
-                f"{names} exited and `{self._key}` ({self._max_restarts}) does not allow another restart; {self.count} workers "
-                "of this group were already restarted. Check the logs of the workers and the memory of their hosts. Then "
+                f"{'; '.join(names)} exited and `{self._key}` ({self._max_restarts}) does not allow another restart; "
+                f"{self.count} workers of this group were already restarted. Check the logs of the workers and the memory of their hosts. Then "
                 "resume from the last checkpoint, or raise the limit." + (f"\n{cause}" if cause is not None else "")
             )
         why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
-        for rank in dead:
+        for name in names:
             self.count += 1
-            args = (self._group.describe_rank(rank), self.count, self._max_restarts, why)
-            _log.warning("%s exited; restarting it (%d of %d)%s", *args)
+            _log.warning("%s exited; restarting it (%d of %d)%s", name, self.count, self._max_restarts, why)
 
     def _reject_another(self, rank: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = {
