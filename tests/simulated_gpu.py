@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _WAITS = (
@@ -103,6 +103,7 @@ class SimulatedGpu:
                 stack.enter_context(patch.object(torch.cuda, name, value))
             for name in ("pin_memory", "record_stream"):  # vLLM's CPU worker replaces them if it was imported in this process
                 stack.enter_context(patch.object(torch.Tensor, name, getattr(torch._C.TensorBase, name)))
+            stack.enter_context(patch.object(torch.Tensor, "_make_wrapper_subclass", _wrapper_on_host))
             stack.enter_context(_Operators(self))
             stack.enter_context(_Functions(self))
             yield self
@@ -361,7 +362,14 @@ def _device_argument(kwargs: Mapping[str, Any]) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
+def _wrapper_on_host(*args: Any, device: torch.device | None = None, **options: Any) -> torch.Tensor:
+    """What torch really has of a tensor that consists of others, whose parts decide where it is."""
+    return torch._C.TensorBase._make_wrapper_subclass(*args, device=CPU, **options)
+
+
 def _storage(tensor: torch.Tensor) -> Any:
+    if is_traceable_wrapper_subclass(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a tensor without memory, such as one within vmap

@@ -282,6 +282,22 @@ def test_schedules_have_the_shape_that_their_name_says(section, expected):
     assert rates == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "fused"),
+    [
+        ("torch.optim.AdamW", {}, True),
+        ("torch.optim.Adam", {}, True),
+        ("torch.optim.AdamW", {"fused": False}, False),
+        ("torch.optim.AdamW", {"foreach": True}, None),
+        ("torch.optim.SGD", {}, None),
+    ],
+)
+def test_adam_is_fused_unless_kwargs_choose_another_implementation(name, kwargs, fused):
+    weights = {"weight": torch.nn.Parameter(torch.ones(2))}
+    optimizer = build_optimizer(weights, OptimizerConfig(name=name, kwargs={"lr": 0.1, **kwargs}))
+    assert optimizer.param_groups[0]["fused"] is fused
+
+
 def test_weight_decay_can_exclude_biases_and_norms():
     weights = {"matrix": torch.nn.Parameter(torch.ones(2, 2)), "norm": torch.nn.Parameter(torch.ones(2))}
     kwargs = {"lr": 0.1, "weight_decay": 0.5, "decay_matrices_only": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import torch
 import transformers
 from policy_cases import TINY_SHAPE
 from rank_processes import RankProgram
+from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf.training.optimizer import build_optimizer
+from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
 from rl_core.config.schema import OptimizerConfig
 from rl_core.errors import UserError
@@ -22,17 +25,23 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def model(tmp_path_factory):
+    """A model of whose weights most shards have 4096 elements or more; smaller ones are not quantized."""
+    shape = {**TINY_SHAPE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 160}
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, model):
     """What the ranks of each number of ranks found; two ranks come first, because one rank reads their checkpoint."""
     out = tmp_path_factory.mktemp("ranks")
-    # Shards of most weights have 4096 elements or more; smaller ones are not quantized.
-    shape = {**TINY_SHAPE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 160}
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).save_pretrained(out / "model")
     program = Path(__file__).with_name("quantized_ranks.py")
     for world in (2, 1):
         ports = {free_port("127.0.0.1") for _ in range(12)}
-        RankProgram(program, out / "model", out, world, *sorted(ports)).wait()
+        RankProgram(program, model, out, world, *sorted(ports)).wait()
     return [torch.load(out / f"{name}.pt", weights_only=False) for name in ("1-0", "2-0", "2-1")]
 
 
@@ -81,6 +90,37 @@ def test_a_changed_learning_rate_applies_as_if_the_run_had_had_it_from_its_start
 
 def test_state_of_another_number_of_shards_is_refused(ranks):
     assert "quantized optimizer state of 2 shard(s) of the weights, and this run has 1" in ranks[0]["refused"]
+
+
+@pytest.mark.slow
+def test_offloading_takes_the_state_off_the_gpu_without_more_waits_and_returns_its_bits(model, parts, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(sys.prefix) / "torchao"))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # as TORCHDYNAMO_DISABLE does
+    optimizer, rows = {"name": "torchao.optim.AdamW8bit", "kwargs": {"lr": 1e-2}}, parts.make_rows()
+    with SimulatedGpu().active() as gpu:
+        config = parts.make_config(str(model), optimizer=optimizer, precision="bfloat16")
+        worker = HFPolicyWorker(dataclasses.replace(parts.make_context(), device="cuda"), config)
+        worker.setup()
+        pinned = [gpu.pinned]
+        for _ in range(2):
+            worker.train(rows, parts.NLL(), counts=parts.counts_of(rows))
+            before, resident = [tensor.cpu() for tensor in worker._state.tensors()], torch.cuda.memory_allocated()
+            pinned.append(gpu.pinned)
+            with gpu.counting() as waits:
+                worker.offload_before_refit()
+                worker.offload_after_refit()
+            pinned.append(gpu.pinned)
+            assert waits.total() == 2, waits
+            assert torch.cuda.memory_allocated() < 100, "step counts at most"
+            with gpu.counting() as waits:
+                worker.prepare_for_training()
+            assert not waits
+            assert torch.cuda.memory_allocated() == resident
+            after = [tensor.cpu() for tensor in worker._state.tensors()]
+            assert any(tensor.dtype == torch.uint8 for tensor in after)
+            assert all(map(torch.equal, before, after))
+        assert pinned[2] > pinned[1]
+        assert pinned[4] == pinned[3], "the second time, host memory is pinned already"
 
 
 @pytest.mark.slow

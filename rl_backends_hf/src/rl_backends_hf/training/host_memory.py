@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ class HostMemory:
 
     The host does not wait for the copies: it calls `torch.cuda.synchronize` before it reads what has left the GPU. A weight
     without gradient is copied to the host once, and later only dropped on the GPU. Shards of FSDP2 use the pinned memory that
-    torch keeps; quantized optimizer state is copied to new memory.
+    torch keeps; quantized ones are copied to new memory.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,8 @@ class HostMemory:
             device: the GPU, or the CPU.
             is_frozen: the values never change.
         """
+        if has_parts(tensor) and not isinstance(tensor, DTensor):
+            return self._move_parts(key, tensor, device)
         if device.type != "cpu" or tensor.device.type == "cpu" or has_parts(tensor):
             return tensor.to(device, non_blocking=True)
         host = self._kept.get(key)
@@ -39,6 +42,12 @@ class HostMemory:
         if host is None:
             host = self._kept[key] = torch.empty_like(tensor, device=device, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+    def _move_parts(self, key: Hashable, tensor: Any, device: torch.device) -> torch.Tensor:
+        names, attributes = tensor.__tensor_flatten__()
+        parts = {name: self.move((key, name), getattr(tensor, name), device) for name in names}
+        moved: torch.Tensor = type(tensor).__tensor_unflatten__(parts, attributes, tensor.shape, tensor.stride())
+        return moved
 
     def move_module(self, module: nn.Module, device: torch.device) -> None:
         """Move the parameters and buffers of a module, in place."""
