@@ -82,8 +82,8 @@ class WorkerRestarter:
         if self.count + len(dead) > self._max_restarts:
             raise WorkerDiedError(
                 f"{'; '.join(names)} exited and `{self._key}` ({self._max_restarts}) does not allow another restart; "
-                f"{self.count} workers of this group were already restarted. Check the logs of the workers and the memory of their hosts. Then "
-                "resume from the last checkpoint, or raise the limit." + (f"\n{cause}" if cause is not None else "")
+                f"{self.count} workers of this group were already restarted. Check their logs and the memory of their hosts. "
+                "Then resume from the last checkpoint, or raise the limit." + (f"\n{cause}" if cause is not None else "")
             )
         why = f": {str(cause).splitlines()[0]}" if cause is not None and str(cause) else ""
         for name in names:
