@@ -69,7 +69,7 @@ class TwoTurns(Equal):
         return {"role": "environment", "content": "start"}
 
     def close(self, session):
-        del self.turns[session]
+        self.turns.pop(session, None)
 
     def step(self, message_log_batch, metadata):
         done = super().step(message_log_batch, metadata)
@@ -120,7 +120,16 @@ def test_a_right_environment_passes_and_what_cannot_be_seen_is_listed(call, pyth
     assert found["metadata and messages"] == ("note", f"not checked: runs in {python}")
     assert "3 of 3 rollouts ended, after at most 2 turns" in found["turns"][1]
     assert "3 of 3 expected answers got more than a wrong one; their mean reward is 2" in found["correct answers"][1]
-    passed = ["step", "determinism", "independence of rows", "pickling", "metrics", "correct answers", "constant answers"]
+    passed = [
+        "step",
+        "determinism",
+        "independence of rows",
+        "pickling",
+        "sessions",
+        "metrics",
+        "correct answers",
+        "constant answers",
+    ]
     assert {name: found[name][0] for name in passed} == dict.fromkeys(passed, "ok")
 
 

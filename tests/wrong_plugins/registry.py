@@ -241,6 +241,8 @@ ALGORITHMS = {
 
 LOSSES = {
     "averages_over_the_microbatch": Wrong(promise="test_microbatches_do_not_change_the_gradient", frozen=True),
+    "looks_for_an_undeclared_column": Wrong(promise="test_it_reads_only_what_it_declares"),
+    "reads_an_undeclared_column": Wrong(promise="test_it_reads_only_what_it_declares"),
 }
 
 COMMANDS = {

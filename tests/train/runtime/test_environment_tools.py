@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -207,7 +208,7 @@ class Counts(Lengths):
         return {"role": "environment", "content": "start"}
 
     def close(self, session):
-        del self.steps[session]
+        self.steps.pop(session, None)
 
     def step(self, message_log_batch, metadata):
         assert all(log[1]["content"] == "start" for log in message_log_batch)
@@ -227,6 +228,37 @@ def test_sessions_are_opened_and_closed(rows):
     assert [turn.rewards["reward"] for turn in turns] == [1.0, 2.0]
     assert opened == [{"role": "environment", "content": "start"}]
     assert environment.steps == {}
+
+
+class Continues(Counts):
+    def reset(self, metadata):
+        opened = self.steps.get(metadata["session_id"])
+        super().reset(metadata)
+        return {"role": "environment", "content": "start" if opened is None else "once more"}
+
+    def close(self, session):
+        pass
+
+    def step(self, message_log_batch, metadata):
+        return super().step([[log[0], {"content": "start"}, *log[2:]] for log in message_log_batch], metadata)
+
+
+class ClosesOnlyOpened(Counts):
+    def close(self, session):
+        del self.steps[session]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Continues", "the first session began with .*'start'.*the second with .*'once more'"),
+        ("ClosesOnlyOpened", "KeyError: 'never-opened'"),
+    ],
+)
+def test_sessions_that_are_not_ended_or_not_opened_are_found(name, says, rows):
+    status, found = checked(f"{__name__}.{name}", rows, "max_rollout_turns=3")["sessions"]
+    assert status is DiagnosisStatus.FAILED
+    assert re.search(says, found)
 
 
 REWARDS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -19,11 +20,26 @@ from rl_core.testing.promises import Condition, Conformance, Found, creation, pr
 from rl_core.testing.sections import section_of
 
 _UNITS, _WIDTH, _VOCABULARY, _CANDIDATES = 6, 12, 50, 4
+_READS = "test_it_reads_only_what_it_declares"
 _SCALAR, _PARTS = "test_it_returns_a_scalar_and_metrics", "test_microbatches_do_not_change_the_gradient"
 _LOGPROBS = "next_token_logprobs"
 """Column of the rows with the first argument of losses."""
 _TOLERANCE = 2e-5
 """Relative; sums of float32 numbers in another order differ by about 1e-6."""
+
+
+class _Recorded(BatchedDataDict[Any]):
+    """Rows that record the names of columns which are read, or looked for, and are not there."""
+
+    missing: frozenset[str] = frozenset()
+
+    def __contains__(self, key: object) -> bool:
+        self.missing |= {str(key)} - self.data.keys()
+        return key in self.data
+
+    def __missing__(self, key: str) -> Any:
+        self.missing |= {key}
+        raise KeyError(key)
 
 
 class _Outcome:
@@ -66,7 +82,7 @@ class LossConformance(Conformance[LossFunction]):
     """
 
     kind = Kind.LOSS
-    minimum = 10
+    minimum = 11
     columns: ClassVar[Mapping[str, Callable[[BatchedDataDict[Any]], Any]]] = {}
     trains_last_token_only: ClassVar[bool] = False
 
@@ -78,7 +94,17 @@ class LossConformance(Conformance[LossFunction]):
 
     test_it_is_created_from_its_section = creation("It is created with its config section alone, and is a `LossFunction`.")
 
-    @promise("It returns a finite scalar with a gradient, and scalar metrics without one.")
+    @promise("It reads only columns that it declares (`required_keys`, `candidates_key`): policy workers get no others.")
+    def test_it_reads_only_what_it_declares(self) -> None:
+        rows = _Recorded(self._batch())
+        logprobs, counts = rows.pop(_LOGPROBS), _counts(rows)
+        for call in (self.subject().rows_with_gradient, lambda data: self.subject()(logprobs, data, *counts)):
+            with contextlib.suppress(KeyError):
+                call(rows)
+        if rows.missing:
+            raise Found(f"it reads {', '.join(sorted(rows.missing))}. Add each column to `required_keys`, or do not read it.")
+
+    @promise("It returns a finite scalar with a gradient, and scalar metrics without one.", after=_READS)
     def test_it_returns_a_scalar_and_metrics(self) -> str:
         outcome = self._outcome()
         if not outcome.gradient.isfinite().all() or not outcome.gradient.any():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.testing.environments.checks import EnvironmentChecks
 from rl_core.testing.environments.trial import EnvironmentTrial
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
@@ -51,6 +51,8 @@ def _further_checks(
     yield from check_result("independence of rows", checks.independence)
     yield from check_result("pickling", checks.pickling)
     yield from check_result("metrics", checks.metrics)
+    if keeps_sessions(type(environment)):
+        yield from check_result("sessions", checks.sessions)
     yield from check_result("turns", lambda: _turns(trial, environment), passed=DiagnosisStatus.NOTE)
     if trial.reads_tool_calls:
         yield from check_result("tool calls", checks.tool_calls)

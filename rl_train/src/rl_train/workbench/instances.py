@@ -9,7 +9,7 @@ from rl_core.config.schema import EnvironmentConfig
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import Observation
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import constructor
+from rl_core.testing.environments.trial import constructor, parses_tool_calls
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere, worker_elsewhere
 from rl_train.rollouts.environment_pool import EnvironmentPool
@@ -39,8 +39,7 @@ def environment_factory(
     elsewhere = environment_elsewhere(task, section, registry)
     if elsewhere is None:
         make = constructor(section, task, registry)
-        plain: Any = make.func
-        return make, bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
+        return make, parses_tool_calls(make)
     worker_class, kwargs = worker_elsewhere(environment_component(task, section, registry), elsewhere, section)
     facade = SessionPool if elsewhere.keeps_sessions else EnvironmentPool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import isroutine
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import yaml
 
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.errors import ComponentImportError, ConfigError, DataError
+from rl_core.errors import ComponentImportError, ConfigError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, environment_component
+from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, environment_component, trial_row
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.reward_checks import sources_of
 from rl_train.config.loader import load_config
@@ -27,8 +28,6 @@ from rl_train.workbench.instances import environment_factory
 
 UNDECLARED_TURNS = 100
 """Maximum number of turns for a class named by its path, which declares no number and may need several."""
-_PROMPTS = ("messages", "prompt", "question", "problem")
-_NOT_METADATA = (*_PROMPTS, "task_name", "tools", "stop_strings")
 
 
 def open_trial(
@@ -111,12 +110,7 @@ def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
     rows = []
     for number in range(min(limit, len(lines))):
         row = lines[number]
-        key = next((key for key in _PROMPTS if row.get(key) is not None), None)
-        if key is None:
-            raise DataError(f"{lines.row_location(number)}: the row has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
-        messages = without_answer(read_messages(row[key], repr(key), role="user"))
-        metadata = row.get("extra_env_info", {key: value for key, value in row.items() if key not in _NOT_METADATA})
-        rows.append(TrialRow(messages=messages, metadata=metadata))
+        rows.append(trial_row(row, f"{lines.row_location(number)}: the row", read=partial(read_messages, role="user")))
     return rows
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.step_results import StepResult
-from rl_core.interfaces.environment import EnvironmentInterface
+from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface
 from rl_core.interfaces.messages import messages_of
 from rl_core.testing.environments.local_rollouts import LocalRollouts
 from rl_core.testing.environments.trial import EnvironmentTrial
@@ -112,6 +112,27 @@ class EnvironmentChecks:
         if not metrics:
             return "the environment reports none; with `accuracy`, validation reports validation/accuracy"
         return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+
+    def unknown_session(self) -> None:
+        """`close` accepts a session that was not opened."""
+        self.environment.close("never-opened")
+
+    def reopened_session(self) -> str:
+        """A session that is opened again after `close` starts from the beginning."""
+        openings = []
+        for _ in range(2):
+            with LocalRollouts(self.environment, self.trial.task, self.trial.rows[:1], session="again") as rollouts:
+                openings.append(copy.deepcopy(rollouts.logs[0]))
+                rollouts.answer({0: "I do not know."})
+        if openings[0] != openings[1]:
+            raise Found(f"the first session began with {openings[0]}, the second with {openings[1]}.")
+        return f"sessions are named by `{SESSION_KEY}`"
+
+    def sessions(self) -> str:
+        """Both of the above."""
+        self.unknown_session()
+        self.reopened_session()
+        return "`close` accepts an unknown session, and a session that is opened again starts from the beginning"
 
     def tool_calls(self) -> str:
         """A call of an unknown tool is answered."""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig
-from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
+from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_core.testing.environments.checks import EnvironmentChecks
-from rl_core.testing.environments.local_rollouts import LocalRollouts
-from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, constructor
+from rl_core.testing.environments.trial import EnvironmentTrial, TrialRow, constructor, parses_tool_calls, trial_row
 from rl_core.testing.promises import Condition, Conformance, Found, creation, promise
 from rl_core.testing.sections import section_of
 
 _NUM_ROWS = 6
-_PROMPTS = ("messages", "prompt", "question", "problem")
-
-
 _SESSIONS = Condition(
     text="`reset` and `close` are not overridden", holds=lambda tests: keeps_sessions(tests.registered().load())
 )
@@ -46,14 +41,13 @@ class EnvironmentConformance(Conformance[EnvironmentChecks]):
         chosen = {"env_cls": cls.component} if is_path(cls.component) else {"name": cls.component}
         section = section_of(component, EnvironmentConfig, {**chosen, **cls.config})
         make = constructor(section, cls.component, registry)
-        plain: Any = make.func
         return EnvironmentTrial(
             task=cls.component,
             section=section,
             make=make,
-            rows=[_trial_row(row) for row in cls.rows] or _rows_of_dataset(cls.component, registry),
+            rows=[trial_row(row, "a row") for row in cls.rows] or _rows_of_dataset(cls.component, registry),
             max_turns=section.max_rollout_turns or section.turns_needed,
-            reads_tool_calls=bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values())),
+            reads_tool_calls=parses_tool_calls(make),
         )
 
     @classmethod
@@ -119,19 +113,11 @@ class EnvironmentConformance(Conformance[EnvironmentChecks]):
 
     @promise("`close` accepts the name of a session whose `reset` failed or was not called.", applies=_SESSIONS)
     def test_close_accepts_an_unknown_session(self) -> None:
-        self.subject().environment.close("never-opened")
+        self.subject().unknown_session()
 
     @promise("A session that is opened again after `close` starts from the beginning.", applies=_SESSIONS, after=_EQUAL)
     def test_a_closed_session_starts_from_the_beginning(self) -> str:
-        subject = self.subject()
-        openings = []
-        for _ in range(2):
-            with LocalRollouts(subject.environment, subject.trial.task, subject.trial.rows[:1], session="again") as rollouts:
-                openings.append(copy.deepcopy(rollouts.logs[0]))
-                rollouts.answer({0: "I do not know."})
-        if openings[0] != openings[1]:
-            raise Found(f"the first session began with {openings[0]}, the second with {openings[1]}.")
-        return f"sessions are named by `{SESSION_KEY}`"
+        return self.subject().reopened_session()
 
 
 def _rows_of_dataset(name: str, registry: Registry) -> list[TrialRow]:
@@ -143,16 +129,4 @@ def _rows_of_dataset(name: str, registry: Registry) -> list[TrialRow]:
         )
     component = registry.find("dataset", name)
     records = component.load()(section_of(component, DatasetConfig, {"dataset_name": name}))
-    return [_trial_row(records[index]) for index in range(min(_NUM_ROWS, len(records)))]
-
-
-def _trial_row(row: Mapping[str, Any]) -> TrialRow:
-    key = next((key for key in _PROMPTS if row.get(key) is not None), None)
-    if key is None:
-        raise Found(f"a row has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
-    messages = row[key] if key == "messages" else [{"role": "user", "content": row[key]}]
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    not_metadata = (*_PROMPTS, "task_name", "tools", "stop_strings")
-    metadata = row.get("extra_env_info", {name: value for name, value in row.items() if name not in not_metadata})
-    return TrialRow(messages=messages, metadata=metadata)
+    return [trial_row(records[index], f"record {index}") for index in range(min(_NUM_ROWS, len(records)))]

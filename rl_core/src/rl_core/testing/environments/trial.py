@@ -10,11 +10,14 @@ from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.config.schema import EnvironmentConfig
-from rl_core.errors import ConfigError, WrongKindError
+from rl_core.errors import ConfigError, DataError, WrongKindError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.plugins.component import Component
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
+
+_PROMPTS = ("messages", "prompt", "question", "problem")
+_NOT_METADATA = (*_PROMPTS, "task_name", "tools", "stop_strings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,30 @@ class EnvironmentTrial:
         return sum(self.section.reward_weights.get(name, 1.0) * value for name, value in rewards.items())
 
 
+def trial_row(
+    row: Mapping[str, Any], what: str, *, read: Callable[[Any, str], Sequence[Mapping[str, Any]]] | None = None
+) -> TrialRow:
+    """A row with `messages`, or a text as `prompt`, `question` or `problem`; answers at the end are left out.
+
+    Args:
+        row: the fields; `extra_env_info` is the metadata, or else all other fields.
+        what: names the row in the error.
+        read: returns the messages of a prompt; its second argument names the key. By default they are not checked.
+
+    Raises:
+        DataError: it has no prompt.
+    """
+    key = next((key for key in _PROMPTS if row.get(key) is not None), None)
+    if key is None:
+        raise DataError(f"{what} has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
+    prompt = row[key] if key == "messages" or read is not None else [{"role": "user", "content": row[key]}]
+    messages = list(prompt if read is None else read(prompt, repr(key)))
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    metadata = row.get("extra_env_info", {name: value for name, value in row.items() if name not in _NOT_METADATA})
+    return TrialRow(messages=messages, metadata=metadata)
+
+
 def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> partial[EnvironmentInterface]:
     """Creates instances of a task's environment in this process.
 
@@ -62,6 +89,12 @@ def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> pa
         raise WrongKindError(f"{name} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
     settings: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
     return partial(plain_class(worker_class), **first_argument(worker_class, settings))
+
+
+def parses_tool_calls(make: partial[EnvironmentInterface]) -> bool:
+    """Whether the messages of a model are parsed for tool calls, for an environment that `constructor` returned."""
+    plain: Any = make.func
+    return bool(plain.reads_tool_calls or plain.offered_tools(*make.args, *make.keywords.values()))
 
 
 def environment_component(name: str, registry: Registry) -> Component:

@@ -1,0 +1,17 @@
+"""Weighted by `advantages` if there are any: workers get none, so it is never weighted."""
+
+from rl_core.interfaces.loss import LossFunction, LossType
+
+
+class Loss(LossFunction):
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __init__(self, config):
+        pass
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        if (weights := data.get("advantages")) is not None:
+            next_token_logprobs = next_token_logprobs * weights
+        mask = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
+        loss = -(next_token_logprobs * mask).sum() / global_valid_toks.clamp(min=1.0)
+        return loss, {"loss/nll": loss.detach()}
