@@ -67,6 +67,14 @@ def test_a_plan_for_gpus_is_marked_as_computed_and_counts_the_share_of_the_engin
     share = f"{engine}.gpu_memory_utilization"
     [gpu] = json.loads(rlcore("plan", *given, "--gpu", "80GiB", f"{share}=0.5", "--json").stdout)["processes"]
     assert sum(gpu["phases"]["rollout"].values()) == 40 * 2**30
+    awake = rlcore("plan", *given, "--gpu", "80GiB", f"{share}=0.5", f"{engine}.sleep_level=0", "--json")
+    [together] = json.loads(awake.stdout)["processes"]
+    for phase in ("score", "train", "update"):
+        assert sum(together["phases"][phase].values()) == sum(gpu["phases"][phase].values()) + 40 * 2**30
+    # While the engine samples, the policy has what it always has: no activations, gradients or logits.
+    always = {part: size for part, size in gpu["phases"]["score"].items() if part in gpu["phases"]["update"]}
+    assert together["phases"]["refit"]["engine keys and values"] == together["phases"]["rollout"]["engine keys and values"]
+    assert sum(together["phases"]["rollout"].values()) == sum(always.values()) + 40 * 2**30
     # The weights do not fit into a share of 2 MB, so vLLM would not start.
     small = rlcore("plan", *given, "--gpu", "80GiB", f"{share}=0.000025", "--json")
     assert (small.returncode, json.loads(small.stdout)["fits"]) == (1, False)

@@ -63,9 +63,10 @@ class VllmEngineConfig(Section):
     async_engine: bool = False
     """Whether to run the engine core in a separate process, so that scheduling overlaps with processing finished rows."""
     sleep_level: Literal[0, 1, 2] | None = None
-    """What the engine frees on a GPU before the policy needs its memory: nothing (0), the KV cache, with weights moved to host
-    memory (1), or both (2), so that the next refit sends all weights. By default, 2 in training, and 0 otherwise. It has no
-    effect on a CPU, nor with `rollout.max_staleness` above 0, where rows continue during training."""
+    """What the engine frees on a GPU before the policy needs its memory: nothing, so that both stay on the GPU (0); the
+    KV cache, with weights moved to host memory (1); or both (2), so that the next refit sends all weights. By default, 2 in
+    training, and 0 otherwise. It has no effect on a CPU, nor with `rollout.max_staleness` above 0, where rows continue during
+    training."""
 
     @model_validator(mode="after")
     def _check_batched_tokens(self) -> Self:
@@ -116,6 +117,10 @@ class VllmConfig(GenerationConfig):
         yield from super().conflicts(run)
         if self.model_name is not None and (problem := model_path_problem(self.model_name)) is not None:
             yield ("model_name",), problem
+
+    @property
+    def sleeps(self) -> bool:
+        return self.vllm_cfg.sleep_level != 0
 
     def for_devices(self, devices: Devices) -> Self:
         """This section with `sleep_level`, `enforce_eager` and, on CPUs, `max_num_seqs`."""

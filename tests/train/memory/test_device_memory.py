@@ -1,4 +1,4 @@
-"""What is offloaded at a refit: all on shared GPUs, nothing if the engine has its own, unless a critic displaced the policy."""
+"""What is offloaded at a refit: all if policy and engine take turns, nothing if both fit and no critic displaced the policy."""
 
 import pytest
 
@@ -29,8 +29,11 @@ def made(calls):
     return make
 
 
-def test_with_its_own_devices_for_the_engine_the_policy_is_not_offloaded_at_a_refit(made, calls):
-    policy, _, engine, memory = made(separate=True)
+def test_if_both_fit_the_policy_is_not_offloaded_at_a_refit(made, calls):
+    policy, _, engine, memory = made(both_fit=True)
+    memory.free_for_refit(engine)
+    assert calls == ["critic.offload_after_refit", "policy.offload_before_refit"], "it has left before the critic loads"
+    calls.clear()
     for _ in range(2):
         memory.free_for_refit(engine)
         memory.free_for_engine()
@@ -41,7 +44,7 @@ def test_with_its_own_devices_for_the_engine_the_policy_is_not_offloaded_at_a_re
 
 
 def test_a_policy_that_a_critic_displaced_gets_its_weights_back_for_the_refit(made, calls):
-    _, critic, engine, memory = made(separate=True)
+    _, critic, engine, memory = made(both_fit=True)
     memory.free_for_model(critic)
     assert calls == ["policy.offload_after_refit"]
     calls.clear()

@@ -31,6 +31,17 @@ LLAMA = Model(
     kv_token_bytes=131072,
 )
 """The sizes of Llama-3.1-8B."""
+SMALL = Model(
+    manifest={
+        "model.embed_tokens.weight": ((151936, 896), "bfloat16"),
+        **{f"model.layers.{layer}.weights": ((16643, 896), "bfloat16") for layer in range(24)},
+    },
+    hidden=896,
+    layers=24,
+    vocab=151936,
+    kv_token_bytes=12288,
+)
+"""About the sizes of Qwen2.5-0.5B."""
 SHARE = int(0.6 * GPU)
 """Bytes of vLLM on each GPU while it samples."""
 HF = Layout(model=LLAMA, gpus=8, fsdp2=True)
@@ -79,6 +90,22 @@ def test_a_policy_that_takes_no_step_leaves_the_gpu_again(level, tmp_path):
     ppo = {"critic_warmup_steps": 1, "val_period": 0}
     changes = {"ppo": ppo, "policy": {"generation": {"vllm_cfg": {"sleep_level": level}}}}
     assert record(HF, "ppo", tmp_path, changes).violations == []
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_policy_and_an_engine_that_never_sleeps_stay_on_the_gpu(algorithm, tmp_path):
+    changes = {"policy": {"generation": {"vllm_cfg": {"sleep_level": 0}}}}
+    ledger = record(Layout(model=SMALL), algorithm, tmp_path, changes)
+    offloads = [call for call in ledger.calls if call[0] == "policy" and call[1].startswith("offload")]
+    if algorithm == "grpo":
+        assert offloads == []
+        # bfloat16 weights, float32 master weights and two moments.
+        assert ledger.peak("rollout") == SHARE + 14 * SMALL.parameters
+    else:  # one at a time of the policy and the critic or teacher
+        assert offloads
+        assert not [found for found in ledger.violations if "policy" in found and ("critic" in found or "teacher" in found)]
+    assert all(ledger.peak(phase, "engine") == SHARE for phase in ("rollout", "train"))
+    assert max(ledger.peak(phase) for phase in ledger.peaks) < GPU
 
 
 @pytest.mark.parametrize("dies_in", ["update_weights", "generate", "get_weight_version"])

@@ -41,7 +41,7 @@ COMMENTS: Final = {
     "policy.generation.backend": "samples on the same GPUs, between the training phases",
     "policy.generation.vllm_cfg.tensor_parallel_size": "GPUs that share a copy of the engine's weights",
     "policy.generation.vllm_cfg.gpu_memory_utilization": "share of each GPU while the engine samples",
-    "policy.generation.vllm_cfg.sleep_level": "frees weights and keys and values before training",
+    "policy.generation.vllm_cfg.sleep_level": "frees the engine's memory before training; 0 keeps it",
     "policy.generation.refit_transport": "weights stay on the GPU (CUDA IPC)",
 }
 """Comments of the keys that a recipe sets."""

@@ -203,6 +203,11 @@ class GenerationConfig(ComponentSection):
         """
         return False
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine frees memory of its GPUs before a model needs it; read after `for_devices`."""
+        return True
+
     def for_policy(self, policy: PolicyConfig) -> Self:
         """This section with unset values taken from the policy. Backends extend it with their own keys."""
         return self.model_copy(update={"model_name": self.model_name or policy.model_name})

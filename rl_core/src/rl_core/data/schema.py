@@ -116,13 +116,7 @@ _TABLE = (
     _rows(
         "sampling", "list", "", "servers", "dict or None: options of the row, such as its temperature, replacing the engine's."
     ),
-    _rows(
-        "top_logprobs",
-        "list",
-        _NATS,
-        "generation",
-        "list or None: (token id, log-prob) of the most likely tokens, by position.",
-    ),
+    _rows("top_logprobs", "list", _NATS, "generation", "list or None: (id, log-prob) of the most likely tokens, by position."),
     _rows("stream_tokens", "bool", "", "servers", "The row is also returned while it is sampled."),
     _rows("unfinished", "bool", "", "generation", "True in the output of a row that is still sampled."),
     _rows("session_ids", "list", "", "rollouts", "str or None: conversation that the row continues."),

@@ -170,8 +170,8 @@ def assemble_run(
             workers.policy,
             sleeper,
             companions=companions,
-            limited=builder.shares_gpus,
-            separate=config.engine_has_own_resources,
+            limited=builder.takes_turns,
+            both_fit=config.engine_has_own_resources or (builder.shares_gpus and not builder.takes_turns),
         )
         run.weights = builder.weights(workers.policy, workers.generation, prepared.tokenizer, memory=run.memory)
         collector = make_collector(builder, prepared, workers.generation, workers.environments)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.config.schema import EnvironmentConfig, PolicyConfig
+from rl_core.config.schema import EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
 from rl_core.config.source_tree import dotted
 from rl_core.dispatch.policy import DistributedPolicy
@@ -149,6 +149,11 @@ class Builder:
         """Whether policy and engine run on the same GPUs."""
         return self.uses_gpus and self.engine_cluster is self.cluster
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether policy and engine use the same GPUs one after the other, as the engine sleeps while models are trained."""
+        return self.shares_gpus and self._engine_section.sleeps
+
     @cached_property
     def engine_cluster(self) -> RayVirtualCluster | None:
         """Where the engine runs: its own bundles with `policy.generation.resources`, otherwise those of the policy.
@@ -196,11 +201,8 @@ class Builder:
 
     def generation(self) -> GenerationInterface:
         """The engine; it loads in the background."""
-        section = self.run.policy.generation
-        assert section is not None
+        section = self._engine_section
         component = self.registry.find("generation", section.backend)
-        on_gpus = self.engine_cluster.use_gpus if self.engine_cluster is not None else self.uses_gpus
-        section = section.for_devices(Devices(use_gpus=on_gpus, trains=self.trains and self.shares_gpus))
         generation: GenerationInterface = self._create(
             component,
             Kind.GENERATION,
@@ -210,6 +212,13 @@ class Builder:
         )
         self.exits.callback(generation.shutdown)
         return generation
+
+    @property
+    def _engine_section(self) -> GenerationConfig:
+        section = self.run.policy.generation
+        assert section is not None
+        on_gpus = self.engine_cluster.use_gpus if self.engine_cluster is not None else self.uses_gpus
+        return section.for_devices(Devices(use_gpus=on_gpus, trains=self.trains and self.shares_gpus))
 
     def _create(self, component: Component, kind: Kind, key: str, **arguments: Any) -> Any:
         """A model or an engine; it loads in the background."""

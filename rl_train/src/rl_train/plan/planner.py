@@ -224,14 +224,21 @@ def _on_gpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPla
     """One entry for each GPU of models and engine, or two if the engine has its own."""
     engine = next((each for each in components if each.name == "engine"), None)
     models = [each for each in components if each is not engine]
-    separate = run.policy.generation is not None and run.policy.generation.resources is not None
+    section = run.policy.generation
+    separate = section is not None and section.resources is not None
     phases: dict[str, Parts] = {}
     for each in models:
         phases |= {phase: _sum(each.held, parts) for phase, parts in each.phases.items()}
     engine_phases: dict[str, Parts] = {}
     if engine is not None:
         engine_phases = {phase: _sum(engine.held, parts) for phase, parts in engine.phases.items()}
-        if not separate:
+        if section is not None and not separate and not section.sleeps:
+            engine_phases = {phase: _named(engine, parts, components) for phase, parts in engine_phases.items()}
+            awake = max(engine_phases.values(), key=lambda parts: sum(parts.values()))
+            held = next((each.held for each in models if each.name == "policy"), {})
+            phases = {phase: _sum(parts, awake) for phase, parts in phases.items()}
+            engine_phases = {phase: _sum(held, {**awake, **parts}) for phase, parts in engine_phases.items()}
+        elif not separate:
             sent = sum(each.held.get("weights", 0) for each in models if each.name == "policy")
             engine_phases["refit"] = _sum(engine_phases.get("refit", {}), {"policy weights": sent})
     if separate and engine is not None:

@@ -1,6 +1,6 @@
 """The device memory that policy, companion models and engine share: at most one of them has its tensors there.
 
-An engine with its own devices shares it only by name: the policy then stays on its device at a refit.
+If the engine has its own devices or never sleeps, both stay on their devices.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class DeviceMemory:
         policy: the model being trained.
         generation: the engine; None if it never sleeps, because its rollouts continue during training.
         companions: critic and teacher.
-        limited: whether policy and engine share GPUs, so that they may not fit there together.
-        separate: whether the engine has its own devices (`policy.generation.resources`).
+        limited: whether policy and engine take turns on the GPUs that they share.
+        both_fit: whether the policy stays on its device at a refit: the engine has its own (`policy.generation.resources`), or
+            keeps its memory while the policy trains, so that there is memory for both.
     """
 
     def __init__(
@@ -32,14 +33,14 @@ class DeviceMemory:
         *,
         companions: Sequence[ColocatablePolicyInterface] = (),
         limited: bool = False,
-        separate: bool = False,
+        both_fit: bool = False,
     ) -> None:
         self._policy = policy
         self._models = (policy, *companions)
         self._generation = generation
         self._engine_has_it = False
-        self._separate = separate
-        self._was_offloaded = False
+        self._both_fit = both_fit
+        self._was_offloaded = bool(companions)  # the policy leaves before they load
         """Whether a companion has used the memory since the policy's weights were there."""
         self.limited = limited
         self.shares_weights = False
@@ -67,15 +68,15 @@ class DeviceMemory:
         self._engine_has_it = False
         if self.limited:
             engine.finish_generation()
-        if self._separate and not self._was_offloaded:
+        if self._both_fit and not self._was_offloaded:
             return
         self._offload(except_for=self._policy)
         self._policy.offload_before_refit()
         self._was_offloaded = False
 
     def free_for_engine(self) -> None:
-        """Offload all models, unless the engine has its own devices."""
-        if self._separate:
+        """Offload all models, unless engine and policy fit together."""
+        if self._both_fit:
             return
         self._offload(except_for=self._policy if self.shares_weights else None)
         if self.shares_weights:
