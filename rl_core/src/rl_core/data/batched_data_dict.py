@@ -87,10 +87,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, (list, BorrowedColumn)) and not (isinstance(value, torch.Tensor) and value.ndim > 0):
             raise DataError(f"column {key!r} is {_described(value)}: a column must be a tensor [B, ...] or a list of length B")
-        others = [name for name in self.data if name != key]
-        if others and len(value) != len(self.data[others[0]]):
+        other = next((name for name in self.data if name != key), key)
+        if other != key and len(value) != self.size:
             raise DataError(
-                f"column {key!r} has {len(value)} rows and column {others[0]!r} has {len(self.data[others[0]])}: "
+                f"column {key!r} has {len(value)} rows and column {other!r} has {self.size}: "
                 "all columns of a batch must have the same batch size"
             )
         self.data[key] = value

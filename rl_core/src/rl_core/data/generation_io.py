@@ -247,10 +247,10 @@ def _check_prompt(number: int, prompt: list[int], length: int, limits: LengthLim
             f"Row {number} has a prompt of {length} tokens, which leaves no space for a completion within max_model_len = "
             f"{limits.max_model_len}. Raise policy.max_total_sequence_length (up to the model's limit) or drop the row."
         )
-    outside = [token for token in prompt if not 0 <= token < limits.vocab_size]
-    if outside:
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        outside = next(token for token in prompt if not 0 <= token < limits.vocab_size)
         raise DataError(
-            f"Row {number} has token id {outside[0]}, outside the model's vocabulary of {limits.vocab_size}. "
+            f"Row {number} has token id {outside}, outside the model's vocabulary of {limits.vocab_size}. "
             "Tokenize with the model's own tokenizer."
         )
 

@@ -42,7 +42,8 @@ class EnvironmentPool(EnvironmentInterface):
         self, message_log_batch: list[Any], metadata: list[Any], *, on: ActorKey | None = None
     ) -> list[StepResult]:
         """Call `step` of one worker for these rows, and check the results; rollouts retry their own steps."""
-        returned = await asyncio.wrap_future(self.pool.submit("step", message_log_batch, metadata, on=on))
+        call = self.pool.submit("step", message_log_batch, metadata, on=on)
+        returned = call.result() if call.done() else await asyncio.wrap_future(call)
         return self._checked(returned, len(metadata))
 
     def step(self, message_log_batch: list[list[Message]], metadata: list[Any]) -> EnvironmentReturn:

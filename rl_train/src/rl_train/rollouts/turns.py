@@ -32,7 +32,9 @@ class TurnFormatter:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._has_template = tokenizer.chat_template is not None
-        self._special_names: list[str] = tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer)[1]))
+        self._special_ids = special_tokens(tokenizer)[1]
+        self._special_names: list[str] = tokenizer.convert_ids_to_tokens(sorted(self._special_ids))
+        self._eos, self._eos_id = tokenizer.eos_token or "", tokenizer.eos_token_id
         self._history = lru_cache(maxsize=64)(self._rendered_history)
         self._closing = self._closing_text() if self._has_template else ""
 
@@ -62,11 +64,11 @@ class TurnFormatter:
         """The end of turn with which the text starts, if the sampled tokens already have it or another one."""
         if not sampled_ids.numel():
             return ""
-        last, eos = int(sampled_ids[-1]), self._tokenizer.eos_token or ""
-        if last == self._tokenizer.eos_token_id:
-            return eos if text.startswith(eos) else ""
+        last = int(sampled_ids[-1])
+        if last == self._eos_id:
+            return self._eos if text.startswith(self._eos) else ""
         # Llama 3 ends a turn that calls tools with <|eom_id|>, although its template writes <|eot_id|>.
-        return self._leading_special(text) if last in special_tokens(self._tokenizer)[1] else ""
+        return self._leading_special(text) if last in self._special_ids else ""
 
     def _leading_special(self, text: str) -> str:
         return max((name for name in self._special_names if text.startswith(name)), key=len, default="")
@@ -129,7 +131,7 @@ def _answers_before(messages: Sequence[Message]) -> list[dict[str, Any]]:
         for number, message in enumerate(messages)
         if message["role"] == "tool"
     ]
-    numbers = [count for count in dict.fromkeys((len(calls), 1)) if count <= len(calls)]
+    numbers = dict.fromkeys((len(calls), 1)) if calls else ()
     return [
         *({"role": "assistant", "content": "", "tool_calls": calls[:count]} for count in numbers),
         {"role": "assistant", "content": _ANSWER},
