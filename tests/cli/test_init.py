@@ -179,6 +179,25 @@ def test_fields_can_be_named(tmp_path):
     assert "row 1 has no field 'Antwrt'" in wrong.stderr
 
 
+@pytest.mark.parametrize(("output", "name"), [("capitals", "capitals"), (".", "train")])
+def test_a_run_is_named_after_the_new_folder_or_the_data_file(tmp_path, monkeypatch, output, name):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "train.jsonl", FORMATS["messages"][:1])
+    done = rlcore("init", "train.jsonl", "--model", MODEL, "--output", output)
+    assert done.stdout.startswith("train.jsonl: 1 row, each a conversation\n")
+    assert "Algorithm: sft\n" in done.stdout
+    assert yaml.safe_load((tmp_path / output / "config.yaml").read_text())["logger"] == {"run_name": name}
+
+
+def test_an_existing_config_is_reported_before_the_model_is_read(tmp_path):
+    path = write(tmp_path / "numbers.jsonl", FORMATS["numbers"])
+    (tmp_path / "config.yaml").touch()
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path)
+    assert done.returncode == 2
+    assert f"{tmp_path}/config.yaml. Choose another folder" in done.stderr
+    assert "measuring the rows" not in done.stderr
+
+
 def test_existing_files_are_never_overwritten(tmp_path):
     path = write(tmp_path / "texts.jsonl", FORMATS["texts"])
     (tmp_path / "rewards.py").write_text("mine = 1\n")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
+from rlcore_cli.counting import counted
 from rlcore_cli.lazy import lazy_app
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _answer_values(answers: GradedAnswers) -> dict[str, Any]:
 
 
 def _described(view: DatasetView) -> list[str]:
-    lines = [f"{view.name}: {_count(view.rows, view.kind)}"]
+    lines = [f"{view.name}: {counted(view.rows, view.kind.removesuffix('s'))}"]
     for row in view.samples:
         lines += ["", *_described_row(row)]
     measured = len(view.lengths)
@@ -101,7 +102,7 @@ def _described(view: DatasetView) -> list[str]:
     lines += [f"  too long: {_share(view.too_long, measured)}"]
     if total := sum(view.unknown):
         lines += [
-            f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {_count(total, 'tokens')}.",
+            f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {counted(total, 'token')}.",
             "    The tokenizer has no token for this text, so the model cannot read it. Change the text or use another model.",
         ]
     lines += [f"  same prompt as an earlier row: {_share(view.repeated, view.rows)}"]
@@ -111,7 +112,7 @@ def _described(view: DatasetView) -> list[str]:
 
 
 def _described_row(row: RenderedRow) -> list[str]:
-    lines = [f"  row {row.index}, {row.tokens} tokens:", *(f"    | {line}" for line in row.text.split("\n"))]
+    lines = [f"  row {row.index}, {counted(row.tokens, 'token')}:", *(f"    | {line}" for line in row.text.split("\n"))]
     return [*lines, *(f"    trained: {text!r}" for text in row.trained)]
 
 
@@ -126,7 +127,9 @@ def _histogram(lengths: tuple[int, ...]) -> list[str]:
     for number, count in enumerate(counts):
         start = shortest + number * width
         bar = "#" * -(-count * _BAR // max(counts))
-        rows.append(f"    {start:>{digits}}-{min(start + width - 1, longest):<{digits}}  {count:>6}  {bar}".rstrip())
+        end = min(start + width - 1, longest)
+        span = f"{start:>{digits}}-{end:<{digits}}" if end > start else f"{start:>{2 * digits + 1}}"
+        rows.append(f"    {span}  {count:>6}  {bar}".rstrip())
     return rows
 
 
@@ -140,7 +143,3 @@ def _described_answers(answers: GradedAnswers) -> list[str]:
 
 def _share(count: int, total: int) -> str:
     return f"{count} of {total} ({100 * count / max(total, 1):.1f} %)"
-
-
-def _count(number: int, plural: str) -> str:
-    return f"{number} {plural if number != 1 else plural.removesuffix('s')}"

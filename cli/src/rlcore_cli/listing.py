@@ -18,6 +18,7 @@ from rl_core.plugins.record import Plugin, Registration
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rlcore_cli.arguments import AsJson
+from rlcore_cli.counting import counted
 from rlcore_cli.plugin_problems import problems_of
 
 NOT_INSTALLED = "not installed"
@@ -175,23 +176,15 @@ def _of_plugin(plugin: Plugin, manager: PluginManager) -> dict[str, Any]:
 
 def _contents(plugin: Plugin) -> str:
     counts = Counter(registration.kind.label for registration in plugin.registrations)
-    words = [f"{count} {_plural(label, count)}" for label, count in counts.items()]
+    words = [counted(count, label) for label, count in counts.items()]
     events = [hook for hook in plugin.hooks if hook.startswith(("rlcore_run_", "rlcore_step_"))]
     return ", ".join([*words, *events]) or "no components"
-
-
-def _plural(label: str, count: int) -> str:
-    if count == 1:
-        return label
-    if label.endswith("y"):
-        return f"{label[:-1]}ies"
-    return f"{label}es" if label.endswith("s") else f"{label}s"
 
 
 def _print_other_kinds(manager: PluginManager) -> None:
     others = Counter(r.kind.label for r in manager.registrations if r.kind not in ("policy", "generation"))
     if others:
-        counts = ", ".join(f"{count} {_plural(label, count)}" for label, count in others.items())
+        counts = ", ".join(counted(count, label) for label, count in others.items())
         print(f"\nAlso installed: {counts}. To list them: rlcore list-backends --all")
 
 

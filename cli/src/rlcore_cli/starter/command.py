@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rl_core.errors import ConfigError
+from rlcore_cli.counting import counted
 
 if TYPE_CHECKING:
     from rlcore_cli.starter.config_values import Starter
@@ -63,7 +65,8 @@ def init(
     """Write a config for a data file, and a reward function with a test if the algorithm needs one.
 
     Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, GSM8K and preference pairs. Lengths are
-    set from the tokens of the rows. Existing files are never overwritten.
+    set from the tokens of the rows. Existing files are never overwritten. The run is named after the new folder, or without
+    --output after the data file.
 
     Example:
         rlcore init questions.jsonl --model path/to/model
@@ -71,6 +74,7 @@ def init(
         rlcore init table.csv --question Frage --answer Antwort
         rlcore init questions.jsonl --model path/to/model --gpus 8x80GiB
     """
+    from rl_core.data.hub import require_model
     from rlcore_cli.starter.data_file import read_data_file
     from rlcore_cli.starter.recipe import parse_hardware
     from rlcore_cli.starter.row_format import named_fields, recognize
@@ -85,6 +89,9 @@ def init(
     else:
         form = recognize(train.rows, str(data))
     chosen = _chosen(algorithm, form, data)
+    _reject_existing([_CONFIG], output)
+    require_model(model)
+    print(f"measuring the rows with the tokenizer of {model}", file=sys.stderr)
     files, starter = _files(
         train, held_out, form, model=model, algorithm=chosen, output=output, own_reward=own_reward, hardware=hardware
     )
@@ -97,7 +104,7 @@ def _chosen(algorithm: str | None, form: RowFormat, data: Path) -> str:
         return form.algorithms[0]
     if algorithm not in form.algorithms:
         raise ConfigError(
-            f"{data} has rows of {form.name}, which `init` sets up for {' or '.join(form.algorithms)}, not for {algorithm!r}."
+            f"Each row of {data} is {form.name}: `init` sets them up for {' or '.join(form.algorithms)}, not for {algorithm}."
         )
     return algorithm
 
@@ -135,12 +142,13 @@ def _files(
             is_small=False,
             longest_row=1,
             positions=None,
+            run_name=train.path.stem if output.resolve() == Path.cwd() else output.resolve().name,
         ),
         train,
         validation,
         model=model,
     )
-    head = f"# Trains on {train.path.name}: {len(train.rows)} rows, each {form.name}. Written by `rlcore init`.\n"
+    head = f"# Trains on {train.path.name}: {counted(len(train.rows), 'row')}, each {form.name}. Written by `rlcore init`.\n"
     files[_CONFIG] = head + _config_text(starter, model, hardware)
     if starter.samples and not is_math:
         files |= reward_files(train.path.name, str(answers[0]) if answers else None)
@@ -242,9 +250,7 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
     Raises:
         ConfigError: A file exists, or the folder cannot be written to.
     """
-    if existing := [name for name in files if (folder / name).exists()]:
-        names = ", ".join(str(folder / name) for name in existing)
-        raise ConfigError(f"Existing files are not overwritten: {names}. Choose another folder with --output.")
+    _reject_existing(files, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -254,24 +260,28 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
         raise ConfigError(f"{folder} cannot be written to: {error.strerror or error}. Choose another --output.") from error
 
 
+def _reject_existing(names: Iterable[str], folder: Path) -> None:
+    if existing := [str(folder / name) for name in names if (folder / name).exists()]:
+        raise ConfigError(f"Existing files are not overwritten: {', '.join(existing)}. Choose another folder with --output.")
+
+
 def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[str, str], output: Path) -> None:
     from rlcore_cli.starter.config_values import FEWEST_ROWS
     from rlcore_cli.starter.row_format import ANSWERS
 
     config = output / _CONFIG
-    print(f"{train.path}: {len(train.rows)} rows, each {form.name}")
+    print(f"{train.path}: {counted(len(train.rows), 'row')}, each {form.name}")
     print(f"Wrote {', '.join(str(output / name) for name in files)}")
     if starter.samples and form.answer_key is None:
         print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")
-    if len(form.algorithms) > 1:
-        others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
-        print(f"Algorithm: {starter.algorithm} (also possible: {others})")
+    others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
+    print(f"Algorithm: {starter.algorithm}" + (f" (also possible: {others})" if others else ""))
     if not starter.validates:
         print(f"Validation: none, because fewer than {FEWEST_ROWS} rows are not split (--validation FILE names held-out rows)")
     check = f"rlcore check env {starter.task} --config {config}" if starter.samples else f"rlcore validate {config} --deep"
     steps = {
         f"rlcore data show {config}": "the rows as the model reads them",
-        f"rlcore plan {config}": "the memory and the time that the run needs",
+        f"rlcore plan {config}": "the memory that the run needs",
         check: "try the rewards without a model" if starter.samples else "check the config, the model's files and the data",
         f"rlcore train {config}": "train",
     }

@@ -37,6 +37,7 @@ COMMENTS = {
     "data.prompt.prompt_config": "asks for the answer in \\boxed{}, which `math` reads",
     "data.prompt.system_prompt": "what the reward function reads",
     "checkpointing.save_period": "steps between checkpoints; a stopped run continues from the last one",
+    "logger.run_name": "name of the folder in `runs`",
 }
 """Comment of each key; a key that the config does not have has no effect."""
 
@@ -66,6 +67,8 @@ class Starter:
     """Number of tokens of the longest prompt, conversation or answer."""
     positions: int | None
     """Most tokens that the model reads; None if unknown."""
+    run_name: str
+    """Name of the run."""
 
     @property
     def samples(self) -> bool:
@@ -112,7 +115,8 @@ def config_values(starter: Starter) -> dict[str, Any]:
         if not starter.math and starter.form.answer_key is not None:
             section["correct_above"] = 0.5
         values["env"] = {starter.task: section}
-    return {**values, "checkpointing": {"save_period": 50, "keep_latest_k": 1}}
+    values["checkpointing"] = {"save_period": 50, "keep_latest_k": 1}
+    return {**values, "logger": {"run_name": starter.run_name}}
 
 
 def _algorithm(starter: Starter) -> dict[str, Any]:

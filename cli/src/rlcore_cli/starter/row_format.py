@@ -104,7 +104,7 @@ def _pairs(rows: Sequence[Row]) -> RowFormat | None:
 def _sharegpt(rows: Sequence[Row]) -> RowFormat | None:
     if not all(isinstance(row.get("conversations"), list) for row in rows):
         return None
-    return RowFormat(name="ShareGPT conversations", algorithms=SUPERVISED, keys={"record_fn": "sharegpt"})
+    return RowFormat(name="a ShareGPT conversation", algorithms=SUPERVISED, keys={"record_fn": "sharegpt"})
 
 
 def _messages(rows: Sequence[Row]) -> RowFormat | None:
@@ -116,25 +116,25 @@ def _messages(rows: Sequence[Row]) -> RowFormat | None:
     ends = all(row["messages"][-1]["role"] == "assistant" for row in rows)
     if answer is None and not ends:
         return RowFormat(
-            name="prompts of several messages", algorithms=("grpo",), keys={"input_key": "messages", "output_key": None}
+            name="a prompt of several messages", algorithms=("grpo",), keys={"input_key": "messages", "output_key": None}
         )
     expected = {} if answer == "expected_answer" else {"output_key": answer}
     algorithms = (*(("grpo",) if answer else ()), *(("sft",) if ends else ()))
-    name = "conversations" if answer is None else f"conversations with an answer ({answer})"
+    name = "a conversation" if answer is None else f"a conversation with an answer ({answer})"
     return RowFormat(name=name, algorithms=algorithms, keys={"input_key": "messages", **expected}, answer_key=answer)
 
 
 def _alpaca(rows: Sequence[Row]) -> RowFormat | None:
     if not _all_have(rows, "instruction", str) or not _all_have(rows, "output", str):
         return None
-    return RowFormat(name="Alpaca instructions", algorithms=SUPERVISED, keys={"record_fn": "alpaca"})
+    return RowFormat(name="an Alpaca instruction with its output", algorithms=SUPERVISED, keys={"record_fn": "alpaca"})
 
 
 def _gsm8k(rows: Sequence[Row]) -> RowFormat | None:
     if not _all_have(rows, "question", str) or not all("####" in str(row.get("answer")) for row in rows):
         return None
     keys: dict[str, str | None] = {"record_fn": "gsm8k"}
-    return RowFormat(name="GSM8K problems (the number after ####)", algorithms=SAMPLING, keys=keys, answer_key="answer")
+    return RowFormat(name="a GSM8K problem (the number after ####)", algorithms=SAMPLING, keys=keys, answer_key="answer")
 
 
 def _questions(rows: Sequence[Row]) -> RowFormat | None:
