@@ -17,7 +17,7 @@ def test_check_env_prints_each_check_and_fails_if_one_does(tmp_path, monkeypatch
     done = run("check", "env", "guess", "max_guesses=3")
     assert done.exit_code == 0, done.output
     assert "ok      determinism: equal calls" in done.output
-    assert "up to 3 turns" in done.output
+    assert "at most 3 turns" in done.output
     (tmp_path / "random_rewards_here.py").write_text("import random\n\ndef f(completion):\n    return random.random()\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     monkeypatch.syspath_prepend(str(tmp_path))

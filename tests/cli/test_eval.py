@@ -123,8 +123,18 @@ def test_evaluating_a_checkpoint_equals_the_validation_of_the_run(config, run, r
 
 def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config, run, run_metrics):
     best = max(run_metrics, key=lambda step: run_metrics[step]["validation/accuracy"])
-    found, _ = results_of(config, "--checkpoint", run, "--best")
+    Path("runs").symlink_to(run.parent)
+    found, _ = results_of(config, "--checkpoint", run.name, "--best")
     assert found["weights"]["step"] == best
+
+
+def test_a_run_that_does_not_exist_is_an_error_that_lists_the_others(config, run):
+    Path("runs").symlink_to(run.parent)
+    result = evaluate(config, "--checkpoint", "ruin")
+    assert result.exit_code != 0
+    assert "ruin does not exist. Give a run folder, such as runs/NAME, or its name. Did you mean 'run'?" in str(
+        result.exception
+    )
 
 
 def test_the_weights_of_a_checkpoint_as_a_model_are_the_same_weights(config, run):
@@ -323,7 +333,7 @@ def of_another_model(run, folder):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda run, folder: folder / "nowhere", "is not a folder"),
+        (lambda run, folder: folder / "nowhere", "does not exist. Give a run folder"),
         (lambda run, folder: run / "metrics.jsonl", "is not a folder"),
         (lambda run, folder: folder, "is neither a checkpoint, a run folder nor a model (it contains: nothing)"),
         (without_checkpoints, "has no complete checkpoint"),

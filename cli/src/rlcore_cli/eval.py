@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rl_core.errors import UserError
+from rl_train.run_folders.run_names import completed_runs, existing_run_path
 from rlcore_cli.arguments import Bases, Config, Overrides, config_files, integers
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ def evaluate(
     bases: Bases = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Step folder, run folder (its newest checkpoint) or model folder, instead of the config's model."),
+        typer.Option(
+            help="Step folder, run folder or name of a run in runs (its newest checkpoint), or model folder, instead of the "
+            "config's model.",
+            autocompletion=completed_runs,
+        ),
     ] = None,
     validation_set: Annotated[
         str | None, typer.Option(help="Name in data.validation_sets; data.validation by default.")
@@ -73,7 +78,7 @@ def evaluate(
         files,
         changes,
         validation_set=validation_set,
-        checkpoint=checkpoint,
+        checkpoint=None if checkpoint is None else existing_run_path(checkpoint),
         best=best,
         samples=samples,
         greedy=greedy,

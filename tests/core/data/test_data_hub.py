@@ -179,6 +179,13 @@ def test_a_model_of_a_hub_that_does_not_answer_is_one_quick_error(monkeypatch):
         load_tokenizer("nobody/none-such")
 
 
+def test_offline_the_error_of_a_missing_model_does_not_advise_another_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE is set\. Give the path of a model folder or \.gguf file") as caught:
+        load_tokenizer("nobody/none-such")
+    assert "HF_ENDPOINT" not in str(caught.value)
+
+
 def test_a_folder_without_tokenizer_files_is_reported_as_such(tmp_path):
     with pytest.raises(DataError, match=r"it has no tokenizer files\. Use a model's name, a folder"):
         load_tokenizer(tmp_path)

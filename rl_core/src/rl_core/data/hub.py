@@ -59,7 +59,8 @@ def require_model(name: str, *, query_cached: bool = False) -> None:
         raise DataError(f"{name!r} is not an existing path, and not a valid name of a model on the hub. {_FIX}") from None
     except DataError as error:
         if not is_cached:
-            raise DataError(f"{name!r} is neither a local path nor in the hub's cache, and {error}. {_FIX}. {_HUB}") from error
+            hub = "" if constants.HF_HUB_OFFLINE else f". {_HUB}"
+            raise DataError(f"{name!r} is neither a local path nor in the hub's cache, and {error}. {_FIX}{hub}") from error
         _log.warning("%s. %s is read from the cache; HF_HUB_OFFLINE=1 skips the attempts to connect", error, name)
 
 

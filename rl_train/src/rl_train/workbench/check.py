@@ -68,7 +68,11 @@ def _turns(trial: EnvironmentTrial, environment: EnvironmentInterface) -> str:
     for number, row in enumerate(trial.rows):
         played = list(play(environment, trial.task, row, random_player(number), max_turns=trial.max_turns))
         turns, ended = max(turns, len(played)), ended + played[-1].ended
-    declared = f"up to {trial.max_turns} turns"
+    declared = f"at most {_turn_count(trial.max_turns)}"
     if trial.section.env_cls is not None and trial.max_turns == UNDECLARED_TURNS:
         declared += " (the class declares no number: a run needs `max_rollout_turns`, else a rollout has one turn)"
-    return f"{declared}; with random answers, {ended} of {len(trial.rows)} rollouts ended, after at most {turns} turns"
+    return f"{declared}; with random answers, {ended} of {len(trial.rows)} rollouts ended, after at most {_turn_count(turns)}"
+
+
+def _turn_count(turns: int) -> str:
+    return f"{turns} turn" + ("" if turns == 1 else "s")
