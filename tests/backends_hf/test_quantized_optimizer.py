@@ -123,6 +123,27 @@ def test_offloading_takes_the_state_off_the_gpu_without_more_waits_and_returns_i
         assert pinned[4] == pinned[3], "the second time, host memory is pinned already"
 
 
+@pytest.mark.full("compiling the steps takes a minute")
+def test_compiled_steps_give_the_weights_of_steps_that_are_not_compiled(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(sys.prefix) / "torchao"))
+    config = OptimizerConfig(name="torchao.optim.AdamW8bit", kwargs={"lr": 1e-2})
+    gradients = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(0))
+
+    def weights() -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(64, 128))
+        optimizer = build_optimizer({"weight": weight}, config)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        return weight.detach()
+
+    compiled = weights()
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    # Fused operations round differently, by one unit in the last place (1.2e-7); a step moves a weight by about 1e-2.
+    torch.testing.assert_close(compiled, weights(), atol=1e-6, rtol=0)
+    assert (compiled - 1).abs().max() > 1e-2
+
+
 @pytest.mark.slow
 def test_without_a_compiler_the_error_names_the_key(monkeypatch):
     import torch._inductor.config as inductor
