@@ -335,4 +335,5 @@ def test_a_call_of_a_concurrent_environment_reads_only_the_rows_that_it_starts(e
             CountedFuture.asked = 0
             asyncio.run(play(StepQueue(EnvironmentPool(pool, task_name="count"), "count"), number))
         asked[number] = CountedFuture.asked
-    assert 0 < asked[256] <= 8 * asked[32]
+    # Eight times as many rows; if each call read all waiting rows, 64 times as often.
+    assert 0 < asked[256] <= 16 * asked[32]
