@@ -32,6 +32,7 @@ def group_advantages(
     normalize: bool = True,
     leave_one_out: bool = False,
     scored: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
 ) -> GroupAdvantages:
     """Center each reward on its group and, if `normalize`, divide by the group's standard deviation.
 
@@ -44,6 +45,7 @@ def group_advantages(
         normalize: divide by the group's standard deviation (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2).
         leave_one_out: center on the mean of the others (RLOO, https://arxiv.org/abs/2402.14740).
         scored: [B] bool; rows with False count in no statistic and get advantage zero. None if all rows were scored.
+        sizes: [B] size of the numbers that each reward was computed from, whose rounding it has; its own by default.
     """
     counts = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
     _, group = torch.unique(group_ids, return_inverse=True)
@@ -62,7 +64,9 @@ def group_advantages(
     lowest = torch.full((num_groups,), torch.inf, dtype=torch.float64).scatter_reduce(
         0, group, values.masked_fill(~counts, torch.inf), "amin"
     )
-    equal = are_equal(lowest, highest) | ~is_counted
+    of = values.abs() if sizes is None else torch.maximum(values.abs(), sizes)
+    largest = torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(0, group, of.masked_fill(~counts, 0.0), "amax")
+    equal = are_equal(lowest, highest, size=largest) | ~is_counted
 
     advantages = centered * (size / (size - 1).clamp(min=1))[group] if leave_one_out else centered
     if normalize:
@@ -98,7 +102,7 @@ def suffix_sums(values: torch.Tensor) -> torch.Tensor:
     return values.flip(-1).cumsum(-1).flip(-1)
 
 
-def are_equal(lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
-    """Whether `lowest` and `highest` are equal up to rounding, elementwise."""
-    size = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
-    return (highest - lowest) <= ROUNDING * size
+def are_equal(lowest: torch.Tensor, highest: torch.Tensor, *, size: torch.Tensor | None = None) -> torch.Tensor:
+    """Whether `lowest` and `highest` are equal up to rounding, elementwise; `size` is that of the larger one by default."""
+    largest = torch.maximum(highest.abs(), lowest.abs()) if size is None else size
+    return (highest - lowest) <= ROUNDING * largest.clamp(min=1.0)

@@ -82,7 +82,7 @@ class GroupEstimator(AdvantageEstimator):
 
     def __call__(self, batch: BatchedDataDict[Any]) -> Advantages:
         rewards = batch["rewards"] - row_penalties(batch)
-        settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
+        settings: dict[str, Any] = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
         group = group_advantages(rewards, batch["group_ids"], scored=batch.get("scored"), **settings)
         return Advantages(values=group.values.unsqueeze(-1) * batch["token_mask"], metrics=group_metrics(batch))
 
@@ -112,9 +112,11 @@ class TurnLevelEstimator(AdvantageEstimator):
     def _compared(self, batch: BatchedDataDict[Any]) -> list[GroupAdvantages]:
         """The advantages of each turn."""
         rewards = turn_rewards(batch, token_penalties(batch))
-        settings = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
+        settings: dict[str, Any] = {"normalize": self.normalize, "leave_one_out": self.leave_one_out}
+        # The last turn has the rounding of the rollout's float32 reward.
+        sizes = rewards.abs().sum(1)
         return [
-            group_advantages(returns, batch["group_ids"], scored=batch.get("scored"), **settings)
+            group_advantages(returns, batch["group_ids"], scored=batch.get("scored"), sizes=sizes, **settings)
             for returns in turn_returns(rewards, turn_counts(batch), discount=self.discount).unbind(1)
         ]
 

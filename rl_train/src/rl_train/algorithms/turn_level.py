@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_train.algorithms.advantages import ROUNDING
 
 
 def turn_counts(batch: BatchedDataDict[Any]) -> torch.Tensor:
@@ -44,10 +43,7 @@ def turn_rewards(batch: BatchedDataDict[Any], token_penalties: torch.Tensor) -> 
         last = int(counts[row]) - 1
         for turn, reward in enumerate(row_rewards):
             rewards[row, min(turn, last)] += reward
-        shaping = float(batch["rewards"][row]) - sum(row_rewards)
-        # `rewards` is float32: its rounding would make equal returns of the last turn unequal.
-        if abs(shaping) > ROUNDING * max(1.0, sum(map(abs, row_rewards))):
-            rewards[row, last] += shaping
+        rewards[row, last] += float(batch["rewards"][row]) - sum(row_rewards)
     turns = batch["token_turns"]
     rewards.scatter_add_(1, (turns - 1).clamp(min=0), -(token_penalties * (turns > 0)).double())
     return rewards
