@@ -24,7 +24,7 @@ from rl_core.interfaces.policy import ColocatablePolicyInterface
 from rl_core.interfaces.weights import WeightTransport
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
-from rl_core.testing.environments.trial import first_argument
+from rl_core.testing.environments.trial import constructor_config, first_argument
 from rl_train.assembly.contracts import capabilities_of, check_capabilities, check_class
 from rl_train.assembly.placement import make_cluster, make_engine_cluster, resolve_precision, transports_between
 from rl_train.config.engine_verification import digests_are_held, missing_canary, uses_canary
@@ -252,8 +252,7 @@ class Builder:
             worker_class = component.load()
             with with_key(dotted(("env", task, "env_cls" if section.env_cls is not None else "name"))):
                 check_environment_class(worker_class, component.name)
-            config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-            kwargs = first_argument(worker_class, config)
+            kwargs = first_argument(worker_class, constructor_config(section))
             has_sessions = keeps_sessions(plain_class(worker_class))
         if self.cluster is None:
             pool: Any = InProcessPool(worker_class, kwargs, max_concurrency=section.max_concurrency, name=f"env.{task}")

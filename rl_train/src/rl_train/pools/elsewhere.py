@@ -25,6 +25,7 @@ from rl_core.interfaces.messages import ToolSpec
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.import_path import MODULE_FOLDERS, resolve
 from rl_core.plugins.registry import Registry
+from rl_core.testing.environments.trial import constructor_config
 from rl_train.pools import component_probe
 from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.agent_host import AgentHost
@@ -102,8 +103,8 @@ def worker_elsewhere(
     component: Component, facts: EnvironmentFacts, section: EnvironmentConfig
 ) -> tuple[ClassReference, Mapping[str, Any]]:
     """Class and constructor arguments of the workers of an environment that runs with another interpreter."""
-    config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-    return ClassReference(component.target), {} if facts.parameter is None else {facts.parameter: config}
+    kwargs = {} if facts.parameter is None else {facts.parameter: constructor_config(section)}
+    return ClassReference(component.target), kwargs
 
 
 def check_backend_elsewhere(python: str, component: Component, registry: Registry) -> None:

@@ -13,6 +13,7 @@ from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.environment import EnvironmentInterface
 from rl_core.interfaces.messages import ToolSpec
 from rl_core.plugins.registry import Registry
+from rl_core.testing.environments.trial import constructor_config
 from rl_train.config.schema import RunConfig
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere
 from rl_train.tools.parsers import ToolCallParser
@@ -92,9 +93,8 @@ class _Offer:
     def of_class(cls, environment_class: Any, section: EnvironmentConfig) -> _Offer:
         if not (isinstance(environment_class, type) and issubclass(environment_class, EnvironmentInterface)):
             raise ConfigError(f"{environment_class!r} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
-        config: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
         return cls(
-            specs=environment_class.offered_tools(config),
+            specs=environment_class.offered_tools(constructor_config(section)),
             reads_calls=environment_class.reads_tool_calls,
             parser=section.tool_parser,
         )

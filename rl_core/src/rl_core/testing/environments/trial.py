@@ -87,8 +87,7 @@ def constructor(section: EnvironmentConfig, task: str, registry: Registry) -> pa
     worker_class = environment_component(name, registry).load()
     if not issubclass(plain_class(worker_class), EnvironmentInterface):
         raise WrongKindError(f"{name} is not a subclass of rl_core.interfaces.EnvironmentInterface.")
-    settings: Any = section.model_dump(exclude={"env_cls"}) if section.env_cls is not None else section
-    return partial(plain_class(worker_class), **first_argument(worker_class, settings))
+    return partial(plain_class(worker_class), **first_argument(worker_class, constructor_config(section)))
 
 
 def parses_tool_calls(make: partial[EnvironmentInterface]) -> bool:
@@ -108,6 +107,11 @@ def environment_component(name: str, registry: Registry) -> Component:
     if problem is not None:
         raise ConfigError(f"The environment {name!r} cannot run here: {problem}. {component.install or ''}".rstrip())
     return component
+
+
+def constructor_config(section: EnvironmentConfig) -> Any:
+    """What an environment is created with: its section, or, for a class named by its path, a dict of the section's keys."""
+    return section if section.env_cls is None else section.model_dump(exclude={"env_cls"})
 
 
 def first_argument(worker_class: Any, config: Any) -> Mapping[str, Any]:
