@@ -43,12 +43,19 @@ def test_an_unknown_name_suggests_the_nearest_run(two_runs, command, monkeypatch
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=ids)
-def test_a_name_that_is_a_path_as_well_is_ambiguous(two_runs, command):
+def test_a_name_that_is_a_model_as_well_is_ambiguous(two_runs, command):
     (two_runs.parent / "sums").mkdir()
+    (two_runs.parent / "sums" / "config.json").write_text("{}")
     result = rlcore(*command, "sums", *(["model"] if command[0] == "convert" else []))
     assert (result.returncode, result.stdout) == (2, "")
     folder = two_runs.parent / "sums"
     assert f"sums is ambiguous: it is a path, and runs/sums is a run. Give {folder} or runs/sums." in result.stderr
+
+
+def test_the_folder_that_init_wrote_for_a_run_is_not_ambiguous(two_runs):
+    (two_runs.parent / "sums").mkdir()
+    (two_runs.parent / "sums" / "config.yaml").touch()
+    assert rlcore("report", "sums").stdout.startswith("runs/sums/report.html (")
 
 
 def test_a_path_to_the_run_of_its_name_is_not_ambiguous(two_runs, monkeypatch):

@@ -12,6 +12,8 @@ RUNS = Path("runs")
 _STARTED = "config.yaml"
 """Written when a run starts or is resumed, and not after that."""
 _FILES = ("metrics.jsonl", "status.json")
+_OTHERS = ("manifest.json", "config.json")
+"""Files of step folders and model folders."""
 
 
 def is_run(path: Path) -> bool:
@@ -32,14 +34,17 @@ def newest_run(folder: Path) -> Path | None:
 def run_path(given: Path | str) -> Path:
     """The path of what a user names: a run in `RUNS` by its name, or any path, which need not exist.
 
+    A folder that is neither a run, a checkpoint nor a model does not count: `rlcore init` writes one with the name of its run.
+
     Raises:
-        UserError: There are a run and another path of this name.
+        UserError: There are a run and another run, checkpoint, model or file of this name.
     """
     path = Path(given)
     run = RUNS / path
     if len(path.parts) != 1 or not is_run(run):
         return path
-    if path.exists() and not path.samefile(run):
+    is_other = path.is_file() or is_run(path) or any((path / name).is_file() for name in _OTHERS)
+    if is_other and not path.samefile(run):
         raise UserError(f"{path} is ambiguous: it is a path, and {run} is a run. Give {path.absolute()} or {run}.")
     return run
 
