@@ -78,8 +78,12 @@ def environment_component(task: str, section: EnvironmentConfig, registry: Regis
     Raises:
         PluginError: There is none. The path of a class that runs elsewhere is not looked up.
     """
-    name = section.env_cls or section.name or task
-    return Component.from_path(name) if section.python and is_path(name) else registry.find(Kind.ENVIRONMENT, name)
+    return find_environment(section.env_cls or section.name or task, section.python, registry)
+
+
+def find_environment(name: str, python: str | None, registry: Registry) -> Component:
+    """As `environment_component`, by name or path and interpreter."""
+    return Component.from_path(name) if python and is_path(name) else registry.find(Kind.ENVIRONMENT, name)
 
 
 def environment_elsewhere(task: str, section: EnvironmentConfig, registry: Registry) -> EnvironmentFacts | None:

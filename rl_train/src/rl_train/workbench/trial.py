@@ -24,6 +24,7 @@ from rl_train.config.section_models import section_of
 from rl_train.config.slots import FUNCTIONS
 from rl_train.data.conversations import read_messages, without_answer
 from rl_train.data.json_lines import JsonLines
+from rl_train.pools.elsewhere import find_environment
 from rl_train.workbench.instances import environment_factory
 
 UNDECLARED_TURNS = 100
@@ -120,16 +121,11 @@ def _by_name(name: str, settings: Sequence[str], registry: Registry, *, limit: i
         chosen = {"name": FUNCTIONS, "reward_fn": name} if _is_function(name) else {"env_cls": name}
     else:
         chosen = {"name": name}
-    component = _component(chosen.get("name") or name, registry, runs_here=values.get("python") is None)
+    name_or_path, python = chosen.get("name") or name, values.get("python")
+    component = find_environment(name_or_path, python, registry) if python else environment_component(name_or_path, registry)
     section = section_of_values(section_of(component, Kind.ENVIRONMENT), {**chosen, **values}, name=f"env.{name}")
     assert isinstance(section, EnvironmentConfig)
     return section, _generated_rows(name, data, registry, limit)
-
-
-def _component(name: str, registry: Registry, *, runs_here: bool) -> Component:
-    if runs_here:
-        return environment_component(name, registry)
-    return Component.from_path(name) if is_path(name) else registry.find(Kind.ENVIRONMENT, name)
 
 
 def _is_function(path: str) -> bool:
