@@ -128,13 +128,13 @@ def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config,
     assert found["weights"]["step"] == best
 
 
-def test_a_run_that_does_not_exist_is_an_error_that_lists_the_others(config, run):
+def test_a_misspelt_run_is_an_error_that_suggests_a_name(config, run):
     Path("runs").symlink_to(run.parent)
     result = evaluate(config, "--checkpoint", "ruin")
-    assert result.exit_code != 0
-    assert "ruin does not exist. Give a run folder, such as runs/NAME, or its name. Did you mean 'run'?" in str(
-        result.exception
-    )
+    assert isinstance(result.exception, RLCoreError), repr(result.exception)
+    assert result.exception.exit_code == 2
+    said = "ruin does not exist. Give a run folder, such as runs/NAME, or its name. Did you mean 'run'?"
+    assert said in str(result.exception)
 
 
 def test_the_weights_of_a_checkpoint_as_a_model_are_the_same_weights(config, run):

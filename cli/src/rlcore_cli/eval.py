@@ -29,8 +29,8 @@ def evaluate(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Step folder, run folder or name of a run in runs (its newest checkpoint), or model folder, instead of the "
-            "config's model.",
+            help="Weights to evaluate instead of the config's model: a step folder; a run folder, or its name in runs, for its "
+            "newest checkpoint; or a model folder.",
             autocompletion=completed_runs,
         ),
     ] = None,

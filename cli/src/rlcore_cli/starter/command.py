@@ -104,7 +104,7 @@ def _chosen(algorithm: str | None, form: RowFormat, data: Path) -> str:
         return form.algorithms[0]
     if algorithm not in form.algorithms:
         raise ConfigError(
-            f"Each row of {data} is {form.name}: `init` sets them up for {' or '.join(form.algorithms)}, not for {algorithm}."
+            f"Each row of {data} is {form.name}: --algorithm must be {' or '.join(form.algorithms)}, not {algorithm}."
         )
     return algorithm
 
