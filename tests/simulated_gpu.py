@@ -363,7 +363,7 @@ def _device_argument(kwargs: Mapping[str, Any]) -> torch.device | None:
 
 
 def _wrapper_on_host(*args: Any, device: torch.device | None = None, **options: Any) -> torch.Tensor:
-    """What torch really has of a tensor that consists of others; its device is that of its parts."""
+    """A tensor that consists of others, made on the host; the device that it reports is that of its parts."""
     return torch._C.TensorBase._make_wrapper_subclass(*args, device=CPU, **options)
 
 

@@ -57,7 +57,7 @@ def test_every_distribution_is_typed_and_has_a_readme(package):
     assert len((ROOT / package / "README.md").read_text().splitlines()) > 5
 
 
-def test_rl_core_has_less_than_15000_lines():
+def test_rl_core_has_fewer_than_15000_lines():
     """It has only what backends and environments are written against; what only the runtime uses belongs to rl_train."""
     modules = [path for path in tracked("rl_core/src/**/*.py") if "testing" not in path.parts]
     assert sum(len(path.read_text().splitlines()) for path in modules) < 15_000
@@ -68,7 +68,7 @@ SHARED = ("checks.py", "local_rollouts.py", "trial.py")
 
 
 def test_the_conformance_kit_has_at_most_3221_lines():
-    """Without `SHARED` (355 lines), and without `outputs/`: those checks of returned values run in every training step.
+    """Without `SHARED` (413 lines), and without `outputs/`: those checks of returned values run in every training step.
 
     3,000 lines are the goal; the tests of algorithms added 226.
     """

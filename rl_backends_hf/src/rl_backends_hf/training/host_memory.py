@@ -34,7 +34,7 @@ class HostMemory:
         """
         if has_parts(tensor) and not isinstance(tensor, DTensor):
             return self._move_parts(key, tensor, device)
-        if device.type != "cpu" or tensor.device.type == "cpu" or has_parts(tensor):
+        if device.type != "cpu" or tensor.device.type == "cpu" or isinstance(tensor, DTensor):
             return tensor.to(device, non_blocking=True)
         host = self._kept.get(key)
         if host is not None and is_frozen:

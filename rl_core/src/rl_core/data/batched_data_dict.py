@@ -87,8 +87,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, (list, BorrowedColumn)) and not (isinstance(value, torch.Tensor) and value.ndim > 0):
             raise DataError(f"column {key!r} is {_described(value)}: a column must be a tensor [B, ...] or a list of length B")
-        other = next((name for name in self.data if name != key), key)
-        if other != key and len(value) != self.size:
+        other = next((name for name in self.data if name != key), None)
+        if other is not None and len(value) != self.size:
             raise DataError(
                 f"column {key!r} has {len(value)} rows and column {other!r} has {self.size}: "
                 "all columns of a batch must have the same batch size"

@@ -151,7 +151,7 @@ class Builder:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether policy and engine use the same GPUs one after the other, as the engine sleeps while models are trained."""
+        """Whether policy and engine use the same GPUs one after the other: the engine sleeps while models are trained."""
         return self.shares_gpus and self._engine_section.sleeps
 
     @cached_property

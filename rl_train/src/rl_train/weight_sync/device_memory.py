@@ -1,6 +1,6 @@
 """The device memory that policy, companion models and engine share: at most one of them has its tensors there.
 
-If the engine has its own devices or never sleeps, both stay on their devices.
+If the engine has its own devices or never sleeps, the policy stays on its devices too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DeviceMemory:
 
     Args:
         policy: the model being trained.
-        generation: the engine; None if it never sleeps, because its rollouts continue during training.
+        generation: the engine; None if its rollouts continue during training, so that it cannot sleep.
         companions: critic and teacher.
         limited: whether policy and engine take turns on the GPUs that they share.
         both_fit: whether the policy stays on its device at a refit: the engine has its own (`policy.generation.resources`), or

@@ -74,7 +74,7 @@ class EnvironmentChecks:
         return "equal calls have equal results in a new instance"
 
     def determinism(self) -> str:
-        """Both of the above."""
+        """`unknown_session` and `reopened_session`."""
         self.repeated_calls()
         self.instances()
         return "equal calls have equal results, also of a new instance"
