@@ -55,7 +55,8 @@ def fork_ranks(world: int, work: Callable[[int], None]) -> None:
             # The others would wait for a rank that is gone.
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
-            sys.exit(f"rank {rank} of {world} failed: {status}")
+            print(f"rank {rank} of {world} failed: {status}", flush=True)
+            os._exit(1)  # finalizing the interpreter would print hundreds of lines about leaks of Triton after the error
 
 
 def _fork(rank: int, work: Callable[[int], None]) -> int:

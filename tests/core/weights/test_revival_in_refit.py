@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import WorkerDiedError
 from rl_core.weights.shared_memory import sweep
+from rl_train.weight_sync.streamed_canary import StreamedCanary
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transports.collective import CollectiveTransport
 from rl_train.weight_sync.transports.shared_memory import SharedMemoryTransport
@@ -219,6 +221,57 @@ def test_a_replica_that_was_restarted_between_refits_is_refitted_alone(sides, sy
     owner.provide_weights()
     assert engine.weight_version == policy.weight_version
     assert engine.group.run_all("num_changes") == [1, 3]
+
+
+class Canary:
+    """Rows that are streamed over the next refit: like the rows of rollouts, they wait until every replica has weights."""
+
+    streamed_rows = greedy = None
+
+    def __init__(self, engine):
+        self.engine, self.streams = engine, 0
+
+    def check(self, policy, generation, *, thorough):
+        return 0.0
+
+    def check_streamed(self, policy, generation, output):
+        return 0.0
+
+    @contextmanager
+    def stream(self, rows, greedy):
+        self.engine.await_weights()
+        self.streams += 1
+        yield lambda: {"weight_version": torch.tensor([0]), "newest_version": torch.tensor([1])}
+
+
+@pytest.mark.slow
+def test_a_canary_is_streamed_over_the_next_refit_that_begins_with_all_replicas(sides, deaths):
+    policy, engine = sides
+    canary = Canary(engine)
+    owner = WeightSynchronizer(
+        policy,
+        engine,
+        transports=[SharedMemoryTransport],
+        policy_capabilities=["shared_memory"],
+        generation_capabilities=["shared_memory"],
+        canary=lambda: canary,
+        num_receivers=REPLICAS,
+        wait=wait_together,
+    )
+    owner.streamed = StreamedCanary(canary.stream, over_refits=True)
+    try:
+        owner.sync()
+        policy.group.run_all("step")
+        restart(engine, deaths, rank=1)
+        owner.sync()
+        assert canary.streams == 0
+        assert_equal_on_all(policy, engine)
+        engine.await_weights()
+        policy.group.run_all("step")
+        owner.sync()
+        assert canary.streams == 1
+    finally:
+        owner.close()
 
 
 @pytest.mark.slow

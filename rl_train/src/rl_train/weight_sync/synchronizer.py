@@ -343,6 +343,8 @@ class WeightSynchronizer(WeightOwner):
         moves = engine is self._generation and self.synced_version not in (None, self._policy.weight_version)
         if self.streamed is None or self._canary is None or not moves:
             return nullcontext(dict)
+        if engine.restarted_replicas() is not None:  # rows would wait for weights that only this refit brings
+            return nullcontext(dict)
         return self.streamed.over_refit(self._canary, self._policy, engine)
 
     def _prove_version(self, engine: GenerationInterface) -> None:
