@@ -9,6 +9,7 @@ from other_interpreters import make_environment, see_our_packages, site_packages
 
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import ConfigError
+from rl_serve.errors import ApiError
 from rl_serve.grading import Grader
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 GAMES = """
 import os, random, sys
 from rl_core.environments import StepResult, environment_return
+from rl_core.errors import DataError
 from rl_core.interfaces import EnvironmentInterface
 
 class Equal(EnvironmentInterface):
@@ -49,6 +51,10 @@ class Draws(Equal):
 class NeverRight(Equal):
     def reward(self, text, expected):
         return 0.0
+
+class Refuses(Equal):
+    def reward(self, text, expected):
+        raise DataError("expected_answer: not a number")
 
 class Breaks(Equal):
     def __init__(self, config):
@@ -201,3 +207,14 @@ def test_the_server_grades_with_the_interpreter_of_the_task(python):
     finally:
         grader.close()
     assert grade.as_json() == {"predicted_answer": str(python.parent.parent), "is_correct": False}
+
+
+@pytest.mark.parametrize(("environment", "status"), [("Refuses", 400), ("Exits", 503)])
+def test_the_server_tells_a_refused_record_from_an_environment_that_failed(python, environment, status):
+    grader = Grader("game", EnvironmentConfig.model_validate({"env_cls": f"games_there.{environment}", "python": str(python)}))
+    try:
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(grader.grade([{"role": "user", "content": "0+1="}], "1", {"expected_answer": "x"}))
+    finally:
+        grader.close()
+    assert caught.value.status == status

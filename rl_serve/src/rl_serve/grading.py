@@ -75,15 +75,15 @@ class Grader:
         try:
             async with self._turn:  # an environment is not safe for threads
                 return await asyncio.to_thread(self._grade, log, dict(record))
-        except DataError as error:
-            _log.warning("an answer could not be graded: %s", error)
-            raise ApiError(
-                400,
-                f"The answer cannot be graded: the environment {self.name!r} needs other fields, or other values, than "
-                f"{', '.join(sorted(record))}. The server's log has the details.",
-                param="expected_answer",
-            ) from error
         except RLCoreError as error:
+            if isinstance(error, DataError) or isinstance(error.__cause__, DataError):  # the cause, if raised elsewhere
+                _log.warning("an answer could not be graded: %s", error)
+                raise ApiError(
+                    400,
+                    f"The answer cannot be graded: the environment {self.name!r} needs other fields, or other values, than "
+                    f"{', '.join(sorted(record))}. The server's log has the details.",
+                    param="expected_answer",
+                ) from error
             _log.exception("the environment failed")
             raise ApiError(
                 503, f"The environment {self.name!r} failed. The server's log has the details.", code="grading_failed"
