@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # for `keep_plugins`
+
 HEALTHY = """
     from rl_core.plugins import Component, hookimpl
 

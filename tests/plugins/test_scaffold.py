@@ -1,4 +1,7 @@
-"""`rlcore new-plugin`: generated plugins are formatted, installed and ready; in `test-full` they pass the kit and train."""
+"""`rlcore new-plugin`: generated plugins are formatted, installed and ready; in `test-full` they pass the kit and train.
+
+So do the plugins that an earlier version has generated.
+"""
 
 import json
 import os
@@ -6,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from keep_plugins import KEPT, NAMES, generated
 
 from rl_core.plugins.manager import discover
 from rlcore_cli.new_plugin.kinds import PLUGIN_KINDS
@@ -16,7 +21,6 @@ from rlcore_cli.new_plugin.scaffold import plugin_files
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples"
-NAMES = {option: f"acme-{option.replace('-', '_')}" for option in PLUGIN_KINDS}
 TRAINING = [option for option, kind in PLUGIN_KINDS.items() if kind.trains]
 
 
@@ -46,10 +50,24 @@ def install(site, folder):
     )
 
 
+def kept():
+    """The files of the plugins that were kept at the first release of this minor version."""
+    with zipfile.ZipFile(KEPT) as archive:
+        return {path: archive.read(path).decode() for path in archive.namelist()}
+
+
+def write(files, folder):
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
 @pytest.mark.slow
-def test_every_kind_of_plugin_is_generated_and_ready_and_its_targets_can_be_imported(site, generate, monkeypatch):
+@pytest.mark.parametrize("files", [generated, kept])
+def test_every_kind_of_plugin_is_ready_and_its_targets_can_be_imported(site, tmp_path, monkeypatch, files):
+    write(files(), tmp_path)
     for option in PLUGIN_KINDS:
-        install(site, generate(option))
+        install(site, tmp_path / option)
     monkeypatch.syspath_prepend(site.folder)
     ready = [plugin for plugin in discover().plugins if plugin.name in NAMES.values() and plugin.status == "ready"]
     assert sorted(plugin.name for plugin in ready) == sorted(NAMES.values())
@@ -145,14 +163,11 @@ def test_the_command_and_its_templates_have_at_most_1200_lines():
     assert sum(len(path.read_text().splitlines()) for path in source.rglob("*") if path.suffix in (".py", ".j2")) <= 1200
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+@pytest.fixture(scope="module", params=[generated, kept])
+def installed(request, tmp_path_factory):
     """All kinds of plugins, built as wheels and installed outside of the repository: their folders, and how to run there."""
     folder = tmp_path_factory.mktemp("plugins")
-    for option, name in NAMES.items():
-        for path, text in plugin_files(name, option).items():
-            (folder / option / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / option / path).write_text(text)
+    write(request.param(), folder)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
     command = [*pip, "--no-build-isolation", "--target", folder / "site", *(folder / option for option in NAMES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
