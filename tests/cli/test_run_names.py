@@ -39,7 +39,7 @@ def test_an_unknown_name_suggests_the_nearest_run(two_runs, command, monkeypatch
     assert (result.returncode, result.stdout) == (2, "")
     assert "Did you mean 'sums'?" in result.stderr
     far = rlcore(*command, "entirely_different", *output)
-    assert (far.returncode, "Runs in runs: sums, sums-2." in far.stderr) == (2, True)
+    assert (far.returncode, ". Runs in runs: sums, sums-2." in far.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=ids)

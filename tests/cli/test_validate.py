@@ -40,9 +40,8 @@ def test_a_wrong_config_lists_every_mistake_and_ends_with_2(tmp_path):
         f"{config}:5:3: policy.precison: policy has no key 'precison'. Did you mean 'precision'?",
         "override #1 `cluster.num_nodes=0`: cluster.num_nodes: must be a whole number, 1 or more; found 0.",
     ]
-    assert lines[4:]
-    assert all(re.match("not checked(?: for policy)?, because cluster.num_nodes is invalid: ", line) for line in lines[4:9])
-    assert all(line.startswith("not checked: ") for line in lines[9:])
+    assert len(lines) == 5
+    assert re.match(r"\d+ checks were skipped because of these errors; --json lists", lines[4])
 
 
 def test_a_missing_file_is_a_one_line_error():

@@ -124,20 +124,18 @@ def test_a_rule_that_reads_an_invalid_key_is_listed_as_not_checked(validate):
         "not checked, because policy.max_total_sequence_length is invalid: The longest completion is shorter than a row of the "
         "policy." in report["not_checked"]
     )
-    _, _, printed = validate(config)
-    assert "\nnot checked, because policy.max_total_sequence_length is invalid: " in printed
 
 
-def test_many_rules_that_were_not_checked_are_counted_instead_of_printed(validate):
+def test_rules_that_were_not_checked_are_counted_in_the_text(validate):
     config = CONFIG.replace("max_total_sequence_length: 16", "max_total_sequence_length: many")
-    config = config.replace("backend: hf\n  model", "backend: hff\n  model").replace("profiling: {steps: [9]}", "profiling: 9")
     _, output, _ = validate(config, "--json")
     total = len(json.loads(output)["not_checked"])
-    assert total > 5
+    assert total > 1
     _, _, printed = validate(config)
-    lines = [line for line in printed.splitlines() if line.startswith("not checked")]
-    assert len(lines) == 6
-    assert lines[-1] == f"not checked: {total - 5} more rules that read invalid keys; --json lists them"
+    assert (
+        printed.splitlines()[-1] == f"{total} checks were skipped because of these errors; --json lists what was not checked."
+    )
+    assert "not checked, because" not in printed
 
 
 def test_a_default_is_not_judged_if_an_unknown_key_probably_means_it(validate):

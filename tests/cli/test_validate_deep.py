@@ -116,6 +116,15 @@ def test_errors_that_need_libraries_or_data_are_reported_at_their_key(validate, 
     assert "Traceback" not in output
 
 
+def test_a_misspelt_field_is_reported_once_at_its_key(validate, tmp_path):
+    train = {"dataset_name": "jsonl", "path": str(tmp_path / "pairs.jsonl"), "input_key": "prompt", "output_key": "chosne"}
+    code, output = validate({"dpo": None, "sft": {"global_batch_size": 2}, "data": {"train": train}}, "--deep")
+    assert code == 2
+    assert output.count("the field 'chosne' (`output_key`) is missing") == 1
+    assert re.search(r"run\.yaml:\d+:\d+: data\.train\.output_key: ", output)
+    assert "has 1 error:" in output
+
+
 def test_a_later_row_that_is_bad_is_found_by_the_deep_check_only(validate, tmp_path):
     rows = tmp_path / "pairs.jsonl"
     rows.write_text(rows.read_text() + json.dumps({"prompt": "1+2=", "chosen": "3"}) + "\n")

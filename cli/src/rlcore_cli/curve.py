@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.run_folder import Curve
-from rlcore_cli.report.scales import nice_ticks, thin
+from rlcore_cli.report.scales import nice_ticks, padded_range, thin
 
 WIDTH = 72
 HEIGHT = 14
@@ -42,6 +42,9 @@ def draw(curves: Sequence[tuple[str, Curve]], title: str) -> str:
     if min(steps) < max(steps):
         ticks = nice_ticks(min(steps), max(steps), count=6, whole=True)
         plotext.xticks(ticks, [f"{tick:.0f}" for tick in ticks])
+    values = [value for _, series in curves for value in series.values]
+    if min(values) == max(values):
+        plotext.ylim(*padded_range(values))
     plotext.title(title)
     plotext.xlabel("step")
     lines = plotext.uncolorize(plotext.build()).rstrip("\n").split("\n")

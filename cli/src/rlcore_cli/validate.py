@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError, Problem
     from rl_train.config.loader import ConfigDraft, LoadedConfig
 
-_SHOWN = 5
-"""Number of rules that could not be checked that are printed; the errors above them are the cause."""
-
 
 def validate(
     config: Config = None,
@@ -97,9 +94,9 @@ def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> N
         return
     count = len(error.problems)
     print(f"{config} has {count} {'error' if count == 1 else 'errors'}:\n{error}", file=sys.stderr)
-    print(*error.not_checked[:_SHOWN], sep="\n", end="\n" if error.not_checked else "", file=sys.stderr)
-    if (more := len(error.not_checked) - _SHOWN) > 0:
-        print(f"not checked: {more} more rules that read invalid keys; --json lists them", file=sys.stderr)
+    if skipped := len(error.not_checked):
+        checks = "1 check was" if skipped == 1 else f"{skipped} checks were"
+        print(f"{checks} skipped because of these errors; --json lists what was not checked.", file=sys.stderr)
 
 
 def _summary(loaded: LoadedConfig) -> list[str]:

@@ -103,7 +103,7 @@ def started_model(
             try:
                 require_model(target)
             except DataError as error:
-                raise DataError(f"{error}{similar_runs(target)}") from error
+                raise DataError(f"{error}.{similar_runs(target)}") from error
             yield _of_model(target, registry, backend, overrides, label, exits)
 
 

@@ -454,3 +454,13 @@ def test_the_fraction_of_unknown_tokens_is_a_metric_and_a_warning(
     if warned:
         assert "are <unk>" in levels["WARNING"]
         assert repr(question) in levels["WARNING"]
+
+
+def test_one_row_is_not_counted_among_the_first_rows(lines, registry, tokenizer, caplog):
+    data = DataConfig(
+        train=section(lines("sums", {"question": "Is12+3=", "answer": "7"}), output_key=None, response_key="answer")
+    )
+    train, _ = read_data(data, registry)
+    with caplog.at_level(logging.WARNING, logger="rlcore"):
+        DataLoaders(run_of(data, global_batch_size=1), tokenizer, train=train, validation={})
+    assert " of the tokens of the first training row are <unk>" in caplog.text

@@ -105,14 +105,15 @@ class DataLoaders:
         counts = count_unknown_tokens(rows, tokenizer)
         if counts is None:
             return None
-        _log.info("%.2f %% of the tokens of the first %d training rows are unknown", 100 * counts.fraction, counts.rows)
+        first = "the first training row" if counts.rows == 1 else f"the first {counts.rows} training rows"
+        _log.info("%.2f %% of the tokens of %s are unknown", 100 * counts.fraction, first)
         if counts.fraction > WARN_ABOVE:
             _log.warning(
-                "%.1f %% of the tokens of the first %d training rows are %s, the tokenizer's unknown token; the first such "
+                "%.1f %% of the tokens of %s are %s, the tokenizer's unknown token; the first such "
                 "message is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with "
                 "another tokenizer.",
                 100 * counts.fraction,
-                counts.rows,
+                first,
                 tokenizer.unk_token,
                 counts.example[:80],
             )
