@@ -44,6 +44,13 @@ def test_chart_lines_are_at_the_positions_of_their_axes(values):
         assert up(y) == pytest.approx(value, abs=0.005 * spread)
 
 
+def test_the_numbers_of_an_axis_differ_if_the_values_differ_by_rounding():
+    svg = line_chart([Line(label="a", steps=[1, 2, 3], values=[1 - 1e-7, 1.0, 1 + 2e-7], colour=0)], title="t")
+    labels = re.findall(r'class="left">([^<]+)<', svg)
+    assert len(labels) >= 2
+    assert len(set(labels)) == len(labels)
+
+
 @pytest.mark.parametrize("low", [-0.002, -0.00125, -1.25e-13, -123456.0, 0.9999])
 def test_the_numbers_of_an_axis_lie_within_the_drawing(low):
     values = [low, low + abs(low) * 0.6, low + abs(low) * 0.5]

@@ -9,6 +9,9 @@ from itertools import accumulate
 MOST_POINTS = 400
 """Maximum points per line; more are not visible at the width of a chart."""
 
+_DISTINCT = 1e-3
+"""Range of values, as a fraction of the largest, below which numbers of four digits on an axis could be equal."""
+
 
 def format_number(value: float) -> str:
     """At most four significant digits, with an exponent for very large or small numbers."""
@@ -52,10 +55,11 @@ def nice_ticks(low: float, high: float, *, count: int = 5, whole: bool = False) 
 def padded_range(values: Sequence[float]) -> tuple[float, float]:
     """A non-empty axis range with a small margin; it starts at 0 if the values come close to it."""
     low, high = min(values), max(values)
-    if low == high:
-        if low == 0:
-            return 0.0, 1.0
-        return low - abs(low) * 0.1, high + abs(low) * 0.1
+    size = max(abs(low), abs(high))
+    if size == 0:
+        return 0.0, 1.0
+    if high - low < _DISTINCT * size:
+        return low - size * 0.1, high + size * 0.1
     if 0 <= low <= 0.4 * high:
         return 0.0, high * 1.05
     if 0.4 * low <= high <= 0:
