@@ -51,7 +51,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.micro_batch_indices: list[list[tuple[int, int]]] | None = None
         self.micro_batch_lengths: list[list[int]] | None = None
         self.elem_counts_per_gb: list[int] | None = None
-        super().__init__(*args, **kwargs)
+        super().__init__()
+        for key, column in dict(*args, **kwargs).items():
+            self[key] = column
 
     @classmethod
     def from_batches(
@@ -87,16 +89,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(value, (list, BorrowedColumn)) and not (isinstance(value, torch.Tensor) and value.ndim > 0):
             raise DataError(f"column {key!r} is {_described(value)}: a column must be a tensor [B, ...] or a list of length B")
-        other = next((name for name in self.data if name != key), None)
-        if other is not None and len(value) != self.size:
+        if self.data and len(value) != self.size and (others := [name for name in self.data if name != key]):
             raise DataError(
-                f"column {key!r} has {len(value)} rows and column {other!r} has {self.size}: "
+                f"column {key!r} has {len(value)} rows and column {others[0]!r} has {self.size}: "
                 "all columns of a batch must have the same batch size"
             )
         self.data[key] = value
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
+        value = self.data[key]
         if isinstance(value, BorrowedColumn):
             value = self.data[key] = value.tensor()
         return value

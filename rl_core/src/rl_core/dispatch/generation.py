@@ -76,7 +76,7 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
                 _log.warning("%d of %d rows of the generation call are sampled again", len(missing), rows.size)
         return in_row_order(answers)
 
-    async def generate_async(
+    def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """Yield each row when it ends; the rows of concurrent calls are sampled together.
@@ -92,8 +92,7 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         if not self.streams_rows:
             raise self._not_supported("generate_async")
         self._check_rows(data)
-        async for row, output in self._stream.rows(prompt_columns(data), greedy=greedy):
-            yield row, output
+        return self._stream.rows(prompt_columns(data), greedy=greedy)
 
     def close_sessions(self, sessions: Sequence[str]) -> None:
         self._stream.close_sessions(sessions, notify_replicas=self._overrides("close_sessions"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ PADDING_PROMPT = -1
 """`prompt_id` of padding rows."""
 
 
-def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDataDict[Any]:
+def select_columns(data: BatchedDataDict[Any], keys: Collection[str]) -> BatchedDataDict[Any]:
     """Only the columns that the ranks need.
 
     An `attention_mask` is converted to `input_lengths`. The output of an engine is accepted as rows: `output_ids` and
@@ -27,20 +27,18 @@ def select_columns(data: BatchedDataDict[Any], keys: Iterable[str]) -> BatchedDa
         DataError: a column is missing, or an `attention_mask` is not right-padded or contradicts `input_lengths`.
     """
     refuse_text(data)
-    wanted = list(keys)
-    columns = dict(data)
-    if "input_ids" in wanted and "input_ids" not in columns and "output_ids" in columns:
+    columns = dict(data.data if isinstance(data, BatchedDataDict) else data)
+    if "input_ids" in keys and "input_ids" not in columns and "output_ids" in columns:
         columns["input_ids"] = columns["output_ids"]
         columns.setdefault("input_lengths", columns["unpadded_sequence_lengths"])
-    elif "input_lengths" in wanted and "attention_mask" in columns:
+    elif "input_lengths" in keys and "attention_mask" in columns:
         columns = dict(with_input_lengths(BatchedDataDict(columns)))
-    missing = [key for key in wanted if key not in columns]
-    if missing:
+    if missing := [key for key in keys if key not in columns]:
         raise DataError(
             f"The batch has no {', '.join(f'`{key}`' for key in missing)}; it has {', '.join(sorted(map(str, columns)))}. "
             "See docs/batch_keys.md for each key's content and writer."
         )
-    return BatchedDataDict({key: columns[key] for key in wanted})
+    return BatchedDataDict({key: columns[key] for key in keys})
 
 
 def check_rows(answer: Any, key: str, rows: int) -> None:

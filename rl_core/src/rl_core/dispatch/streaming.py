@@ -200,7 +200,8 @@ class RowStream:
         arrivals, replica.arrivals = replica.arrivals, []
         calls = [self._call(rank, arrivals, wait_s=self._wait_s)]
         while calls:
-            ended = await _result(calls.pop(), self._deadline_s)
+            call = calls.pop()
+            ended = await _result(call, self._deadline_s) if self._wait_s else call.result()  # in this process it has ended
             if was_replaced():
                 return False
             self._deliver(replica, ended)
@@ -248,15 +249,15 @@ async def _result(call: PendingCall, deadline_s: float) -> Any:
     """Await the result of a call without blocking other tasks."""
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline_s
-    done = asyncio.Event()
+    answered: asyncio.Future[None] = loop.create_future()
 
     def notify() -> None:
         with suppress(RuntimeError):  # the loop was closed before the worker answered
-            loop.call_soon_threadsafe(done.set)
+            loop.call_soon_threadsafe(answered.set_result, None)
 
     call.on_done(notify)
-    while not call.poll(0.0) and loop.time() <= until:
-        done.clear()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), min(_LOOK_S, deadline_s))
+    while loop.time() <= until:
+        await asyncio.wait([answered], timeout=min(_LOOK_S, deadline_s))
+        if call.poll(0.0):
+            break
     return call.result(0.0)

@@ -40,16 +40,17 @@ def named_rewards(rewards: Any) -> Mapping[str, Any]:
 
 def step_results(step_return: EnvironmentReturn) -> list[StepResult]:
     """The result of each row."""
-    rewards = {name: torch.as_tensor(values) for name, values in named_rewards(step_return.rewards).items()}
+    rewards = {name: torch.as_tensor(values).tolist() for name, values in named_rewards(step_return.rewards).items()}
     rows = len(step_return.observations)
     answers, failures = step_return.answers or [None] * rows, step_return.failures or [None] * rows
-    scored = [True] * rows if step_return.scored is None else step_return.scored
+    scored = [True] * rows if step_return.scored is None else torch.as_tensor(step_return.scored).tolist()
+    ended = torch.as_tensor(step_return.terminateds).tolist()
     return [
         StepResult(
             observation=step_return.observations[row],
             metadata=step_return.metadata[row],
             rewards={name: float(values[row]) for name, values in rewards.items()},
-            terminated=bool(step_return.terminateds[row]),
+            terminated=bool(ended[row]),
             stop_strings=step_return.next_stop_strings[row],
             answer=answers[row],
             scored=bool(scored[row]) and failures[row] is None,

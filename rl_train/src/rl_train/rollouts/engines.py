@@ -261,14 +261,16 @@ class RolloutSampler:
 
 def _prompts(requests: Sequence[TurnRequest], pad_token_id: int, *, with_messages: bool) -> BatchedDataDict[Any]:
     prompts = [request.token_ids for request in requests]
+    numbers = [[prompt.numel() for prompt in prompts], [request.seed for request in requests]]
+    lengths, seeds, prompt_ids = torch.tensor([*numbers, [request.prompt_id for request in requests]], dtype=torch.int64)
     pad = torch.nn.utils.rnn.pad_sequence
     batch: BatchedDataDict[Any] = BatchedDataDict(
         {
             "input_ids": prompts[0][None] if len(prompts) == 1 else pad(prompts, batch_first=True, padding_value=pad_token_id),
-            "input_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+            "input_lengths": lengths,
             "stop_strings": [request.stop_strings for request in requests],
-            "sample_seeds": torch.tensor([request.seed for request in requests], dtype=torch.int64),
-            "prompt_id": torch.tensor([request.prompt_id for request in requests], dtype=torch.int64),
+            "sample_seeds": seeds,
+            "prompt_id": prompt_ids,
         }
     )
     if with_messages:
@@ -304,7 +306,7 @@ def _turns(output: BatchedDataDict[Any], requests: Sequence[TurnRequest]) -> lis
     token_versions = output.get("token_versions")
     turns = []
     for row, request in enumerate(requests):
-        sampled = slice(len(request.token_ids), ends[row])
+        sampled = slice(request.token_ids.numel(), ends[row])
         turns.append(
             SampledTurn(
                 token_ids=output["output_ids"][row, sampled].clone(),

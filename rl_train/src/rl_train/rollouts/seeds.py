@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from enum import IntEnum
 
 
@@ -37,5 +38,5 @@ def sample_seed(*parts: int) -> int:
     Args:
         parts: integers that identify the draw, each within 64 bits.
     """
-    digest = hashlib.blake2b(b"".join(int(part).to_bytes(8, "little", signed=True) for part in parts), digest_size=8)
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1

@@ -7,7 +7,7 @@ the history is rewritten, because the tokens before the next turn are then no lo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -102,11 +102,11 @@ class Trajectory:
 
     def num_tokens(self) -> int:
         """T, number of tokens of the current segment."""
-        return sum(len(message["token_ids"]) for message in self.message_log)
+        return sum(message["token_ids"].numel() for message in self.message_log)
 
     def num_sampled_tokens(self) -> int:
         """Number of sampled tokens of all turns."""
-        return sum(len(message["token_ids"]) for message in self.sampled_messages)
+        return sum(message["token_ids"].numel() for message in self.sampled_messages)
 
     @property
     def weight_version(self) -> int:
@@ -193,7 +193,7 @@ class Trajectory:
     def conversation(self) -> list[Message]:
         """The messages for an environment, without tokens."""
         return [
-            cast("Message", {key: message[key] for key in MESSAGE_KEYS if message.get(key) is not None})
+            cast("Message", {key: value for key in MESSAGE_KEYS if (value := message.get(key)) is not None})
             for message in self.message_log
         ]
 
@@ -206,12 +206,31 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
     rows = [(number, log) for number, rollout in enumerate(trajectories) for log in rollout.segments]
     logs = [log for _, log in rows]
     of_row = [trajectories[number] for number, _ in rows]
+    # Columns of tokens are made for all messages at once: a batch may have thousands, and each tensor takes microseconds.
+    messages = [message for log in logs for message in log]
+    counts = [message["token_ids"].numel() for message in messages]
+    lengths = [sum(message["token_ids"].numel() for message in log) for log in logs]
+
+    def repeated(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+
+    def joined(key: str, otherwise: torch.Tensor) -> torch.Tensor:
+        parts = [message.get(key) for message in messages]
+        filled = [rest if part is None else part for part, rest in zip(parts, otherwise.split(counts), strict=True)]
+        return torch.cat(filled).to(otherwise.dtype)
+
+    def padded(key: str, values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(values.split(lengths)), batch_first=True, padding_value=pad_value(key))
+
+    versions = repeated([message.get("weight_version", -1) for message in messages], torch.int64)
     return BatchedDataDict(
         {
-            "input_ids": _padded([log_token_ids(log) for log in logs], "input_ids"),
-            "input_lengths": torch.tensor([len(log_token_ids(log)) for log in logs], dtype=torch.int64),
-            "token_mask": _padded([sampled_mask(log).float() for log in logs], "token_mask"),
-            "generation_logprobs": _padded([_per_token(log, _sampled_logprobs) for log in logs], "generation_logprobs"),
+            "input_ids": padded("input_ids", log_token_ids(messages)),
+            "input_lengths": torch.tensor(lengths, dtype=torch.int64),
+            "token_mask": padded("token_mask", repeated([is_sampled(message) for message in messages], torch.float32)),
+            "generation_logprobs": padded(
+                "generation_logprobs", joined("generation_logprobs", torch.zeros(sum(counts), dtype=torch.float32))
+            ),
             "sample_mask": torch.tensor([rollout.loss_multiplier * rollout.scored for rollout in of_row], dtype=torch.float32),
             "rewards": torch.tensor([rollout.reward for rollout in of_row], dtype=torch.float32),
             "reward_parts": [rollout.reward_parts for rollout in of_row],
@@ -221,8 +240,8 @@ def to_batch(trajectories: Sequence[Trajectory]) -> BatchedDataDict[Any]:
             "prompt_id": torch.tensor(_prompt_ids(trajectories), dtype=torch.int64),
             "group_ids": torch.tensor([rollout.group_id for rollout in of_row], dtype=torch.int64),
             "rollout_ids": torch.tensor([number for number, _ in rows], dtype=torch.int64),
-            "token_turns": _padded([_per_token(log, _turn) for log in logs], "token_turns"),
-            "token_versions": _padded([_per_token(log, _version) for log in logs], "token_versions"),
+            "token_turns": padded("token_turns", repeated([message.get("turn", 0) for message in messages], torch.int64)),
+            "token_versions": padded("token_versions", joined("token_versions", versions)),
             "weight_version": torch.tensor([_oldest_version(log) for log in logs], dtype=torch.int64),
             "truncated": torch.tensor([rollout.truncated for rollout in of_row], dtype=torch.bool),
             "idx": [rollout.index for rollout in of_row],
@@ -245,7 +264,7 @@ def log_token_ids(log: MessageLog) -> torch.Tensor:
 
 def sampled_mask(log: MessageLog) -> torch.Tensor:
     """[T] bool, True on sampled tokens."""
-    return _per_token(log, lambda message: torch.full((len(message["token_ids"]),), is_sampled(message)))
+    return torch.cat([torch.full(message["token_ids"].shape, is_sampled(message)) for message in log])
 
 
 _MAX_ROWS = 2**20
@@ -260,38 +279,16 @@ def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
     ids = []
     for rollout in trajectories:
         first, *later = rollout.segments
+        ids.append(rollout.ordinal)
+        if not later:
+            continue
         end = next((i for i, message in enumerate(first) if is_sampled(message)), len(first))
         prompt = log_token_ids(first[:end]) if end else torch.zeros(0, dtype=torch.int64)
-        ids.append(rollout.ordinal)
         for number, log in enumerate(later):
             unique_id = -2 - (rollout.ordinal * _MAX_ROWS + rollout.sample) * _MAX_ROWS - number
             ids.append(rollout.ordinal if torch.equal(log_token_ids(log)[: len(prompt)], prompt) else unique_id)
     return ids
 
 
-def _per_token(log: MessageLog, of_message: Callable[[Mapping[str, Any]], torch.Tensor]) -> torch.Tensor:
-    return torch.cat([of_message(message) for message in log])
-
-
-def _sampled_logprobs(message: Mapping[str, Any]) -> torch.Tensor:
-    logprobs: torch.Tensor = message.get("generation_logprobs", torch.zeros(len(message["token_ids"])))
-    return logprobs.float()
-
-
-def _version(message: Mapping[str, Any]) -> torch.Tensor:
-    versions: torch.Tensor | None = message.get("token_versions")
-    if versions is not None:
-        return versions
-    return torch.full((len(message["token_ids"]),), message.get("weight_version", -1), dtype=torch.int64)
-
-
-def _turn(message: Mapping[str, Any]) -> torch.Tensor:
-    return torch.full((len(message["token_ids"]),), message.get("turn", 0), dtype=torch.int64)
-
-
 def _oldest_version(log: MessageLog) -> int:
     return min((message["weight_version"] for message in log if "weight_version" in message), default=-1)
-
-
-def _padded(rows: list[torch.Tensor], key: str) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_value(key))
