@@ -2,7 +2,7 @@
 
     python benchmarks/plan_vs_measured.py              # all configs; writes results/plan_vs_measured.json and .md
     python benchmarks/plan_vs_measured.py full lora    # some of them; replaces their rows
-    python benchmarks/plan_vs_measured.py --return-freed
+    python benchmarks/plan_vs_measured.py --return-freed 4MiB
 
 Each config trains two steps of a randomly initialized model, whose completions have full length, in a separate process. The
 measured peak of a process is the largest proportional set size (`Pss` in `/proc/PID/smaps_rollup`) of samples
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +30,10 @@ import yaml
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
+from rl_train.plan.memory_plan import MemoryPlan
 from rl_train.plan.planner import plan_memory
+from rl_train.plan.suggestions import suggest
+from rl_train.sizes import parse_size
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_vs_measured"
@@ -54,11 +57,15 @@ SHAPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A config: overrides of the common one, its sections that are replaced (None: left out), and the model's shape."""
+    """A config: overrides of the common one, its sections that are replaced (None: left out), and the model's shape.
+
+    With `limit`, a size, the overrides that `rlcore plan` suggests for this much memory are applied.
+    """
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Any] = field(default_factory=dict)
     shape: Mapping[str, Any] = field(default_factory=dict)
+    limit: str | None = None
 
 
 CONFIG: dict[str, Any] = {
@@ -86,6 +93,20 @@ def varied(completion: str) -> float:
     return next(_calls) % 7 / 7
 """
 """Rewards that differ within each group, so that no row is left out of training."""
+FEW_TOKENS = {
+    "grpo.num_prompts_per_step": 1,
+    "grpo.num_generations_per_prompt": 4,
+    "policy.max_total_sequence_length": 40,
+    "policy.generation.max_new_tokens": 32,
+}
+"""Four rows of 40 tokens in a step."""
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 8192}
+FROZEN = {
+    "wide_layers": Case(overrides={"policy.train_micro_batch_size": 2, **FEW_TOKENS}, shape=WIDE),
+    "suggested_microbatch": Case(overrides={"grpo.num_prompts_per_step": 1}, shape={"num_hidden_layers": 6}, limit="1075MiB"),
+    "suggested_adapters": Case(overrides={"policy.train_micro_batch_size": 2, **FEW_TOKENS}, shape=WIDE, limit="1200MiB"),
+}
+"""Configs that were chosen after the formulas had been written, and measured once."""
 CASES = {
     "full": Case(),
     "long_rows": Case(overrides={"policy.max_total_sequence_length": 512, "policy.generation.max_new_tokens": 504}),
@@ -96,29 +117,42 @@ CASES = {
     "lora": Case(overrides={"++policy.hf_cfg.lora.rank": 16, "policy.train_micro_batch_size": 16}),
     "large_vocabulary": Case(shape={"vocab_size": 65536, "num_hidden_layers": 4}),
     "bfloat16": Case(
+        overrides={"policy.precision": "bfloat16", "policy.train_micro_batch_size": 2, **FEW_TOKENS},
+        shape={"vocab_size": 32768, "num_hidden_layers": 4},
+    ),
+    "ppo": Case(
         overrides={
-            "policy.precision": "bfloat16",
-            "grpo.num_prompts_per_step": 1,
-            "grpo.num_generations_per_prompt": 4,
             "policy.train_micro_batch_size": 2,
             "policy.max_total_sequence_length": 40,
             "policy.generation.max_new_tokens": 32,
         },
-        shape={"vocab_size": 32768, "num_hidden_layers": 4},
-    ),
-    "ppo": Case(
-        overrides={"policy.train_micro_batch_size": 4},
         sections={
             "grpo": None,
-            "ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1, "max_num_steps": 2, "val_period": 0},
+            "ppo": {
+                "num_prompts_per_step": 4,
+                "num_generations_per_prompt": 1,
+                "max_num_steps": 2,
+                "val_period": 0,
+                "ppo_epochs": 1,
+            },
             "value": {
                 "backend": "hf",
                 "model_name": "model",
-                "max_total_sequence_length": 128,
-                "train_micro_batch_size": 4,
-                "logprob_batch_size": 8,
+                "max_total_sequence_length": 40,
+                "train_micro_batch_size": 2,
+                "logprob_batch_size": 4,
             },
         },
+        shape={"vocab_size": 32768, "num_hidden_layers": 6},
+    ),
+    "shared_prefix": Case(
+        overrides={
+            "policy.shared_prefix": "auto",
+            "grpo.num_prompts_per_step": 1,
+            "policy.max_total_sequence_length": 224,
+            "policy.generation.max_new_tokens": 32,
+        },
+        sections={"data": {"train": {"dataset_name": "jsonl", "path": "long.jsonl", "task_name": "arithmetic"}}},
     ),
     "reference": Case(overrides={"++loss_fn.reference_policy_kl_penalty": 0.01}),
     "ray": Case(overrides={"cluster.backend": "ray"}),
@@ -135,14 +169,13 @@ CASES = {
             "policy.generation.backend": "vllm",
             "cluster.backend": "ray",
             "++policy.hf_cfg.lora.rank": 8,
-            "grpo.num_prompts_per_step": 1,
             "policy.train_micro_batch_size": 2,
             "policy.logprob_batch_size": 2,
-            "policy.max_total_sequence_length": 64,
-            "policy.generation.max_new_tokens": 56,
+            **FEW_TOKENS,
         },
         shape={"hidden_size": 1024, "intermediate_size": 3072},
     ),
+    **FROZEN,
 }
 
 
@@ -163,25 +196,27 @@ def write_inputs(case: Case, folder: Path) -> list[str]:
     """Write model, config and reward function of a case; returns the arguments after the command's name."""
     make_model(folder / "model", case.shape)
     (folder / "varied_rewards.py").write_text(REWARDS, encoding="utf-8")
+    long = [json.dumps({"question": f"{'1234567890+' * 16}{row:04}=", "expected_answer": "0"}) for row in range(8)]
+    (folder / "long.jsonl").write_text("\n".join(long), encoding="utf-8")
     config = {name: section for name, section in {**CONFIG, **case.sections}.items() if section is not None}
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return ["run.yaml", *(f"{key}={str(value).lower()}" for key, value in case.overrides.items())]
 
 
-def measure(command: list[str], folder: Path, *, keeps_freed: bool) -> dict[str, int]:
+def measure(command: list[str], folder: Path, *, threshold: int | None) -> dict[str, int]:
     """Peak proportional set size in bytes of the command's process (`driver`) and of its policy and engine.
 
     Args:
         command: the command.
         folder: where it runs.
-        keeps_freed: whether glibc chooses what it keeps of freed tensors; otherwise, it returns all larger than 128 KiB.
+        threshold: size in bytes from which freed tensors are returned to the system; None if glibc chooses.
 
     Raises:
         RuntimeError: the command failed.
     """
     peaks: dict[int, int] = {}
     titles: dict[int, set[str]] = {}
-    environment = {**os.environ} if keeps_freed else {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    environment = {**os.environ} if threshold is None else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(threshold)}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, env=environment)
         deadline = time.monotonic() + LIMIT_S
@@ -236,14 +271,36 @@ def predict(arguments: list[str], registry: Registry) -> dict[str, int]:
     return {process.name: process.peak for process in plan.processes}
 
 
-def compare(case: Case, registry: Registry, *, keeps_freed: bool) -> dict[str, dict[str, int]]:
+def with_suggestions(case: Case, arguments: list[str], registry: Registry) -> list[str]:
+    """The arguments, and the overrides that are suggested for the memory limit of a case.
+
+    Raises:
+        RuntimeError: the run fits, or does not fit with them.
+    """
+    if case.limit is None:
+        return arguments
+    limit = parse_size(case.limit, "limit")
+
+    def planned(more: Sequence[str]) -> MemoryPlan:
+        run = load_config([Path(arguments[0])], [*arguments[1:], *more], registry=registry).run
+        return plan_memory(run, registry, on_gpu=False, limit=limit)
+
+    run = load_config([Path(arguments[0])], arguments[1:], registry=registry).run
+    first = planned([])
+    suggestion = suggest(run, registry, first, planned)
+    if first.fits or not suggestion.plan.fits:
+        raise RuntimeError(f"{case.limit}: {first.peak / 2**20:.0f} MiB, {suggestion.plan.peak / 2**20:.0f} with suggestions")
+    return [*arguments, *suggestion.overrides]
+
+
+def compare(case: Case, registry: Registry, *, key: str) -> dict[str, dict[str, int]]:
     """Predicted and measured peak in bytes of each process with a model, and of the driver."""
     with TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         folder = Path(temporary)
-        given = write_inputs(case, folder)
+        given = with_suggestions(case, write_inputs(case, folder), registry)
         predicted = predict(given, registry)
-        measured = measure([str(Path(sys.executable).with_name("rlcore")), "train", *given], folder, keeps_freed=keeps_freed)
-    key = "measured" if keeps_freed else "measured_without_freed"
+        command = [str(Path(sys.executable).with_name("rlcore")), "train", *given]
+        measured = measure(command, folder, threshold=THRESHOLDS[key])
     return {
         name: {"predicted": size, key: measured[name.partition(" + ")[0]]}
         for name, size in predicted.items()
@@ -251,16 +308,29 @@ def compare(case: Case, registry: Registry, *, keeps_freed: bool) -> dict[str, d
     }
 
 
+def repeat(case: Case, registry: Registry) -> dict[str, dict[str, int]]:
+    """Predicted peak in bytes of each process with a model, and of the driver."""
+    with TemporaryDirectory() as temporary, contextlib.chdir(temporary):
+        predicted = predict(with_suggestions(case, write_inputs(case, Path(temporary)), registry), registry)
+    return {name: {"predicted": size} for name, size in predicted.items() if name != "environments"}
+
+
 TITLES = {"policy": "ray::train", "engine": "ray::generate"}
 """A title that the process of each component has while it works."""
-MEASURED = {"measured": "measured", "measured_without_freed": "returning freed memory"}
+MEASURED = {
+    "measured": "measured",
+    "measured_4_mib": "returning from 4 MiB",
+    "measured_without_freed": "returning from 128 KiB",
+}
+"""Keys of the results, and their columns."""
+THRESHOLDS = {"measured": None, "measured_4_mib": 4 * 2**20, "measured_without_freed": 128 * 2**10}
 
 
 def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     """The results as Markdown, in MiB."""
     lines = [
-        "| config | process | predicted | measured | ratio | returning freed memory | ratio |",
-        "|---|---|---|---|---|---|---|",
+        f"| config | process | predicted | {' | ratio | '.join(MEASURED.values())} | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     ratios: dict[str, list[float]] = {key: [] for key in MEASURED}
     for case, processes in results.items():
@@ -280,7 +350,8 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 HEAD = """# Predicted and measured memory
 
 Peak proportional set size in MiB, written by `benchmarks/plan_vs_measured.py`; see there for the configs. Measured on CPUs;
-"returning freed memory" with `MALLOC_MMAP_THRESHOLD_=131072` in the environment, so that glibc keeps no freed tensors.
+"returning from" a size with `MALLOC_MMAP_THRESHOLD_` in the environment, so that glibc keeps no freed tensors of this size or
+more. The measuring process has imported torch, too, and so shares its libraries.
 
 """
 
@@ -289,7 +360,9 @@ def main() -> None:
     """Compare the chosen configs, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CONFIG", help=f"any of {', '.join(CASES)}; all by default")
-    parser.add_argument("--return-freed", action="store_true", help="measure with an allocator that keeps no freed tensors")
+    sizes = {"4MiB": "measured_4_mib", "128KiB": "measured_without_freed"}
+    parser.add_argument("--return-freed", choices=sizes, help="measure with freed tensors of this size returned to the system")
+    parser.add_argument("--predict", action="store_true", help="only predict again, and keep what was measured")
     options = parser.parse_args()
     chosen = options.cases or list(CASES)
     if unknown := set(chosen) - set(CASES):
@@ -297,7 +370,8 @@ def main() -> None:
     registry = Registry(discover())
     path = RESULTS.with_suffix(".json")
     for name in chosen:
-        found = compare(CASES[name], registry, keeps_freed=not options.return_freed)
+        key = sizes.get(options.return_freed, "measured")
+        found = repeat(CASES[name], registry) if options.predict else compare(CASES[name], registry, key=key)
         results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         earlier = results.get(name, {})
         results[name] = {process: earlier.get(process, {}) | row for process, row in found.items()}

@@ -9,7 +9,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
-from rl_backends_hf.model import load_model, model_without_weights
+from rl_backends_hf.cpu_products import float32_products
+from rl_backends_hf.model import DTYPES, load_model, model_without_weights
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
 from rl_backends_hf.sampling.cache_budget import token_bytes
 from rl_backends_hf.scoring.token_scoring import TokenScoring
@@ -22,13 +23,14 @@ def make_config(model, *, hf=None, **fields):
     return HFPolicyConfig(model_name=model, hf_cfg=HFConfig(**{"logprob_chunk_tokens": 7, **(hf or {})}), **fields)
 
 
-def planned(config, *, train=(ROWS, LENGTH), several=True, score=(ROWS, LENGTH), reference=False, ranks=1):
-    return PolicyMemory(config).by_phase(ranks=ranks, train=train, several=several, score=score, reference=reference)
+def planned(config, *, train=(ROWS, LENGTH), several=True, score=(ROWS, LENGTH), reference=False, ranks=1, on_gpu=False):
+    shapes = {"ranks": ranks, "train": train, "several": several, "score": score}
+    return PolicyMemory(config).by_phase(**shapes, reference=reference, on_gpu=on_gpu)
 
 
-def tracked_by_torch(config):
+def tracked_by_torch(config, *, emulates=False):
     """Peak bytes of activations and temporary tensors of a microbatch, by torch's own tracker."""
-    model = model_without_weights(config.model_name, options=config.hf_cfg)
+    model = model_without_weights(config.model_name, options=config.hf_cfg).to(DTYPES[config.dtype_name])
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)
@@ -36,7 +38,7 @@ def tracked_by_torch(config):
         scored = (torch.arange(ROWS).unsqueeze(1) * LENGTH + torch.arange(LENGTH - 1)).flatten()
         scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens).train()
         tracker = MemTracker()
-        with tracker:
+        with tracker, float32_products(emulates):
             scoring(ids, scored, ids.flatten()[scored], {}).sum().backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     return sum(size for kind, size in peak.items() if getattr(kind, "value", kind) in ("Activation", "Temp"))
@@ -49,6 +51,14 @@ def test_activations_and_temporary_tensors_are_those_that_torch_tracks(model_fol
     counted = train["activations"] + train["logits and temporary tensors"]
     # The tracker includes gradients in its total, so its peak can be at a slightly later moment (2.4 % for gemma2).
     assert counted == pytest.approx(tracked_by_torch(config), rel=0.03)
+
+
+def test_copies_for_float32_products_of_bfloat16_weights_are_counted_on_cpus_only(model_folder):
+    config = make_config(model_folder("llama"), precision="bfloat16", hf={"cpu_products": "float32"})
+    on_cpu, on_gpu = (sum(planned(config, several=False, on_gpu=on_gpu)["train"].values()) for on_gpu in (False, True))
+    assert on_cpu == pytest.approx(tracked_by_torch(config, emulates=True), rel=0.03)
+    assert on_gpu == pytest.approx(tracked_by_torch(config), rel=0.03)
+    assert on_cpu > 1.04 * on_gpu
 
 
 @pytest.mark.slow
@@ -119,7 +129,7 @@ def test_moments_of_8_bits_have_a_scale_for_each_block_of_256(model_folder):
     """The bytes of a worker are compared with 2.03 per weight in test_quantized_optimizer.py."""
     expected, found = (
         PolicyMemory(make_config(model_folder("llama"), optimizer={"name": name})).by_phase(
-            ranks=1, train=None, several=False, score=None, reference=False
+            ranks=1, train=None, several=False, score=None, reference=False, on_gpu=False
         )["held"]["optimizer state"]
         for name in ("torch.optim.AdamW", "torchao.optim.AdamW8bit")
     )

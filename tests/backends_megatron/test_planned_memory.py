@@ -19,7 +19,9 @@ def planned(model, *, ranks=1, train=(ROWS, LENGTH), several=False, reference=Fa
     config = MegatronPolicyConfig(model_name=str(model), megatron_cfg=megatron or {}, **fields)
     resolved = config.for_devices(Devices(use_gpus=False, have_bfloat16=False, trains=True))
     score = (ROWS, LENGTH)
-    return PolicyMemory(resolved).by_phase(ranks=ranks, train=train, several=several, score=score, reference=reference)
+    return PolicyMemory(resolved).by_phase(
+        ranks=ranks, train=train, several=several, score=score, reference=reference, on_gpu=False
+    )
 
 
 @pytest.mark.slow

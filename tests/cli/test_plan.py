@@ -11,6 +11,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.plan import warning
+from rl_train.plan.rows import microbatch, with_shared_prefixes
 from rl_train.sizes import parse_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,14 +44,14 @@ def test_overrides_that_make_a_run_fit_make_it_fit_when_they_are_applied():
     code, too_large = plan("--memory", limit, IN_PROCESS)
     assert (code, too_large["fits"]) == (1, False)
     overrides = too_large["suggestion"]["overrides"]
-    assert overrides == ["policy.train_micro_batch_size=256"]
+    assert overrides == ["policy.train_micro_batch_size=128"]
     code, applied = plan("--memory", limit, IN_PROCESS, *overrides)
     assert (code, applied["fits"]) == (0, True)
     assert applied["peak"] == too_large["suggestion"]["peak"]
 
 
 def test_what_does_not_fit_is_printed_with_the_overrides_to_copy():
-    result = rlcore("plan", GRPO, "--memory", "700MiB", IN_PROCESS)
+    result = rlcore("plan", GRPO, "--memory", "550MiB", IN_PROCESS)
     assert result.returncode == 1
     assert "The run does not fit. The largest part is" in result.stdout
     assert "policy.train_micro_batch_size=" in result.stdout
@@ -114,6 +115,25 @@ def test_wrong_input_ends_with_2(arguments, message):
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("length", "new_tokens", "rows", "group", "shape"),
+    [
+        (200, 40, 8, 8, (1, 160 + 8 * 40)),
+        (200, 40, 8, 4, (1, 2 * 160 + 8 * 40)),
+        (200, 40, 8, 2, (1, 4 * 160 + 8 * 40)),
+        (200, 40, 1, 8, (1, 200)),
+        (44, 40, 8, 8, (8, 44)),  # sharing 4 of 44 tokens is not worthwhile
+        (60, 40, 8, 8, (8, 45)),  # with 6 tokens it is, and then 8 rows of a 5-token prompt are the most to compute
+    ],
+)
+def test_rows_of_a_prompt_are_planned_as_one_sequence(length, new_tokens, rows, group, shape):
+    sizes = (f"policy.max_total_sequence_length={length}", f"policy.generation.max_new_tokens={new_tokens}")
+    groups = (f"grpo.num_generations_per_prompt={group}", f"grpo.num_prompts_per_step={8 // group}")
+    rest = ("policy.train_global_batch_size=null", f"policy.train_micro_batch_size={rows}")
+    run = load_config(GRPO, [*sizes, *groups, *rest], registry=Registry(discover())).run
+    assert with_shared_prefixes(run, microbatch(run, run.policy, training=True)).shape == shape
 
 
 def test_sizes_have_binary_and_decimal_units():

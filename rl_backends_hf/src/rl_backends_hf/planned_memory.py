@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
+from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
 from rl_backends_hf.model import DTYPES, checkpoint_activations, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.sampling.cache_budget import token_bytes
@@ -28,6 +29,7 @@ from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
+from rl_backends_hf.training.prefix_support import other_layers, why_configured_apart
 
 if TYPE_CHECKING:
     from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
@@ -79,7 +81,14 @@ class PolicyMemory:
         self._config = config
 
     def by_phase(
-        self, *, ranks: int, train: tuple[int, int] | None, several: bool, score: tuple[int, int] | None, reference: bool
+        self,
+        *,
+        ranks: int,
+        train: tuple[int, int] | None,
+        several: bool,
+        score: tuple[int, int] | None,
+        reference: bool,
+        on_gpu: bool,
     ) -> dict[str, dict[str, int]]:
         """Bytes by phase (`held`, which is in memory in all phases, `score`, `train`, `update`) and part.
 
@@ -89,8 +98,10 @@ class PolicyMemory:
             several: whether an optimizer step has several microbatches.
             score: the same of a scoring microbatch; None if the model does not score.
             reference: whether the loss needs a reference policy.
+            on_gpu: whether it runs on GPUs, which multiply bfloat16 matrices without copies in float32.
         """
         config = self._config
+        emulates = not on_gpu and multiplies_in_float32(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU)
         sizes = _sizes(config)
         held = _state(config, sizes, ranks=ranks)
         gradients = held.pop("gradients", 0)
@@ -98,13 +109,20 @@ class PolicyMemory:
             held["reference weights"] = DTYPES[config.dtype_name].itemsize * sizes.weights
         phases: dict[str, dict[str, int]] = {"held": held}
         if score is not None:
-            phases["score"] = _traced(config, *score, training=False)
+            phases["score"] = _traced(config, *score, training=False, emulates=emulates)
         if train is not None and sizes.trained:
-            traced = _traced(config, *train, training=True)
+            traced = _traced(config, *train, training=True, emulates=emulates)
             # The gradients of the first microbatch exist while the next ones are computed.
             phases["train"] = traced | ({"gradients": gradients} if several else {})
             phases["update"] = {"gradients": gradients}
         return phases
+
+    def shares_prefixes(self, *, on_gpu: bool) -> bool:
+        """Whether rows of the same prompt compute its common prefix once; the worker also tests its model with an input."""
+        if why_configured_apart(self._config) is not None or (on_gpu and self._config.dtype_name != "bfloat16"):
+            return False
+        model = model_without_weights(self._config.model_name, options=self._config.hf_cfg, head=self._config.head)
+        return model.config._attn_implementation == "sdpa" and other_layers(model) is None
 
     @property
     def is_shared(self) -> bool:
@@ -217,12 +235,13 @@ def _state(config: HFPolicyConfig, sizes: _Sizes, *, ranks: int) -> dict[str, in
     return {part: size for part, size in held.items() if size}
 
 
-def _traced(config: HFPolicyConfig, rows: int, length: int, *, training: bool) -> dict[str, int]:
+def _traced(config: HFPolicyConfig, rows: int, length: int, *, training: bool, emulates: bool) -> dict[str, int]:
     """Peak bytes of activations and of temporary tensors of one microbatch; see the module."""
+    options = {"training": training, "emulates": emulates}
     depth, replaced = _layers(config)
     if depth <= _DEPTHS[1]:
-        return _trace(config, rows, length, {}, training=training)
-    few, more = (_trace(config, rows, length, replaced(layers), training=training) for layers in _DEPTHS)
+        return _trace(config, rows, length, {}, **options)
+    few, more = (_trace(config, rows, length, replaced(layers), **options) for layers in _DEPTHS)
     steps = (depth - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0])
     return {part: int(more[part] + steps * (more[part] - few[part])) for part in more}
 
@@ -241,7 +260,9 @@ def _layers(config: HFPolicyConfig) -> tuple[int, Any]:
     return depth, fewer
 
 
-def _trace(config: HFPolicyConfig, rows: int, length: int, replaced: Mapping[str, Any], *, training: bool) -> dict[str, int]:
+def _trace(
+    config: HFPolicyConfig, rows: int, length: int, replaced: Mapping[str, Any], *, training: bool, emulates: bool
+) -> dict[str, int]:
     """Peak bytes by kind while one microbatch is scored or trained, without its weights and gradients.
 
     A command plans many candidates, most of which differ in what a trace does not depend on, so traces are kept.
@@ -255,13 +276,15 @@ def _trace(config: HFPolicyConfig, rows: int, length: int, replaced: Mapping[str
     described = config.model_dump(mode="json", exclude=_UNTRACED)
     if not training:
         del described["activation_checkpointing"]
-    key = f"{model.config.to_json_string()} {described} {config.scoring_temperature} {rows} {length} {training}"
+    key = f"{model.config.to_json_string()} {described} {config.scoring_temperature} {rows} {length} {training} {emulates}"
     if key not in _TRACES:
-        _TRACES[key] = _measured(config, model, rows, length, training=training)
+        _TRACES[key] = _measured(config, model, rows, length, training=training, emulates=emulates)
     return _TRACES[key]
 
 
-def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length: int, *, training: bool) -> dict[str, int]:
+def _measured(
+    config: HFPolicyConfig, model: PreTrainedModel, rows: int, length: int, *, training: bool, emulates: bool
+) -> dict[str, int]:
     """The result of `_trace` for a model without weights."""
     hf = config.hf_cfg
     ids, lengths = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows,), length)
@@ -281,7 +304,7 @@ def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length:
         scoring.train(training)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
         live = _LiveBytes(model)
-        with live, torch.set_grad_enabled(training):
+        with live, float32_products(emulates), torch.set_grad_enabled(training):
             scores = scoring(*tokens, given.attention)
             if training:
                 live.end_forward()

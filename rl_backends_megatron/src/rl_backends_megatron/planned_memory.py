@@ -52,7 +52,14 @@ class PolicyMemory:
         self._hf = read_config(find_folder(config.model_name, weights=False))
 
     def by_phase(
-        self, *, ranks: int, train: tuple[int, int] | None, several: bool, score: tuple[int, int] | None, reference: bool
+        self,
+        *,
+        ranks: int,
+        train: tuple[int, int] | None,
+        several: bool,
+        score: tuple[int, int] | None,
+        reference: bool,
+        on_gpu: bool,
     ) -> dict[str, dict[str, int]]:
         """Bytes by phase (`held`, `score`, `train`, `update`) and part; see `ModelMemory` in `rl_train.plan.planner`."""
         weights = self._traced(ranks, None, training=False)["weights"]
@@ -68,6 +75,10 @@ class PolicyMemory:
                 phases["train"]["activations"] *= self._config.megatron_cfg.pipeline_model_parallel_size
             phases["update"] = {}
         return phases
+
+    def shares_prefixes(self, *, on_gpu: bool) -> bool:
+        """False: rows of the same prompt are computed separately."""
+        return False
 
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""

@@ -18,9 +18,8 @@ class EngineMemory:
         config: its section, with the values that it takes from the policy.
     """
 
-    libraries = 370 * 2**20
-    """Bytes of a process on CPUs after `import vllm` (301 MiB) and 70 MiB for Ray and rlcore, as `hf` has; measured on Linux.
-    What an engine imports when it starts is not included."""
+    libraries = 590 * 2**20
+    """Bytes of a process on CPUs with a started engine, without weights and cache; config `vllm` of plan_vs_measured.py."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
@@ -44,14 +43,15 @@ class EngineMemory:
         """
         own = self._config.vllm_cfg
         hf_config = read_config(str(self._config.model_name), trust_remote_code=own.trust_remote_code)
-        weights = (
-            _weights(hf_config, trust_remote_code=own.trust_remote_code)
-            * (4 if own.precision == "float32" else 2)
-            // own.processes
-        )
+        count = _weights(hf_config, trust_remote_code=own.trust_remote_code)
+        weights = count * (4 if own.precision == "float32" else 2) // own.processes
         if not on_gpu:
             size = cpu_kv_bytes(own, hf_config)
-            return {"held": {"weights": weights, "keys and values": size}, "rollout": {}}
+            # vLLM replaces the weights of a layer once it has all of them, and packs an output layer that is tied.
+            embeddings = weights * hf_config.vocab_size * hf_config.hidden_size // count
+            packed = embeddings if getattr(hf_config, "tie_word_embeddings", False) else 0
+            held = {"weights": weights, "packed output layer": packed, "keys and values": size}
+            return {"held": held, "rollout": {}, "refit": {"new weights": weights - embeddings}}
         row, share = row_kv_bytes(own, hf_config), own.gpu_memory_utilization
         if own.kv_cache_gib is not None:
             size, unused = int(own.kv_cache_gib * 2**30), 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from rl_backends_hf.config import HFPolicyConfig
@@ -30,12 +31,17 @@ def why_not_shared(
         device: device of the model.
         computed_in: dtype to which products are rounded.
     """
+    return why_configured_apart(config) or why_not_plain(scoring, device=device, computed_in=computed_in)
+
+
+def why_configured_apart(config: HFPolicyConfig) -> str | None:
+    """Why the config of a model excludes that rows share a computation; None if it does not."""
     lora = config.hf_cfg.lora
     if config.shared_prefix == "off":
         return "`shared_prefix` is off"
     if lora is not None and lora.dropout > 0:
         return "with `lora.dropout`, rows would share the dropped elements of their prefix"
-    return why_not_plain(scoring, device=device, computed_in=computed_in)
+    return None
 
 
 def use_varlen_if_plain(scoring: ScoringModel, *, packing: bool, computed_in: torch.dtype) -> bool:
@@ -70,13 +76,18 @@ def why_not_plain(scoring: ScoringModel, *, device: torch.device, computed_in: t
     if used not in (CPU_SDPA, VARLEN):
         on_gpus = "; on GPUs, the kernel requires bfloat16" if device.type == "cuda" else ""
         return f"the attention implementation is {used!r}{on_gpus}"
+    return other_layers(scoring.model) or _failed_probe(scoring, device, computed_in)
+
+
+def other_layers(model: PreTrainedModel) -> str | None:
+    """Which layers of a model are not of full attention; None if all are."""
     try:
-        kinds, _ = get_layer_types_and_kwargs(scoring.model.config.get_text_config(decoder=True))
+        kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     except (AttributeError, KeyError, TypeError) as error:
-        return f"the layer types of {type(scoring.model).__name__} are unknown ({error})"
+        return f"the layer types of {type(model).__name__} are unknown ({error})"
     if other := sorted(set(kinds) - {"full_attention"}):
-        return f"{type(scoring.model).__name__} has layers of type {', '.join(other)}"
-    return _failed_probe(scoring, device, computed_in)
+        return f"{type(model).__name__} has layers of type {', '.join(other)}"
+    return None
 
 
 def _failed_probe(scoring: ScoringModel, device: torch.device, computed_in: torch.dtype) -> str | None:

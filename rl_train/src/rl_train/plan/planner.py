@@ -18,12 +18,16 @@ from rl_train.assembly.losses import loss_of
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 from rl_train.plan.memory_plan import MemoryPlan, Parts, ProcessPlan
-from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step
+from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step, with_shared_prefixes
 
 HELD: Final = "held"
 """Key of the parts that are in memory in all phases."""
 _DRIVER_LIBRARIES: Final = 470 * 2**20
 """The same of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of plan_vs_measured.py."""
+_LONE_LIBRARIES: Final = 460 * 2**20
+"""The same of a process that has driver, models, engine and environments, with data, tokenizer and compiled kernels."""
+_CPU_BUFFER: Final = 16 * 2**20
+"""Largest of the two transfer buffers on CPUs, `_MOST_ON_CPU` of `rl_core.weights.source`."""
 _ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
 """The same of a process that has imported rlcore and no backend."""
 
@@ -35,7 +39,14 @@ class ModelMemory(Protocol):
     """
 
     def by_phase(
-        self, *, ranks: int, train: tuple[int, int] | None, several: bool, score: tuple[int, int] | None, reference: bool
+        self,
+        *,
+        ranks: int,
+        train: tuple[int, int] | None,
+        several: bool,
+        score: tuple[int, int] | None,
+        reference: bool,
+        on_gpu: bool,
     ) -> Mapping[str, Parts]:
         """Bytes of one rank by phase (`held`, `score`, `train`, `update`) and part."""
 
@@ -44,6 +55,9 @@ class ModelMemory(Protocol):
 
     def saving_overrides(self) -> list[str]:
         """Overrides that save memory."""
+
+    def shares_prefixes(self, *, on_gpu: bool) -> bool:
+        """Whether rows of the same prompt compute its common prefix once."""
 
     @property
     def is_shared(self) -> bool:
@@ -100,7 +114,7 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     """
     run = _resolved(run, on_gpu=on_gpu)
     not_counted: list[str] = []
-    components = [*_models(run, registry, not_counted)]
+    components = [*_models(run, registry, not_counted, on_gpu=on_gpu)]
     policy = memory_planner(registry, "policy", run.policy)
     shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
     engine = _engine(run, registry, not_counted, gpu=limit if on_gpu else None, on_gpu=on_gpu, shares_weights=shares)
@@ -133,8 +147,8 @@ def _resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
     return run.model_copy(update=models)
 
 
-def _models(run: RunConfig, registry: Registry, not_counted: list[str]) -> Iterator[_Component]:
-    needed = loss_of(run, registry).required_keys
+def _models(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool) -> Iterator[_Component]:
+    loss = loss_of(run, registry)
     nodes = max(1, run.cluster.num_nodes)
     for name, model in models_of(run).items():
         planner = memory_planner(registry, "policy", model)
@@ -143,13 +157,17 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str]) -> Itera
             continue
         train = None if model.frozen else microbatch(run, model, training=True)
         score = microbatch(run, model, training=False) if _scores(run, model) else None
+        if planner.shares_prefixes(on_gpu=on_gpu):
+            train = with_shared_prefixes(run, train) if train is not None and not loss.allows_dropout else train
+            score = None if score is None else with_shared_prefixes(run, score)
         phases = dict(
             planner.by_phase(
                 ranks=_ranks(run),
                 train=None if train is None else train.shape,
                 several=train is not None and train.several,
                 score=None if score is None else score.shape,
-                reference=name == "policy" and "reference_policy_logprobs" in needed,
+                reference=name == "policy" and "reference_policy_logprobs" in loss.required_keys,
+                on_gpu=on_gpu,
             )
         )
         held = phases.pop(HELD)
@@ -191,8 +209,9 @@ def _engine(
     phases = dict(planner.by_phase(rows=rows, prompt=prompt, on_gpu=on_gpu, limit=gpu, shares_weights=shares_weights))
     held = phases.pop(HELD)
     if not shares_weights:
-        buffers = min(section.refit_buffer_mib * 2**20, sum(held.values()))
-        phases["refit"] = {"transfer buffers": buffers}
+        buffer = section.refit_buffer_mib * 2**20
+        buffers = min(buffer if on_gpu else 2 * min(buffer, _CPU_BUFFER), sum(held.values()))
+        phases["refit"] = {**phases.get("refit", {}), "transfer buffers": buffers}
     not_counted += [f"engine: {left_out}" for left_out in planner.not_counted()]
     count = -(-replicas * planner.processes // max(1, run.cluster.num_nodes))
     return _Component(name="engine", held=held, phases=phases, count=count, libraries=planner.libraries)
@@ -200,7 +219,7 @@ def _engine(
 
 def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:
     if run.cluster.backend == "in_process":
-        libraries = {"libraries": max((each.libraries for each in components), default=_DRIVER_LIBRARIES)}
+        libraries = {"libraries": max([_LONE_LIBRARIES, *(each.libraries for each in components)])}
         held = _sum(libraries, *(_named(each, each.held, components) for each in components))
         phases = {phase: _sum(held, parts) for each in components for phase, parts in each.phases.items()}
         yield ProcessPlan(name=" + ".join(["driver", *(each.name for each in components)]), count=1, phases=phases)
@@ -258,8 +277,6 @@ def _sum(*parts: Parts) -> dict[str, int]:
 
 def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
     yield f"lengths of the data: every row is counted with {run.policy.max_total_sequence_length} tokens, the maximum"
-    if run.policy.shared_prefix == "auto":
-        yield "savings of `policy.shared_prefix`, which depend on the lengths of prompts"
     if run.rollout.max_staleness:
         yield "rollouts in progress during training: phases are counted one after the other"
     if on_gpu:

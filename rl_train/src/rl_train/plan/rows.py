@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig
+from rl_core.data.shared_prefix import MAX_SHARE
 from rl_train.config.schema import RunConfig
 
 
@@ -64,3 +65,25 @@ def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microb
         return Microbatch(rows=1, length=tokens, several=on_rank * length > tokens)
     together = max(1, limit // length) if model.dynamic_batching.enabled else limit
     return Microbatch(rows=min(together, on_rank), length=length, several=on_rank > together)
+
+
+def with_shared_prefixes(run: RunConfig, batch: Microbatch) -> Microbatch:
+    """The largest microbatch if rows of the same prompt compute it once; such rows become one sequence.
+
+    All completions have the maximum length. The prompt is the longest one, or the longest one with which sharing is not
+    worthwhile, whichever has more tokens to compute.
+    """
+    rollouts = run.algorithm.runtime_needs.rollouts
+    prompt = min(longest_prompt(run), batch.length)
+    completion = batch.length - prompt
+    if rollouts is None or batch.rows == 1:
+        return batch
+    prompts = -(-batch.rows // min(batch.rows, rollouts.samples_per_prompt))
+    saved = MAX_SHARE * batch.rows - prompts
+    alone = prompt
+    if saved > 0:
+        alone = min(prompt, int((1 - MAX_SHARE) * batch.rows * completion / saved))
+    together = prompts * prompt + batch.rows * completion
+    if alone == prompt or batch.rows * (alone + completion) >= together:
+        return replace(batch, length=alone + completion)
+    return replace(batch, rows=1, length=together)
