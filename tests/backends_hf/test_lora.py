@@ -223,6 +223,23 @@ def test_adapters_of_a_bfloat16_base_have_float32_gradients_near_those_of_a_floa
     assert 0 < float((rounded - exact).norm() / exact.norm()) < 0.04
 
 
+@pytest.mark.parametrize("layers", [5, 6])
+def test_the_first_step_of_a_model_with_many_adapters_changes_the_sample_of_its_weights(
+    peft, parts, model_folder, tmp_path, layers
+):
+    """It changes only the second matrix of each adapter, which begins at zero."""
+    config = transformers.AutoConfig.from_pretrained(model_folder("llama"), num_hidden_layers=layers)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path), hf={"lora": {"rank": 4}}, optimizer=ADAM))
+    worker.setup()
+    before, sample = adapters_of(worker), worker.weight_sample()
+    train(worker, parts, 0)
+    assert {name.split(".")[-3] for name, tensor in adapters_of(worker).items() if not torch.equal(tensor, before[name])} == {
+        "lora_B"
+    }
+    assert worker.weight_sample().digest != sample.digest
+
+
 def test_autocast_of_adapters_requires_bfloat16(peft, tmp_path):
     with pytest.raises(ConfigError, match=r"policy\.hf_cfg\.lora\.autocast.*requires policy.precision: bfloat16"):
         load_config(quickstart(tmp_path, autocast=True), ["policy.precision=float32"])

@@ -133,8 +133,7 @@ class PolicyWorkerBase(WeightSource, PolicyWorker, Generic[ConfigT]):
         return ""
 
     def weight_sample(self, *, whole: bool = False) -> WeightSample | None:
-        digest = digest_of(self.trained_weights(), whole=whole)
-        if digest is None:
+        if (digest := digest_of(self.trained_weights(), whole=whole)) is None:
             return None
         text, exact = digest
         return WeightSample(rank=self.context.rank, shard=self.weight_shard(), digest=text, exact=exact)

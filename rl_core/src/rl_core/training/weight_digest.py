@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from rl_core.weights.fingerprint import combine, natural_kind, tensor_digest, tensor_digests
 
 _TENSORS = 64
+"""Drawn at random: at equal distances, they could be only the first matrices of adapters, which the first step leaves."""
 _ELEMENTS = 64
 """Elements of each sampled tensor, evenly spaced."""
 
@@ -27,7 +29,6 @@ def digest_of(weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> tu
     if whole:
         kind = natural_kind(tensors[0][1].device)
         return combine(tensor_digests(tensors, kind=kind), kind=kind), exact
-    spaced = range(0, len(tensors), -(-len(tensors) // _TENSORS))
-    flat = [tensors[index][1].reshape(-1) for index in spaced]
-    sample = torch.cat([one[:: -(-one.numel() // _ELEMENTS)].float() for one in flat])
+    drawn = random.Random(0).sample(tensors, min(len(tensors), _TENSORS))
+    sample = torch.cat([tensor.reshape(-1)[:: -(-tensor.numel() // _ELEMENTS)].float() for _, tensor in drawn])
     return tensor_digest(sample.cpu()), exact
