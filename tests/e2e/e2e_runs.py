@@ -144,8 +144,9 @@ class TrainingProcess:
         )
 
     def wait(self, timeout=400):
-        code = self.process.wait(timeout)
-        return code, self.output()
+        code, output = self.process.wait(timeout), self.output()
+        assert "\x1b" not in output  # the output is a file, not a terminal
+        return code, output
 
     def output(self):
         self.log.flush()

@@ -1,11 +1,13 @@
 """`rlcore chat` with redirected input and in a terminal."""
 
 import io
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rl_serve import terminal
+from rl_serve import served_model, terminal
+from rl_train.metrics.progress import reported_start
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
 
@@ -23,6 +25,16 @@ def chat(rlcore, monkeypatch):
 
 def test_redirected_input_gets_the_answers_only(chat):
     assert chat("12+34=", "/reset", "", "12+34=", "/exit", "2+2=") == (0, "46\n46\n")
+
+
+def test_a_model_that_loads_for_long_is_reported_apart_from_the_answers(chat, monkeypatch):
+    monkeypatch.setattr(served_model, "reported_start", partial(reported_start, every_s=0.001))
+    code, said = chat("12+34=")
+    assert code == 0
+    answers, *reports = said.splitlines()
+    assert answers == "46"
+    assert reports
+    assert all(line.startswith("loading model: ") for line in reports)
 
 
 def test_in_a_terminal_mistakes_are_reported_and_the_conversation_continues(chat):

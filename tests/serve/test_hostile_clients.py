@@ -203,6 +203,15 @@ def test_bodies_without_the_type_of_json_get_status_400_so_that_pages_of_the_web
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"])
+def test_json_that_is_no_object_is_refused_without_a_word_about_its_type(client, path):
+    response = client.post(path, json=[COMPLETION])
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "the body must be a JSON object" in message
+    assert "Content-Type" not in message
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -125,6 +125,8 @@ def main() -> None:
     """
     # Set before any command imports torch, which loads OpenMP.
     os.environ.update(thread_waiting())
+    if not sys.stdout.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colors the lines of workers in redirected output as well
     try:
         app()
     except RLCoreError as error:

@@ -129,8 +129,10 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_an_object(cls, body: Any) -> Any:
+        if body is None:  # empty, or not read
+            raise ValueError("the body must be a JSON object, sent with the header `Content-Type: application/json`")
         if not isinstance(body, dict):
-            raise ValueError("the body must be a JSON object, with the header `Content-Type: application/json`")
+            raise ValueError("the body must be a JSON object")
         return body
 
     def refuse_other_model(self, name: str) -> None:

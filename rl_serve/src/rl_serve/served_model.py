@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rl_train.config.loader import load_config
 from rl_train.config.overrides import apply_overrides
 from rl_train.config.rules.rule import Use
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.metrics.progress import reported_start
 from rl_train.run_folders.checkpoint_paths import find_weights
 from rl_train.run_folders.provenance import CONFIG
 from rl_train.run_folders.run_names import similar_runs
@@ -74,7 +76,7 @@ class ServedModel:
 def started_model(
     target: str, *, backend: str | None, overrides: Sequence[str] = (), name: str | None = None, best: bool = False
 ) -> Iterator[ServedModel]:
-    """Start the engine of a model or run; it is shut down at the end of the block.
+    """Start the engine of a model or run, and report at intervals how long that takes; it is shut down after the block.
 
     Args:
         target: a model's name or folder, or a run folder or step folder.
@@ -89,6 +91,7 @@ def started_model(
     """
     registry = Registry(discover())
     label = name or (Path(target).resolve().name if Path(target).exists() else target)
+    start: Callable[[], ServedModel]
     with ExitStack() as exits:
         if is_run(Path(target)):
             if backend is not None:
@@ -96,7 +99,7 @@ def started_model(
                     f"--backend {backend}: {target} is a run, which has its own engine. To change it, add the override "
                     f"policy.generation.backend={backend}."
                 )
-            yield _of_run(Path(target), registry, overrides, label, exits, best=best)
+            start = partial(_of_run, Path(target), registry, overrides, label, exits, best=best)
         else:
             if best:
                 raise ConfigError(f"--best chooses among the checkpoints of a run, but {target} is a model. Remove --best.")
@@ -104,7 +107,14 @@ def started_model(
                 require_model(target)
             except DataError as error:
                 raise DataError(f"{error}.{similar_runs(target)}") from error
-            yield _of_model(target, registry, backend, overrides, label, exits)
+            start = partial(_of_model, target, registry, backend, overrides, label, exits)
+        with reported_start(f"loading {label}:", _report):
+            model = start()
+        yield model
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # standard output may be redirected for the answers
 
 
 def is_run(path: Path) -> bool:

@@ -50,7 +50,7 @@ def read_data_file(path: Path) -> DataFile:
     else:
         data = DataFile(path=path, dataset="jsonl", rows=_json_lines(path))
     if not data.rows:
-        raise DataError(f"{path} has no rows")
+        raise DataError(f'{path} has no rows: add at least one, such as {{"question": "2+2=", "answer": "4"}}')
     return data
 
 

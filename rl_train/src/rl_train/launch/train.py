@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from rl_train.launch.events import call_event
 from rl_train.launch.stopping import StopSignals
 from rl_train.metrics.console import ConsoleLogger
 from rl_train.metrics.jsonl import METRICS, JsonlLogger, iter_jsonl
-from rl_train.metrics.progress import Progress, ProgressPrinter, progress_file
+from rl_train.metrics.progress import progress_file, reported_start
 from rl_train.metrics.samples import SamplePrinter
 from rl_train.plan.warning import warn_if_too_large
 from rl_train.run import Run
@@ -122,7 +123,10 @@ def train(
             warn_if_too_large(config, registry)
             _print_if(console, f"starting {_worker_names(config, samples=replay is None or validates(config))}")
 
-        with _reporting_start(console, start.folder):
+        with (
+            reported_start("starting workers and loading models:", partial(_print_if, console)) as describe,
+            progress_file(start.folder, describe),
+        ):
             run = build_run(
                 loaded,
                 folder=start.folder,
@@ -153,20 +157,6 @@ def train(
         seconds=ended - started,
         training_seconds=ended - loop_started + _trained_seconds(run.folder, up_to=run.first_step),
     )
-
-
-@contextmanager
-def _reporting_start(console: bool, folder: Path) -> Iterator[None]:
-    """Report at intervals how long the workers have been starting."""
-    progress = Progress()
-    progress.begin("starting workers and loading models:")
-    printer = ProgressPrinter(lambda: str(progress), lambda line: _print_if(console, line))
-    printer.start()
-    try:
-        with progress_file(folder, lambda: str(progress)):
-            yield
-    finally:
-        printer.close()
 
 
 def _trained_seconds(folder: Path, *, up_to: int) -> float:

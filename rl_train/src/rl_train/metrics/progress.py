@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 PROGRESS = "progress.txt"
@@ -112,6 +113,26 @@ class ProgressPrinter:
                 self._printed.clear()
             elif line := self._describe():
                 self._write(line)
+
+
+@contextmanager
+def reported_start(what: str, write: Callable[[str], None], *, every_s: float = PRINT_EVERY_S) -> Iterator[Callable[[], str]]:
+    """Report at intervals how long the block has been running; its value describes that in the same way.
+
+    Args:
+        what: what it does, such as `loading sums:`.
+        write: prints a line.
+        every_s: the interval, in seconds.
+    """
+    progress = Progress()
+    progress.begin(what)
+    describe = partial(str, progress)
+    printer = ProgressPrinter(describe, write, every_s=every_s)
+    printer.start()
+    try:
+        yield describe
+    finally:
+        printer.close()
 
 
 @contextmanager
