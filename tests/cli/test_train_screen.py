@@ -1,6 +1,7 @@
 """Output of `rlcore train` at startup, after Ctrl-C, and if it cannot start."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -117,3 +118,13 @@ def test_a_run_folder_that_cannot_be_created_is_a_user_error(rlcore, config, tmp
     assert (code, out) == (2, "")
     assert err.startswith("error: Cannot create the folder file/run: ")
     assert err.endswith("Choose another one with logger.log_dir=FOLDER.\n")
+
+
+def test_ray_is_asked_not_to_color_the_lines_of_workers_in_redirected_output(rlcore, monkeypatch):
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "1")  # restored after the test
+    monkeypatch.delenv("RAY_COLOR_PREFIX")
+    rlcore("--version")
+    assert os.environ["RAY_COLOR_PREFIX"] == "0"
+    monkeypatch.setenv("RAY_COLOR_PREFIX", "1")
+    rlcore("--version")
+    assert os.environ["RAY_COLOR_PREFIX"] == "1"

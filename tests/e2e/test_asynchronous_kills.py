@@ -129,6 +129,7 @@ def test_killed_replicas_and_environments_do_not_end_the_run(train, config, tmp_
         held.release()
     code, output = run.wait(900)
     assert code == 0, output
+    assert "\x1b" not in output  # lines of Ray's daemons in a file
     run.assert_gone()
     metrics = assert_history(tmp_path, steps)
     replicas = sum(victim.startswith("generation") for _, victim in kills)

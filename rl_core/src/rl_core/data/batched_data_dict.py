@@ -97,7 +97,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.data[key] = value
 
     def __getitem__(self, key: str) -> Any:
-        value = self.data[key]
+        value = super().__getitem__(key)
         if isinstance(value, BorrowedColumn):
             value = self.data[key] = value.tensor()
         return value
