@@ -204,7 +204,7 @@ def test_bodies_without_the_type_of_json_get_status_400_so_that_pages_of_the_web
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"])
-def test_json_that_is_no_object_is_refused_without_a_word_about_its_type(client, path):
+def test_json_other_than_an_object_is_refused_for_what_it_is(client, path):
     response = client.post(path, json=[COMPLETION])
     assert response.status_code == 400
     message = response.json()["error"]["message"]
