@@ -14,13 +14,15 @@ def scalars(folder):
 
 
 def records(path):
-    """The records of a .wandb file: after 7 bytes, the log format of LevelDB, which is blocks of 32 KiB with framed pieces."""
+    """The whole records of a .wandb file: after 7 bytes, the log format of LevelDB: blocks of 32 KiB with framed pieces."""
     data, piece, at = path.read_bytes(), b"", 7
     assert data[:4] == b":W&B"
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
         length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            return  # it is still being written
         piece += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
