@@ -131,8 +131,8 @@ def test_a_later_row_that_is_bad_is_found_by_the_deep_check_only(validate, tmp_p
     assert validate({})[0] == 0
     code, output = validate({}, "--deep")
     assert code == 2
-    assert f"data.train: {rows}:5: the field 'rejected' is missing" in output
-    assert re.search(r"run\.yaml:\d+:\d+: data\.train: ", output)
+    assert f"data.train.path: {rows}:5: the field 'rejected' is missing" in output
+    assert re.search(r"run\.yaml:\d+:\d+: data\.train\.path: ", output)
 
 
 @pytest.mark.parametrize(

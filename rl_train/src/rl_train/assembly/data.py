@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rl_core.config.schema import DatasetConfig
-from rl_core.errors import ConfigError, DataError, with_key
+from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.first_rows import check_rows
 from rl_train.config.aliases import with_prompt
@@ -164,8 +164,12 @@ def _source_at(
     key: str, section: DatasetConfig, data: DataConfig, registry: Registry, bad_rows: BadRows | None = None
 ) -> Source:
     """The dataset at a key of `data`, which names it in errors if it is one of several."""
-    with with_key(f"data.{key}"):
+    try:
         return read_source(section, registry, data, name=key if "." in key else None, bad_rows=bad_rows)
+    except UserError as error:
+        if error.key is None or not error.key.startswith("data."):  # none, or one of the section
+            error.key = ".".join(["data", key, *([error.key] if error.key else [])])
+        raise
 
 
 def prompt_loader(

@@ -229,15 +229,8 @@ def draft_config(
 
 def _add(report: RuleReport, problems: Problems, written: Node) -> None:
     for problem in report.problems:
-        if not any(_reports(earlier, problem) for earlier in problems.found):
-            problems.include(replace(problem, location=problem.location or _location(written, problem.path)))
+        problems.include(replace(problem, location=problem.location or _location(written, problem.path)))
     problems.not_checked += [text for text in map(str, report.not_checked) if text not in problems.not_checked]
-
-
-def _reports(earlier: Problem, problem: Problem) -> bool:
-    """Whether an earlier check reported the same problem, at a more specific key."""
-    is_specific = earlier.path[: len(problem.path)] == problem.path
-    return is_specific and earlier.message.rstrip(".") == problem.message.rstrip(".")
 
 
 def _resolved_values(

@@ -93,8 +93,7 @@ def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple
         try:
             _read(parsed(first[1]), effective)
         except DataError as error:
-            named = (key for key in config.model_fields_set if f"(`{key}`)" in str(error))
-            yield (next(named, "path"),), f"{config.path}:{first[0]}: {error}."
+            yield (error.key or "path",), f"{config.path}:{first[0]}: {error}"
 
 
 def _is_empty(path: Path) -> bool:

@@ -151,11 +151,11 @@ def _texts(values: Any) -> list[str]:
 def _field(row: dict[str, Any], key: str, kind: type | tuple[type, ...], config_key: str) -> Any:
     if key not in row:
         remedy = form_hint(row) or _remedy(config_key, row)
-        raise DataError(f"the field {key!r} (`{config_key}`) is missing: the row has {sorted(row)}{remedy}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is missing: the row has {sorted(row)}{remedy}", key=config_key)
     if not isinstance(row[key], kind) or row[key] is None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join("a value" if each is object else each.__name__ for each in kinds)
-        raise DataError(f"the field {key!r} (`{config_key}`) is {format_value(row[key])}: expected {names}")
+        raise DataError(f"the field {key!r} (`{config_key}`) is {format_value(row[key])}: expected {names}", key=config_key)
     return row[key]
 
 

@@ -110,6 +110,7 @@ class Records(Sequence[RecordT]):
     """Turns rows into records."""
 
     def __init__(self, config: RowsConfig, rows: Rows | None = None) -> None:
+        key_of_rows = "path" if rows is None else None
         rows, form = open_rows(config) if rows is None else rows, self.reader(config)
         self.config = config
         self.skipped = 0
@@ -125,7 +126,7 @@ class Records(Sequence[RecordT]):
             except DataError as error:
                 reason = f"{rows.row_location(number)}: {error}"
                 if config.on_bad_row is OnBadRow.ERROR:
-                    raise DataError(reason) from error
+                    raise DataError(reason, key=error.key or key_of_rows) from error
                 self.skipped += 1
                 self.reasons = [*self.reasons, reason][:_MAX_REASONS]
             except ConfigError as error:  # a bug in a user's function
