@@ -106,7 +106,7 @@ FROZEN = {
     "suggested_microbatch": Case(overrides={"grpo.num_prompts_per_step": 1}, shape={"num_hidden_layers": 6}, limit="1075MiB"),
     "suggested_adapters": Case(overrides={"policy.train_micro_batch_size": 2, **FEW_TOKENS}, shape=WIDE, limit="1200MiB"),
 }
-"""Configs that were chosen after the formulas had been written, and measured once."""
+"""Configs that were chosen after the formulas had been written, which were not changed after these were measured."""
 CASES = {
     "full": Case(),
     "long_rows": Case(overrides={"policy.max_total_sequence_length": 512, "policy.generation.max_new_tokens": 504}),

@@ -29,7 +29,7 @@ from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
-from rl_backends_hf.training.prefix_support import other_layers, why_configured_apart
+from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
 
 if TYPE_CHECKING:
     from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
@@ -119,10 +119,10 @@ class PolicyMemory:
 
     def shares_prefixes(self, *, on_gpu: bool) -> bool:
         """Whether rows of the same prompt compute its common prefix once; the worker also tests its model with an input."""
-        if why_configured_apart(self._config) is not None or (on_gpu and self._config.dtype_name != "bfloat16"):
+        if why_disabled(self._config) is not None or (on_gpu and self._config.dtype_name != "bfloat16"):
             return False
         model = model_without_weights(self._config.model_name, options=self._config.hf_cfg, head=self._config.head)
-        return model.config._attn_implementation == "sdpa" and other_layers(model) is None
+        return model.config._attn_implementation == "sdpa" and why_not_full_attention(model) is None
 
     @property
     def is_shared(self) -> bool:

@@ -31,10 +31,10 @@ def why_not_shared(
         device: device of the model.
         computed_in: dtype to which products are rounded.
     """
-    return why_configured_apart(config) or why_not_plain(scoring, device=device, computed_in=computed_in)
+    return why_disabled(config) or why_not_plain(scoring, device=device, computed_in=computed_in)
 
 
-def why_configured_apart(config: HFPolicyConfig) -> str | None:
+def why_disabled(config: HFPolicyConfig) -> str | None:
     """Why the config of a model excludes that rows share a computation; None if it does not."""
     lora = config.hf_cfg.lora
     if config.shared_prefix == "off":
@@ -76,11 +76,11 @@ def why_not_plain(scoring: ScoringModel, *, device: torch.device, computed_in: t
     if used not in (CPU_SDPA, VARLEN):
         on_gpus = "; on GPUs, the kernel requires bfloat16" if device.type == "cuda" else ""
         return f"the attention implementation is {used!r}{on_gpus}"
-    return other_layers(scoring.model) or _failed_probe(scoring, device, computed_in)
+    return why_not_full_attention(scoring.model) or _failed_probe(scoring, device, computed_in)
 
 
-def other_layers(model: PreTrainedModel) -> str | None:
-    """Which layers of a model are not of full attention; None if all are."""
+def why_not_full_attention(model: PreTrainedModel) -> str | None:
+    """Why a model does not have full attention in all layers; None if it has."""
     try:
         kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     except (AttributeError, KeyError, TypeError) as error:

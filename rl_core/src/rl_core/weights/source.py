@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.worker_context import WorkerContext
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
-_MOST_ON_CPU = 16 * 2**20
+MOST_BYTES_ON_CPU = 16 * 2**20
 """Larger buckets do not help on a CPU: fresh pages cost several times a copy, and these stay in the last-level cache."""
 _KEPT_BYTES = 128 * 2**20
 """Larger segments, for a tensor that is larger than a bucket, are unlinked after each refit."""
@@ -90,7 +90,7 @@ class WeightSource(PrivateNames, ABC):
         """
         self.finish_refit()
         manifest = self.weight_manifest()
-        budget = min(budget_bytes, _MOST_ON_CPU) if self.context.device == "cpu" else budget_bytes
+        budget = min(budget_bytes, MOST_BYTES_ON_CPU) if self.context.device == "cpu" else budget_bytes
         sent = manifest_to_send(manifest, receiver_dtypes or {})
         buckets = split_into_buckets(sent, budget_bytes=budget)
         self._refit = OpenRefit(f"{os.getpid()}-{next(_numbers)}", self.get_weight_version(), manifest, sent, buckets)

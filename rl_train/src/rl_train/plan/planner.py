@@ -14,6 +14,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.section import Devices
 from rl_core.plugins.import_path import resolve
 from rl_core.plugins.registry import Registry
+from rl_core.weights.source import MOST_BYTES_ON_CPU
 from rl_train.assembly.losses import loss_of
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
@@ -23,11 +24,10 @@ from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step, with_sh
 HELD: Final = "held"
 """Key of the parts that are in memory in all phases."""
 _DRIVER_LIBRARIES: Final = 470 * 2**20
-"""The same of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of plan_vs_measured.py."""
+"""Proportional set size of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of
+plan_vs_measured.py."""
 _LONE_LIBRARIES: Final = 460 * 2**20
 """The same of a process that has driver, models, engine and environments, with data, tokenizer and compiled kernels."""
-_CPU_BUFFER: Final = 16 * 2**20
-"""Largest of the two transfer buffers on CPUs, `_MOST_ON_CPU` of `rl_core.weights.source`."""
 _ENVIRONMENT_LIBRARIES: Final = 220 * 2**20
 """The same of a process that has imported rlcore and no backend."""
 
@@ -80,7 +80,7 @@ class EngineMemory(Protocol):
         """Bytes of a process on CPUs after its imports (proportional set size)."""
 
     def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool) -> Mapping[str, Parts]:
-        """Bytes of one process by phase (`held`, `rollout`) and part; `limit` is the size of a GPU, None if unknown."""
+        """Bytes of one process by phase (`held`, `rollout`, `refit`) and part; `limit`: size of a GPU, None if unknown."""
 
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""
@@ -210,7 +210,7 @@ def _engine(
     held = phases.pop(HELD)
     if not shares_weights:
         buffer = section.refit_buffer_mib * 2**20
-        buffers = min(buffer if on_gpu else 2 * min(buffer, _CPU_BUFFER), sum(held.values()))
+        buffers = min(buffer if on_gpu else 2 * min(buffer, MOST_BYTES_ON_CPU), sum(held.values()))
         phases["refit"] = {**phases.get("refit", {}), "transfer buffers": buffers}
     not_counted += [f"engine: {left_out}" for left_out in planner.not_counted()]
     count = -(-replicas * planner.processes // max(1, run.cluster.num_nodes))
