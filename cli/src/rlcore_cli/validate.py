@@ -10,6 +10,7 @@ import typer
 
 from rlcore_cli.annotated import annotated_yaml
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
+from rlcore_cli.counting import counted
 
 if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError, Problem
@@ -95,8 +96,7 @@ def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> N
     count = len(error.problems)
     print(f"{config} has {count} {'error' if count == 1 else 'errors'}:\n{error}", file=sys.stderr)
     if skipped := len(error.not_checked):
-        checks = "1 check was" if skipped == 1 else f"{skipped} checks were"
-        print(f"{checks} skipped because of these errors; --json lists what was not checked.", file=sys.stderr)
+        print(f"Because of these errors, {counted(skipped, 'check')} could not run; --json lists them.", file=sys.stderr)
 
 
 def _summary(loaded: LoadedConfig) -> list[str]:

@@ -124,23 +124,27 @@ def make_engine(cluster, deaths, **fields):
     )
 
 
+def synchronizer(policy, engine, transport, **options):
+    return WeightSynchronizer(
+        policy,
+        engine,
+        transports=[transport],
+        policy_capabilities=[transport.name],
+        generation_capabilities=[transport.name],
+        buffer_bytes=700,
+        deadline_s=3600.0,
+        num_receivers=REPLICAS,
+        wait=wait_together,
+        **options,
+    )
+
+
 @pytest.fixture(scope="module")
 def synchronizers(sides):
     """One synchronizer per transport, kept across tests as across the steps of a run."""
     policy, engine = sides
     made = {
-        transport.name: WeightSynchronizer(
-            policy,
-            engine,
-            transports=[transport],
-            policy_capabilities=[transport.name],
-            generation_capabilities=[transport.name],
-            buffer_bytes=700,
-            deadline_s=3600.0,
-            num_receivers=REPLICAS,
-            wait=wait_together,
-        )
-        for transport in (SharedMemoryTransport, CollectiveTransport)
+        transport.name: synchronizer(policy, engine, transport) for transport in (SharedMemoryTransport, CollectiveTransport)
     }
     for one in made.values():
         one.sync()
@@ -248,16 +252,7 @@ class Canary:
 def test_a_canary_is_streamed_over_the_next_refit_that_begins_with_all_replicas(sides, deaths):
     policy, engine = sides
     canary = Canary(engine)
-    owner = WeightSynchronizer(
-        policy,
-        engine,
-        transports=[SharedMemoryTransport],
-        policy_capabilities=["shared_memory"],
-        generation_capabilities=["shared_memory"],
-        canary=lambda: canary,
-        num_receivers=REPLICAS,
-        wait=wait_together,
-    )
+    owner = synchronizer(policy, engine, SharedMemoryTransport, canary=lambda: canary)
     owner.streamed = StreamedCanary(canary.stream, over_refits=True)
     try:
         owner.sync()

@@ -10,7 +10,7 @@ MOST_POINTS = 400
 """Maximum points per line; more are not visible at the width of a chart."""
 
 _DISTINCT = 1e-3
-"""Range of values, as a fraction of the largest, below which numbers of four digits on an axis could be equal."""
+"""Below this range, as a fraction of the largest value, the numbers of four digits on an axis could be equal."""
 
 
 def format_number(value: float) -> str:

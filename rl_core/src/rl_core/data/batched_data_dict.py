@@ -51,9 +51,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         self.micro_batch_indices: list[list[tuple[int, int]]] | None = None
         self.micro_batch_lengths: list[list[int]] | None = None
         self.elem_counts_per_gb: list[int] | None = None
-        super().__init__()
-        for key, column in dict(*args, **kwargs).items():
-            self[key] = column
+        super().__init__(*args, **kwargs)
 
     @classmethod
     def from_batches(

@@ -93,13 +93,13 @@ def form_for(messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any
     Raises:
         DataError: The template omits something in every form.
     """
-    if not tools and not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-        return FORMS[0]
     said = ToolUsage(
         offers=bool(tools),
         calls=min(2, max((len(message.get("tool_calls") or ()) for message in messages), default=0)),
         results=any(message["role"] == "tool" for message in messages),
     )
+    if said == ToolUsage(offers=False, calls=0, results=False):
+        return ToolFormat()
     return _form_of(tokenizer, tokenizer.get_chat_template(tools=list(tools) if tools else None), said)
 
 

@@ -117,7 +117,7 @@ class ProgressPrinter:
 
 @contextmanager
 def reported_start(what: str, write: Callable[[str], None], *, every_s: float = PRINT_EVERY_S) -> Iterator[Callable[[], str]]:
-    """Report at intervals how long the block has been running; its value describes that in the same way.
+    """Report at intervals how long the block has been running. Yields a function that returns the reported line.
 
     Args:
         what: what it does, such as `loading sums:`.

@@ -169,9 +169,6 @@ class Collector:
             return
 
     async def _run_in_time(self, rollout: Coroutine[Any, Any, Trajectory]) -> None:
-        if self.timeout_s is None:
-            await rollout
-            return
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 await rollout
