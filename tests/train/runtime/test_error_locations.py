@@ -81,7 +81,7 @@ def test_data_that_cannot_be_read_is_reported_at_the_dataset_that_names_it(confi
     path = config(("{dataset_name: arithmetic, num_samples: 8, with_response: true}", f"{{dataset_name: jsonl, path: {rows}}}"))
     with pytest.raises(DataError) as caught:
         train(path, console=False)
-    assert str(caught.value).startswith(f"{path}:7:10: data.train: {rows}:2: the field 'question'"), caught.value
+    assert str(caught.value).startswith(f"{path}:7:3: data.train.input_key: {rows}:2: the field 'question'"), caught.value
 
 
 def test_a_model_without_a_tokenizer_is_reported_at_the_key_of_the_model(config, tmp_path):
