@@ -102,6 +102,20 @@ def test_a_config_file_instead_of_a_command_suggests_train():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["tarin"], "error: No such command 'tarin'. Did you mean 'train'?\nSee `rlcore --help`.\n"),
+        (["train", "--hlep"], "error: No such option: --hlep (Possible options: --help)\nSee `rlcore train --help`.\n"),
+        (["init"], "error: Missing argument 'DATA'.\nSee `rlcore init --help`.\n"),
+        (["train", "absent.yaml"], "error: File absent.yaml does not exist.\n"),
+    ],
+)
+def test_mistakes_in_the_command_line_are_printed_like_other_errors(arguments, error):
+    result = rlcore(*arguments)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", error)
+
+
+@pytest.mark.parametrize(
     ("command", "usage"),
     [
         ("train", "[CONFIG] [KEY=VALUE]..."),

@@ -86,6 +86,11 @@ class Commands(PluginGroup):
             ctx.fail(f"No such command {cmd_name!r}. To train with this config: rlcore train {cmd_name}")
         return super().get_command(ctx, cmd_name)
 
+    def invoke(self, ctx: Any) -> int:
+        """Run the command; 0, because what its function returns is not an exit code."""
+        super().invoke(ctx)
+        return 0
+
 
 app = typer_app(Commands)
 
@@ -128,7 +133,13 @@ def main() -> None:
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colors the lines of workers in redirected output as well
     try:
-        app()
+        status = app(standalone_mode=False)
+    except typer.TyperException as error:
+        _print_usage_error(error)
+        raise SystemExit(error.exit_code) from None
+    except typer.Abort:
+        print("error: The input ended before a prompt was answered.", file=sys.stderr)
+        raise SystemExit(1) from None
     except RLCoreError as error:
         if isinstance(error, PluginHookError):
             # The author of the hook needs its traceback. It includes the run's own error if one came before.
@@ -139,6 +150,17 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    raise SystemExit(status)
+
+
+def _print_usage_error(error: typer.TyperException) -> None:
+    """Print a mistake in the command line like other errors; without any argument, the help."""
+    message, context = error.format_message(), getattr(error, "ctx", None)
+    if context is not None and message == context.get_help():
+        print(message, file=sys.stderr)
+    else:
+        hint = f"\nSee `{context.command_path} --help`." if context is not None else ""
+        print(f"error: {message}{hint}", file=sys.stderr)
 
 
 if __name__ == "__main__":
