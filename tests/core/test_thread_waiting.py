@@ -35,7 +35,7 @@ def test_a_wait_policy_of_the_users_environment_is_kept_and_passed_to_workers(en
 
 def test_every_command_sets_the_variables_before_it_imports_torch(environment):
     seen = {}
-    environment.setattr("rlcore_cli.main.app", lambda: seen.update(os.environ))
+    environment.setattr("rlcore_cli.main.app", lambda **_: seen.update(os.environ))
     assert rlcore("eval").returncode == 0
     assert {name: seen[name] for name in thread_waiting()} == thread_waiting()
     assert "GOMP_SPINCOUNT" not in os.environ  # `rlcore` restores the environment of the tests
