@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from intervals import difference, wilson
-from tasks import TASKS, Task, is_held_out
+from tasks import TASKS, Task, is_held_out, problem
 from tiny_model import make_tokenizer, write_untrained_model
 
 from rl_core.plugins.manager import discover
@@ -108,11 +108,6 @@ def training_records(config: Path, data: Sequence[str]) -> Any:
     trained, held_out = ({problem(record) for record in source.records} for source in (read.train, read.validation[""]))
     assert not trained & held_out, f"{len(trained & held_out)} held-out problems are in the training data"
     return read.train.records
-
-
-def problem(record: Mapping[str, Any]) -> str:
-    """The text that distinguishes the problem of a record from others."""
-    return str(record["messages"][-1]["content"])
 
 
 def evaluate(task: Task, config: Path, output: Path, *arguments: str) -> list[dict[str, Any]]:
