@@ -16,12 +16,13 @@ from inspect_ai import Task, eval_async
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
 from inspect_ai.scorer import value_to_float
+from inspect_ai.util._display import init_display_type
 
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.plugins.import_path import resolve
 from rl_train.agents.config import InspectConfig
 
-os.environ.setdefault("INSPECT_DISPLAY", "none")
+init_display_type(os.environ.get("INSPECT_DISPLAY", "none"))  # because `eval_async` does not read the variable
 _ONE_AT_A_TIME = threading.Lock()
 """Inspect runs one evaluation per process at a time."""
 _ROLES = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": ChatMessageAssistant}
@@ -63,6 +64,7 @@ def solve(
         base_url=base_url,
         api_key=api_key,
         memoize=False,
+        strict_tools=False,  # the endpoint has no constrained decoding
         config=GenerateConfig(max_retries=0),
     )
     with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
