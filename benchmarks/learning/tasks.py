@@ -406,6 +406,7 @@ def _crossed(prompt: str, completion: str) -> bool:
 
 TASKS: Mapping[str, Task] = {
     "agents": Task(succeeded=_added_twice, model="examples/addition/model", metric="validation/reward"),
+    "inspect": Task(succeeded=_multiplied, model="examples/tools/model", metric="validation/reward"),
     "guess": Task(
         demonstrate=_guess,
         succeeded=_guessed,
