@@ -1,10 +1,11 @@
 """Measures the cost of returning freed tensors to the system instead of letting glibc keep them.
 
-    python benchmarks/freed_memory_cost.py quickstart 2     # two alternating rounds of all thresholds
-    python benchmarks/freed_memory_cost.py lora 1
+    python benchmarks/freed_memory_cost.py quickstart 3    # three alternating rounds of all sizes
+    python benchmarks/freed_memory_cost.py lora 1 --kib 128 1024
 
-Each run trains in one process with one thread. `MALLOC_MMAP_THRESHOLD_` is the size in bytes from which each block is mapped by
-itself, and unmapped when it is freed. Needs Linux with glibc. Results: results/freed_memory_cost.md.
+Each run trains in one process with one thread. Blocks of at least so many KiB are mapped by themselves, and unmapped when they
+are freed. 1024 is what `rlcore` sets; 32768 is the most that glibc's default grows to, and stands for it. Needs Linux with glibc.
+Results: results/freed_memory_cost.md.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from tempfile import TemporaryDirectory
 
 from plan_vs_measured import CASES, ROOT, write_inputs
 
+from rl_core.compute_variables import FREED_MEMORY
+
 RLCORE = Path(sys.executable).with_name("rlcore")
-THRESHOLDS = {"default": None, "4 MiB": 4 * 2**20, "128 KiB": 2**17}
 QUICKSTART = (
     "cluster.backend=in_process",
     "grpo.max_num_steps=15",
@@ -39,11 +41,9 @@ def arguments_of(name: str, folder: Path) -> list[str]:
     return [*write_inputs(CASES[name], folder), "grpo.max_num_steps=1"]
 
 
-def measure(arguments: list[str], threshold: int | None) -> str:
+def measure(arguments: list[str], kib: int) -> str:
     """One run: CPU-seconds (in the kernel), wall-clock seconds, page faults and peak resident size."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if threshold is not None:
-        env["MALLOC_MMAP_THRESHOLD_"] = str(threshold)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **FREED_MEMORY, "MALLOC_MMAP_THRESHOLD_": str(1024 * kib)}
     start = time.monotonic()
     process = subprocess.Popen([RLCORE, "train", *arguments], stdout=subprocess.DEVNULL, env=env)
     _, status, used = os.wait4(process.pid, 0)
@@ -58,12 +58,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", choices=["quickstart", *CASES])
     parser.add_argument("rounds", type=int)
+    parser.add_argument("--kib", type=int, nargs="+", default=[1024, 32768], help="sizes")
     options = parser.parse_args()
     with TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         arguments = arguments_of(options.config, Path(temporary))
         for _ in range(options.rounds):
-            for name, threshold in THRESHOLDS.items():
-                print(f"| {options.config} | {name} | {measure(arguments, threshold)} |", flush=True)
+            for kib in options.kib:
+                print(f"| {options.config} | {kib} | {measure(arguments, kib)} |", flush=True)
 
 
 if __name__ == "__main__":

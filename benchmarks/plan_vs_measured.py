@@ -2,7 +2,6 @@
 
     python benchmarks/plan_vs_measured.py              # all configs; writes results/plan_vs_measured.json and .md
     python benchmarks/plan_vs_measured.py full lora    # some of them; replaces their rows
-    python benchmarks/plan_vs_measured.py --return-freed 4MiB
 
 Each config trains two steps of a randomly initialized model, whose completions have full length, in a separate process. The
 measured peak of a process is the largest proportional set size (`Pss` in `/proc/PID/smaps_rollup`) of samples
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -203,22 +201,20 @@ def write_inputs(case: Case, folder: Path) -> list[str]:
     return ["run.yaml", *(f"{key}={str(value).lower()}" for key, value in case.overrides.items())]
 
 
-def measure(command: list[str], folder: Path, *, threshold: int | None) -> dict[str, int]:
+def measure(command: list[str], folder: Path) -> dict[str, int]:
     """Peak proportional set size in bytes of the command's process (`driver`) and of its policy and engine.
 
     Args:
         command: the command.
         folder: where it runs.
-        threshold: size in bytes from which freed tensors are returned to the system; None if glibc chooses.
 
     Raises:
         RuntimeError: the command failed.
     """
     peaks: dict[int, int] = {}
     titles: dict[int, set[str]] = {}
-    environment = {**os.environ} if threshold is None else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(threshold)}
     with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + LIMIT_S
         while process.poll() is None:
             if time.monotonic() > deadline:
@@ -293,16 +289,16 @@ def with_suggestions(case: Case, arguments: list[str], registry: Registry) -> li
     return [*arguments, *suggestion.overrides]
 
 
-def compare(case: Case, registry: Registry, *, key: str) -> dict[str, dict[str, int]]:
+def compare(case: Case, registry: Registry) -> dict[str, dict[str, int]]:
     """Predicted and measured peak in bytes of each process with a model, and of the driver."""
     with TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         folder = Path(temporary)
         given = with_suggestions(case, write_inputs(case, folder), registry)
         predicted = predict(given, registry)
         command = [str(Path(sys.executable).with_name("rlcore")), "train", *given]
-        measured = measure(command, folder, threshold=THRESHOLDS[key])
+        measured = measure(command, folder)
     return {
-        name: {"predicted": size, key: measured[name.partition(" + ")[0]]}
+        name: {"predicted": size, "measured": measured[name.partition(" + ")[0]]}
         for name, size in predicted.items()
         if name != "environments"
     }
@@ -317,41 +313,26 @@ def repeat(case: Case, registry: Registry) -> dict[str, dict[str, int]]:
 
 TITLES = {"policy": "ray::train", "engine": "ray::generate"}
 """A title that the process of each component has while it works."""
-MEASURED = {
-    "measured": "measured",
-    "measured_4_mib": "returning from 4 MiB",
-    "measured_without_freed": "returning from 128 KiB",
-}
-"""Keys of the results, and their columns."""
-THRESHOLDS = {"measured": None, "measured_4_mib": 4 * 2**20, "measured_without_freed": 128 * 2**10}
 
 
 def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     """The results as Markdown, in MiB."""
-    lines = [
-        f"| config | process | predicted | {' | ratio | '.join(MEASURED.values())} | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    ratios: dict[str, list[float]] = {key: [] for key in MEASURED}
+    lines = ["| config | process | predicted | measured | ratio |", "|---|---|---|---|---|"]
+    ratios = []
     for case, processes in results.items():
         for name, row in processes.items():
-            cells = [case, name, f"{row['predicted'] / 2**20:.0f}"]
-            for key in MEASURED:
-                ratio = row["predicted"] / row[key] if key in row else None
-                cells += ["-", "-"] if ratio is None else [f"{row[key] / 2**20:.0f}", f"{ratio:.2f}"]
-                ratios[key] += [ratio] if ratio is not None and name != "driver" else []
-            lines.append(f"| {' | '.join(cells)} |")
-    for key, title in MEASURED.items():
-        within = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios[key])
-        lines.append(f"\n{title}: {within} of {len(ratios[key])} processes with a model are within {TOLERANCE:.0%}.")
+            ratio = row["predicted"] / row["measured"]
+            ratios += [ratio] if name != "driver" else []
+            lines.append(f"| {case} | {name} | {row['predicted'] / 2**20:.0f} | {row['measured'] / 2**20:.0f} | {ratio:.2f} |")
+    within = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
+    lines.append(f"\n{within} of {len(ratios)} processes with a model are within {TOLERANCE:.0%}.")
     return "\n".join(lines) + "\n"
 
 
 HEAD = """# Predicted and measured memory
 
-Peak proportional set size in MiB, written by `benchmarks/plan_vs_measured.py`; see there for the configs. Measured on CPUs;
-"returning from" a size with `MALLOC_MMAP_THRESHOLD_` in the environment, so that glibc keeps no freed tensors of this size or
-more. The measuring process has imported torch, too, and so shares its libraries.
+Peak proportional set size in MiB, written by `benchmarks/plan_vs_measured.py`; see there for the configs. Measured on CPUs.
+The measuring process has imported torch, too, and so shares its libraries.
 
 """
 
@@ -360,8 +341,6 @@ def main() -> None:
     """Compare the chosen configs, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CONFIG", help=f"any of {', '.join(CASES)}; all by default")
-    sizes = {"4MiB": "measured_4_mib", "128KiB": "measured_without_freed"}
-    parser.add_argument("--return-freed", choices=sizes, help="measure with freed tensors of this size returned to the system")
     parser.add_argument("--predict", action="store_true", help="only predict again, and keep what was measured")
     options = parser.parse_args()
     chosen = options.cases or list(CASES)
@@ -370,8 +349,7 @@ def main() -> None:
     registry = Registry(discover())
     path = RESULTS.with_suffix(".json")
     for name in chosen:
-        key = sizes.get(options.return_freed, "measured")
-        found = repeat(CASES[name], registry) if options.predict else compare(CASES[name], registry, key=key)
+        found = (repeat if options.predict else compare)(CASES[name], registry)
         results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         earlier = results.get(name, {})
         results[name] = {process: earlier.get(process, {}) | row for process, row in found.items()}

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 import rl_train
+from rl_core.compute_variables import compute_variables
 from rl_core.errors import RLCoreError
-from rl_core.thread_waiting import thread_waiting
 from rl_train.errors import PluginHookError, RunInterrupted
 from rlcore_cli.lazy import PluginGroup, typer_app
 
@@ -129,7 +129,7 @@ def main() -> None:
     exceptions from event hooks of plugins are printed with one.
     """
     # Set before any command imports torch, which loads OpenMP.
-    os.environ.update(thread_waiting())
+    os.environ.update(compute_variables())
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colors the lines of workers in redirected output as well
     try:

@@ -59,11 +59,11 @@ def serve(
         rlcore serve ++server.host=localhost ++server.port=5000 ++prompt_config=generic/math ++generate_port=7000
         curl http://127.0.0.1:7000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "2 + 2 ="}'
     """
-    from rl_serve.allocator import return_large_blocks
     from rl_serve.listening import Address
     from rl_serve.sampling import Limits
     from rl_serve.serving import refuse_without_model, serve_model, serve_proxy
     from rl_serve.update_options import read_update_options, vllm_command
+    from rl_train.assembly.freed_memory import return_large_blocks
 
     return_large_blocks()
     target, overrides = _target_in(arguments or [])

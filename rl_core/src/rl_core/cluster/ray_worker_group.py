@@ -19,9 +19,9 @@ from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ra
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.compute_variables import compute_variables
 from rl_core.errors import DeadlineExceededError, UserError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
-from rl_core.thread_waiting import thread_waiting
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class RayWorkerGroup(WorkerGroup):
             "LOCAL_RANK": str(self._local_rank(rank)),
             "NODE_RANK": str(bundle.node_rank),
             "OMP_NUM_THREADS": str(self._threads(rank)),
-            **thread_waiting(),
+            **compute_variables(),
             **self._env_vars,
         }
         return RemoteActor(

@@ -77,8 +77,7 @@ class Node:
         """The value at a path, or the innermost value on the way to it."""
         node = self
         for part in path:
-            inner = node.child(part)
-            if inner is None:
+            if (inner := node.child(part)) is None:
                 return node
             node = inner
         return node
