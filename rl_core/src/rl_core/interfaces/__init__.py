@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.trainable import TrainingDatumSpec as TrainingDatumSpec
     from rl_core.interfaces.value import ValueInterface as ValueInterface
     from rl_core.interfaces.value import ValueOutputSpec as ValueOutputSpec
+    from rl_core.interfaces.weights import TransportContext as TransportContext
     from rl_core.interfaces.weights import WeightTransport as WeightTransport
 
 __getattr__ = import_on_first_use(

@@ -22,7 +22,7 @@ class TransportContext:
     deadline_s: float
     """Timeout of one refit in seconds."""
     wait: Callable[[Sequence[Any], float], Any]
-    """Waits until all pending calls are done or a number of seconds has passed (`PendingCall.result`)."""
+    """Waits for pending calls of both ends together, at most a number of seconds; raises the first error (`collective`)."""
     rendezvous: Callable[[], tuple[str, int]]
     """Returns an address and a free port on the node of the policy's rank 0, for a process group rendezvous."""
     folder: Path = Path(gettempdir())
@@ -33,8 +33,8 @@ class TransportContext:
     num_receivers: int = 1
     """Number of generation workers that load weights in a refit of the whole engine; `generation.num_workers` in `push`."""
     on_sent: Callable[[], None] = lambda: None
-    """Called by transports that can detect it once all weights have left the policy while the generation backend still loads
-    the last of them: the policy's remaining work can then overlap with the loading."""
+    """Optional: call it once all weights have left the policy while the generation backend still loads the last of them: the
+    policy's remaining work can then overlap with the loading."""
 
 
 class WeightTransport(ABC):
