@@ -4,7 +4,7 @@
     python benchmarks/freed_memory_cost.py lora 1 --kib 128 1024
 
 Each run trains in one process with one thread. Blocks of at least so many KiB are mapped by themselves, and unmapped when they
-are freed. 1024 is what `rlcore` sets; 32768 is the most that glibc's default grows to, and stands for it. Needs Linux with glibc.
+are freed. 1024 is what `rlcore` sets; 32768, the most that glibc's default grows to, stands for it. Needs Linux with glibc.
 Results: results/freed_memory_cost.md.
 """
 
