@@ -143,6 +143,27 @@ def test_a_session_that_fails_in_every_attempt_is_not_scored_and_is_closed(token
     assert notebook.open == {}
 
 
+def test_a_session_that_fails_in_every_attempt_fails_no_other_session_of_its_calls(tokenizer, engine):
+    notebook = Notebook()
+    records = [{"name": str(n), "turns": 2, "fails": 9 * (n % 8 == 1)} for n in range(16)]
+    rows = play(tokenizer, engine, notebook, records, retries=1)
+    assert [row.failure for row in rows].count(None) == 14
+    assert [row.metadata["name"] for row in rows if not row.scored] == ["1", "9"]
+    assert {row.restarts for row in rows} == {1}
+    assert notebook.open == {}
+
+
+def test_the_error_of_a_call_says_how_many_rows_shared_it(tokenizer, engine):
+    records = [{"name": "a", "turns": 2, "fails": 9}, {"name": "b", "turns": 1}]
+    rows = play(tokenizer, engine, Notebook(), records)
+    assert {row.failure for row in rows} == {"ValueError: the kernel is gone"}
+    assert all(
+        row.failure_details.endswith("2 rows shared the call that failed; any of them may be the cause.") for row in rows
+    )
+    [alone, _] = play(tokenizer, engine, Notebook(), records, retries=1)
+    assert "shared" not in alone.failure_details
+
+
 def test_a_rollout_whose_reset_fails_in_every_attempt_is_stored_without_a_completion(tokenizer, engine):
     class Unreachable(Notebook):
         def reset(self, metadata):

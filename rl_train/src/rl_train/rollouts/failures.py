@@ -36,7 +36,7 @@ class StepFailedError(Exception):
     """
 
     def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
+        super().__init__("\n".join([str(cause), *getattr(cause, "__notes__", ())]))
         self.cause = cause
 
     @property

@@ -151,6 +151,8 @@ class StepQueue:
         except asyncio.CancelledError:  # it would end the rollouts as if they had been cancelled
             outcomes = [RowFailedError(_CANCELLED)] * len(steps)
         except Exception as error:
+            if len(steps) > 1:
+                error.add_note(f"{len(steps)} rows shared the call that failed; any of them may be the cause.")
             outcomes = [error] * len(steps)
         self._running[worker] -= 1
         for step, outcome in zip(steps, outcomes, strict=True):
@@ -195,7 +197,7 @@ class Session:
         activity: records what the rollout waits for.
         name: `session_id` of the rollout, if the environment keeps sessions.
         retries: how often a step that fails is repeated, without other rows in its call. Steps of sessions are not repeated,
-            because the failed one may have changed their state.
+            because the failed one may have changed their state. The steps of a rollout that has started again share no calls.
     """
 
     def __init__(
@@ -247,9 +249,10 @@ class Session:
         if self._worker is not None:
             metadata = {**metadata, SESSION_KEY: self._name}
         for attempt in range(self._retries + 1):
+            alone = attempt > 0 or self._rollout.restarts > 0
             try:
                 with self._activity.waiting(ENVIRONMENT, "step"):
-                    return await self._steps.step(self._rollout, conversation, metadata, alone=attempt > 0, worker=self._worker)
+                    return await self._steps.step(self._rollout, conversation, metadata, alone=alone, worker=self._worker)
             except Exception as error:
                 if attempt == self._retries or not may_be_retried(error):
                     raise _failed(error) from error
