@@ -11,7 +11,9 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.environments.scorer import Score, ScorerEnvironment
 from rl_core.environments.step_results import StepResult, environment_return, step_results
 from rl_core.errors import ConfigError, DataError, RLCoreError
+from rl_core.interfaces import EnvironmentInterface
 from rl_core.testing.outputs.environment import metrics_checked
+from rl_core.testing.outputs.environment import step_checked as results_of
 
 
 def asked(*texts):
@@ -103,6 +105,32 @@ def test_results_of_rows_and_a_response_are_the_same_and_missing_rewards_are_zer
     assert environment_return([]).rewards.tolist() == []
     failed = returned._replace(scored=None, failures=["the service is down", None])
     assert [result.scored for result in step_results(failed)] == [False, True]
+
+
+class Graded(Lengths):
+    def score(self, text, info):
+        return Score({"length": 1.0, "grade": "good" if "!" in text else 0.5})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "found"),
+    [
+        ([{"reward": 0.5}, {"reward": "yes"}], r"\[0.5, 'yes'\] as rewards; row 1 has 'yes'"),
+        ([{"reward": "0.5"}, {"reward": "1.0"}], r"\['0.5', '1.0'\] as rewards; row 0 has '0.5'"),
+        ([{"a": 0.5, "b": 1}, {"a": None, "b": 2}], r"\[0.5, None\] as the reward 'a'; row 1 has None"),
+        ([{"a": 0.5}, {"a": [1.0, 2.0]}], r"\[0.5, \[1.0, 2.0\]\] as the reward 'a'; row 1 has \[1.0, 2.0\]"),
+    ],
+)
+def test_a_reward_that_is_not_a_number_is_named_with_its_row_and_its_class(rewards, found):
+    class Replies(EnvironmentInterface):
+        def step(self, message_log_batch, metadata):
+            reply = {"role": "environment", "content": ""}
+            return environment_return([StepResult(observation=reply, metadata={}, rewards=r, terminated=True) for r in rewards])
+
+    with pytest.raises(RLCoreError, match=rf"Replies of task 't' returned {found}. Return a number for each row"):
+        results_of(Replies(), "t", asked("a", "b"), [{}, {}])
+    with pytest.raises(RLCoreError, match=r"Graded of task 't' returned .* as the reward 'grade'; row 1 has 'good'"):
+        results_of(Graded(), "t", asked("a", "b!"), [{}, {}])
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"

