@@ -24,7 +24,7 @@ from tiny_refit_workers import (
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.errors import DeadlineExceededError, MissingCapabilityError, WeightSyncError
+from rl_core.errors import BrokenPromiseError, DeadlineExceededError, MissingCapabilityError, WeightSyncError
 from rl_core.weights.refit_progress import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
@@ -50,11 +50,11 @@ def make_engine(worker_class=TinyEngine, face=DistributedGeneration):
     return face(worker_class=worker_class, config=GenerationConfig(backend="tiny"))
 
 
-def synchronizer(policy, engine, transport="shared_memory", **options):
+def synchronizer(policy, engine, transport="shared_memory", transports=ALL, **options):
     return WeightSynchronizer(
         policy,
         engine,
-        transports=ALL,
+        transports=transports,
         policy_capabilities=NAMES,
         generation_capabilities=NAMES,
         transport=transport,
@@ -319,6 +319,35 @@ def test_a_bucket_of_the_version_before_stops_the_run_and_names_its_tensors():
     engine.fault = stated_as_the_version_before
     with pytest.raises(WeightSyncError, match=r"q\.weight.* arrived as version 0 in a refit to version 1"):
         synchronizer(policy, engine).sync()
+
+
+class SendsNothing(DiskTransport):
+    name = "acme"
+    returned = 0
+
+    def push(self, policy, generation):
+        return self.returned
+
+
+def test_a_push_that_returns_no_number_names_the_transport_and_what_it_must_return():
+    class SendsAll(SendsNothing):
+        def push(self, policy, generation):
+            DiskTransport.push(self, policy, generation)
+
+    sync = synchronizer(make_policy(), make_engine(), "acme", transports=[SendsAll])
+    with pytest.raises(BrokenPromiseError, match=r"SendsAll .* returned None\. It must return the number of bytes"):
+        sync.sync()
+
+
+def test_a_transport_that_sends_nothing_is_named_with_the_tensors():
+    sync = synchronizer(policy := make_policy(), engine := make_engine(), "acme", transports=[SendsNothing])
+    missing = r"no weights arrived\..*SendsNothing .* all 8 tensors in every refit \(.*q\.weight.* and 3 more\)"
+    with pytest.raises(WeightSyncError, match=missing):
+        sync.sync()
+    synchronizer(policy, engine).sync()
+    policy.group.run_all("step")
+    with pytest.raises(WeightSyncError, match=r"at weight version 2 .* at 1: no weights arrived, or .*SendsNothing"):
+        sync.sync()
 
 
 def test_all_weights_of_the_version_before_stop_the_run():

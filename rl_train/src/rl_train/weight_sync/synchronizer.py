@@ -23,6 +23,7 @@ from rl_train.weight_sync.fingerprint_kind import kind_of
 from rl_train.weight_sync.refit_phases import attributed, timed
 from rl_train.weight_sync.sent_weights import SentWeights
 from rl_train.weight_sync.streamed_canary import StreamedCanary
+from rl_train.weight_sync.transport_checks import check_versions, push_weights
 from rl_train.weight_sync.transport_choice import choose_transport, free_loopback_port
 from rl_train.weight_sync.waiting import wait_for_each
 
@@ -307,9 +308,9 @@ class WeightSynchronizer(WeightOwner):
             self._dtypes = dtypes or {name: dtype for name, (_, dtype) in manifest.items()}
         self._digested = None
         with timed(seconds, "push_s"), ThreadPoolExecutor(1, "rlcore-digest") as self._beside:
-            moved = self._transport.push(self._policy, engine)
+            moved = push_weights(self._transport, self._policy, engine)
         with timed(seconds, "prove_s"):
-            self._prove_version(engine)
+            check_versions(self._transport, self._policy, engine)
             # Memory that is shared was compared once; the engine checks in each refit that it is still the policy's.
             if self._prove and not (self._transport.shares_memory and self.synced_version is not None):
                 self._prove_fingerprint(engine)
@@ -346,18 +347,6 @@ class WeightSynchronizer(WeightOwner):
         if engine.restarted_replicas() is not None:  # rows would wait for weights that only this refit brings
             return nullcontext(dict)
         return self.streamed.over_refit(self._canary, self._policy, engine)
-
-    def _prove_version(self, engine: GenerationInterface) -> None:
-        policy_version, engine_version = self._policy.weight_version, engine.weight_version
-        if policy_version == engine_version:
-            return
-        if engine_version < 0:
-            engine.weight_fingerprint()  # names the tensors that have not arrived
-        raise WeightSyncError(
-            f"After the refit the policy is at weight version {policy_version} and the generation backend at {engine_version}: "
-            + ("the weights that arrived are of another step. " if engine_version >= 0 else "the refit did not complete. ")
-            + "Resume the run from its last checkpoint."
-        )
 
     def _start_policy_digest(self) -> None:
         """Compute the policy's fingerprint, in the kind of the previous refit, while the engine loads the sent weights."""
