@@ -1,9 +1,11 @@
 """A resume continues the optimizer state with the settings of the current config."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from pydantic import Field
 
 from rl_core.config.schema import OptimizerConfig, SchedulerConfig
 from rl_core.errors import CheckpointError
@@ -119,3 +121,23 @@ def test_another_optimizer_or_other_parameter_groups_are_an_error():
         make(torch.optim.AdamW, {"lr": 0.01}, groups=2).load_state_dict(saved, steps=0, source="checkpoint")
     with pytest.raises(CheckpointError, match="damaged: its state has no `param_groups`"):
         make(torch.optim.AdamW, {"lr": 0.01}).load_state_dict({}, steps=0, source="checkpoint")
+
+
+class LionConfig(OptimizerConfig):
+    """The section of a plugin whose default optimizer is its own."""
+
+    name: str = "acme.Lion"
+    kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 1e-4})
+
+
+@pytest.mark.parametrize(
+    ("section", "kwargs"),
+    [
+        ({}, {"lr": 1e-4}),
+        ({"kwargs": {"beta": 0.9}}, {"lr": 1e-4, "beta": 0.9}),
+        ({"name": "torch.optim.AdamW", "kwargs": {"lr": 1}}, {"lr": 1, "weight_decay": 0.0}),
+        ({"name": "torch.optim.SGD", "kwargs": {"lr": 1}}, {"lr": 1}),
+    ],
+)
+def test_the_section_of_a_plugin_has_its_own_default_arguments(section, kwargs):
+    assert LionConfig.model_validate(section).kwargs == kwargs

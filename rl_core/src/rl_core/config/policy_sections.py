@@ -36,8 +36,8 @@ class OptimizerConfig(Section):
     name: str = _ADAMW
     """Dotted name of any class that takes parameters and keyword arguments."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: dict(_ADAMW_DEFAULTS))
-    """Keyword arguments of the optimizer. AdamW keeps the defaults shown here for arguments that are not given; other
-    optimizers use their own defaults."""
+    """Keyword arguments of the optimizer. The default optimizer keeps the defaults shown here for arguments that are not given;
+    others use their own defaults."""
 
     @field_validator("name")
     @classmethod
@@ -48,11 +48,12 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_adamw_has_our_defaults(cls, given: Any) -> Any:
-        # An override of the learning rate must not turn on PyTorch's weight decay.
+    def _only_known_optimizers_have_our_defaults(cls, given: Any) -> Any:
+        # An override of the learning rate must not turn on PyTorch's weight decay. A plugin's section may have other defaults.
         if not isinstance(given, dict) or not isinstance(given.get("kwargs", {}), dict):
             return given
-        defaults = _ADAMW_DEFAULTS if given.get("name", _ADAMW) == _ADAMW else {}
+        name, kwargs = (cls.model_fields[key].get_default(call_default_factory=True) for key in ("name", "kwargs"))
+        defaults = {_ADAMW: _ADAMW_DEFAULTS, name: kwargs}.get(given.get("name", name), {})
         return {**given, "kwargs": {**defaults, **given.get("kwargs", {})}}
 
 

@@ -99,13 +99,9 @@ class EnvironmentConfig(ComponentSection):
         return ()
 
     @model_validator(mode="after")
-    def _one_implementation(self) -> EnvironmentConfig:
+    def _keys_agree(self) -> EnvironmentConfig:
         if self.name is not None and self.env_cls is not None:
             raise ValueError("name and env_cls both select the environment: keep one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _timeout_has_an_agent(self) -> EnvironmentConfig:
         if self.agent is None and self.agent_timeout_s != EnvironmentConfig.model_fields["agent_timeout_s"].default:
             raise ValueError("agent_timeout_s has no effect without `agent`: remove it")
         return self

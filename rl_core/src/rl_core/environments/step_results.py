@@ -50,13 +50,13 @@ def step_results(step_return: EnvironmentReturn) -> list[StepResult]:
             observation=step_return.observations[row],
             metadata=step_return.metadata[row],
             rewards={name: float(values[row]) for name, values in rewards.items()},
-            terminated=bool(step_return.terminateds[row]),
+            terminated=bool(ended),
             stop_strings=step_return.next_stop_strings[row],
             answer=answers[row],
             scored=bool(scored[row]) and failures[row] is None,
             failure=failures[row],
         )
-        for row in range(rows)
+        for row, ended in enumerate(torch.as_tensor(step_return.terminateds).tolist())
     ]
 
 
