@@ -16,7 +16,7 @@ MODEL = str(Path(__file__).parents[2] / "examples/addition/model")
 MODULES = """
 from rl_backends_hf.generation import HuggingFaceGeneration
 from rl_backends_hf.policy import HuggingFacePolicy
-from rl_core.interfaces import EnvironmentInterface, GenerationInterface, PolicyInterface
+from rl_core.interfaces import EnvironmentInterface, GenerationInterface, PolicyInterface, WeightTransport
 from rl_train.metrics.logger import Logger
 
 class WrongConstructor(HuggingFaceGeneration):
@@ -47,6 +47,14 @@ class Greedy(EnvironmentInterface):
 
 class Silent(Logger):
     def __init__(self, *, config, folder): ...
+
+class Takes(Logger):
+    def __init__(self, cfg): ...
+    def log_metrics(self, metrics, step): ...
+
+class Misspelt(WeightTransport):
+    name, requires = "misspelt", ("dsk",)
+    def push(self, policy, generation): ...
 
 class Raises(HuggingFaceGeneration):
     def __init__(self, *, config, cluster=None, deadlines=None):
@@ -102,6 +110,7 @@ WRONG = {
             "policy.generation.backend",
             "does not define finish_generation, invalidate_kv_cache, prepare_refit_info, weight_",
             "grpo",
+            "See docs/write_a_generation_backend.md.",
         ],
     ),
     "an engine that digests the weights that it received, without the canary": (
@@ -122,7 +131,7 @@ WRONG = {
         {"env": {"env_cls": f"{OF}Greedy"}},
         ["env.arithmetic.env_cls", "takes (config, api_key)"],
     ),
-    "a logger": ({"logger": {"loggers": {f"{OF}Silent": {}}}}, ["does not define log_metrics"]),
+    "a logger": ({"logger": {"loggers": {f"{OF}Silent": {}}}}, ["does not define log_metrics", "See docs/write_a_logger.md."]),
     "no class": ({"generation": f"{OF}number"}, ["3 is not a class"]),
 }
 
@@ -196,6 +205,12 @@ def test_doctor_checks_the_contract_of_a_class_by_its_path(config):
     assert "FAILED" in done.stdout
     assert "takes (config, model)" in done.stdout
     assert rlcore("doctor", "rl_backends_hf.policy.HuggingFacePolicy", "--deep").returncode == 0
+    done = rlcore("doctor", f"{OF}Takes", "--deep")
+    assert "takes (cfg)" in done.stdout
+    assert "Write `def __init__(self, *, config, folder)`. See docs/write_a_logger.md." in done.stdout
+    done = rlcore("doctor", f"{OF}Misspelt", "--deep")
+    assert "it `requires` 'dsk', but there is no capability 'dsk'. Did you mean 'disk'?" in done.stdout
+    assert done.returncode == 1
 
 
 def test_an_error_in_a_constructor_has_the_line_of_the_class(config):

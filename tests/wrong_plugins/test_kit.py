@@ -1,9 +1,11 @@
 """The conformance kit finds every wrong plugin, by the test of the promise that it breaks and no other."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
-from wrong_plugins.loggers.base import written
+from wrong_plugins.loggers.base import Lines, written
 from wrong_plugins.registry import (
     ALGORITHMS,
     COMMANDS,
@@ -93,6 +95,31 @@ def test_the_kit_finds_a_wrong_logger_by_the_promise_that_it_breaks(name, tmp_pa
     names, text = broken(LoggerConformance, path, written=classmethod(lambda _, folder: written(folder)))
     assert names == ([] if name == "right" else [LOGGERS[name].promise]), text
     assert "Traceback" not in text
+
+
+def test_the_kit_says_of_a_constructor_of_a_logger_what_a_run_says(tmp_path, monkeypatch):
+    (tmp_path / "logger_of_cfg.py").write_text(
+        "from wrong_plugins.loggers.base import Lines\n\nclass Logger(Lines):\n    def __init__(self, cfg): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    _, text = broken(LoggerConformance, "logger_of_cfg.Logger")
+    assert "Write `def __init__(self, *, config, folder)`. See docs/write_a_logger.md." in text
+
+
+def test_the_kit_gives_a_logger_the_records_of_a_run():
+    page = (Path(__file__).parents[2] / "docs/report.md").read_text()
+    table = page.partition("has these keys:")[2].partition("##")[0]
+    keys = {key for row in re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    rows = []
+
+    class Keeps(Lines):
+        def log_rollouts(self, rollouts, step):
+            rows.extend(rollouts)
+
+    make = classmethod(lambda _, folder: Keeps(config=None, folder=folder))
+    broken(LoggerConformance, "wrong_plugins.loggers.right.Logger", make=make)
+    assert rows
+    assert all(row.keys() == keys for row in rows), keys ^ rows[0].keys()
 
 
 @pytest.mark.slow

@@ -88,6 +88,15 @@ def test_a_transport_of_a_plugin_works_with_every_pair_of_backends_that_have_wha
     ]
 
 
+def test_a_transport_that_requires_an_unknown_capability_is_refused_without_blaming_a_backend(files, good, monkeypatch):
+    monkeypatch.syspath_prepend(files.folder)
+    (files.folder / "misspelt_transport.py").write_text('class Misspelt:\n    requires = ("dsk",)\n')
+    [error] = files.errors(good, "policy.generation.refit_transport=misspelt_transport.Misspelt")
+    assert "the weight transport 'misspelt_transport.Misspelt' `requires` 'dsk', but there is no capability 'dsk'" in error
+    assert "Did you mean 'disk'?" in error
+    assert "backend" not in error
+
+
 def test_a_transport_of_a_plugin_is_tried_by_default_after_ours(files, good):
     filing = good.replace("  backend: hf\n  model", "  backend: filing\n  model")
     assert files.load(filing).run.policy.backend == "filing"  # none of those that are tried first writes files

@@ -28,13 +28,11 @@ class TransportContext:
     folder: Path = Path(gettempdir())
     """Folder for files of weights that both policy and generation backend can access."""
     receiver_dtypes: Callable[[], Mapping[str, str]] = dict
-    """Name to the dtype that the generation backend stores, such as "bfloat16", in the current refit; a tensor not listed is
-    sent as it is."""
+    """Name to the engine's dtype, such as "bfloat16", in the current refit; a tensor not listed is sent as it is."""
     num_receivers: int = 1
     """Number of generation workers that load weights in a refit of the whole engine; `generation.num_workers` in `push`."""
     on_sent: Callable[[], None] = lambda: None
-    """Optional: call it once all weights have left the policy while the generation backend still loads the last of them: the
-    policy's remaining work can then overlap with the loading."""
+    """Optional: call it once all weights have left the policy, to start its remaining work while the last are loaded."""
 
 
 class WeightTransport(ABC):
@@ -42,8 +40,7 @@ class WeightTransport(ABC):
 
     Attributes:
         name: the name under which it is registered.
-        requires: the capabilities that both backends must have, such as `("disk",)`: it works with every pair of backends that
-            have them. Write them as literals in the class body, so that `rlcore validate` can read them without an import.
+        requires: capabilities that both backends must have, such as `("disk",)`; literals, for `rlcore validate`.
         shares_memory: the engine computes with the policy's own tensors and checks that in `update_weights`. Only the first
             refit then compares fingerprints: they would be of the same memory.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from pydantic import BaseModel
 
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig, GenerationConfig, PolicyConfig
 from rl_core.config.section import Section
@@ -24,15 +25,15 @@ from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rl_core.testing.promises import Conformance, Found, promise, run_elsewhere
 
-_CONTRACTS: dict[Kind, tuple[type, type[Section]]] = {
+_CONTRACTS: dict[Kind, tuple[type, type[BaseModel]]] = {
     Kind.POLICY: (TrainableInterface, PolicyConfig),
     Kind.GENERATION: (GenerationInterface, GenerationConfig),
     Kind.ENVIRONMENT: (EnvironmentInterface, EnvironmentConfig),
-    Kind.LOSS: (LossFunction, Section),
+    Kind.LOSS: (LossFunction, BaseModel),
     Kind.WEIGHT_TRANSPORT: (WeightTransport, Section),
     Kind.DATASET: (object, DatasetConfig),
 }
-"""Base classes of the targets and config models of a kind."""
+"""Base classes of the targets and config models of a kind; the tests of a kind of rl_train check its own base."""
 _IMPORT = """
 import {modules}
 print("HEAVY", *sorted(set({heavy}) & sys.modules.keys()))
@@ -93,7 +94,7 @@ class PackagingConformance(Conformance[Plugin]):
             model: Any = component.load_config()
             if model is None:
                 continue
-            _, base = _CONTRACTS.get(kind, (object, Section))
+            _, base = _CONTRACTS.get(kind, (object, BaseModel))
             if not issubclass(model, base):
                 raise Found(f"{component.config} does not extend {base.__module__}.{base.__name__}.")
             undocumented = [name for name, field in model.model_fields.items() if not field.description]

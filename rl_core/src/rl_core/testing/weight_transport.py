@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -121,9 +121,7 @@ class _Subject:
         self.in_transit -= int(ipc_handles["num_bytes"])
 
 
-_COPYING = Condition(
-    text="the engine shares the policy's memory", holds=lambda tests: not tests.registered().load().shares_memory
-)
+_COPYING = Condition(text="the engine shares the policy's memory", holds=lambda kit: not kit.registered().load().shares_memory)
 
 
 class WeightTransportConformance(Conformance[_Subject]):
@@ -140,12 +138,10 @@ class WeightTransportConformance(Conformance[_Subject]):
             raise Found(problem)
         cluster = None if "by_reference" in chosen.requires else cls.cluster(needs_ray="collective" in chosen.requires)
         sections = PolicyConfig(backend="kit", model_name="kit"), GenerationConfig(backend="kit")
-        engine_end: Any = EngineEnd
+        engine_end, workers = cast("Any", EngineEnd), 1 if cluster is None else 2
         policy = DistributedPolicy(worker_class=PolicyEnd, config=sections[0], cluster=cluster)
         cls._exits.callback(policy.shutdown)
-        engine = DistributedGeneration(
-            worker_class=engine_end, config=sections[1], cluster=cluster, num_workers=1 if cluster is None else 2
-        )
+        engine = DistributedGeneration(worker_class=engine_end, config=sections[1], cluster=cluster, num_workers=workers)
         cls._exits.callback(engine.shutdown)
         return _Subject(policy, engine, chosen)
 
@@ -153,7 +149,7 @@ class WeightTransportConformance(Conformance[_Subject]):
     def test_it_is_created_from_its_context(self) -> str:
         transport = self._transport()
         if not is_path(self.component) and transport.name != self.component:
-            raise Found(f"`name` is {transport.name!r}, so `refit_transport: {self.component}` would not find it.")
+            raise Found(f"`name` is {transport.name!r}, which errors of a run would show instead of {self.component!r}.")
         return f"it requires {', '.join(transport.requires) or 'no capability'}"
 
     @promise("Every tensor arrives bit for bit in the engine's dtype, under the version of the policy, in every push.")
@@ -166,9 +162,8 @@ class WeightTransportConformance(Conformance[_Subject]):
     def test_push_returns_the_bytes_moved(self) -> str:
         moved = self.subject().push(self._transport())
         dtypes = {name: dtype_of(dtype) for name, dtype in self.subject().dtypes.items()}
-        least = (
-            sum(t.numel() * dtypes[name].itemsize for name, t in make_tensors(0).items()) if _COPYING.holds(type(self)) else 0
-        )
+        copied = make_tensors(0) if _COPYING.holds(type(self)) else {}
+        least = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in copied.items())
         if not isinstance(moved, int) or not least <= moved <= 2 * least:  # buckets have padding
             raise Found(f"it returned {moved!r}, and the tensors have {least} bytes.")
         return f"{moved} bytes"

@@ -19,6 +19,7 @@ from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
 from rl_core.interfaces.trainable import TrainableInterface
 from rl_core.interfaces.value import ValueInterface
+from rl_core.interfaces.weights import WeightTransport
 from rl_core.interfaces.worker import GenerationWorker, PolicyWorker
 from rl_core.plugins.capabilities import Capability
 from rl_core.plugins.component import Component, Kind, capability_problem
@@ -57,7 +58,7 @@ class Contract:
             problems.append(problem)
         if not problems:
             return None
-        return f"{_label(target)} cannot be used: {'; '.join(problems)}. docs/write_a_plugin.md shows each interface."
+        return f"{_label(target)} cannot be used: {'; '.join(problems)}. See docs/{self._page}.md."
 
     def _class_problems(self, target: type) -> Iterator[str]:
         if not issubclass(target, self.bases):
@@ -65,6 +66,21 @@ class Contract:
         missing = {method for method in self.methods if _lacks(target, method)}
         if missing := missing.union(getattr(target, "__abstractmethods__", ())):
             yield f"it does not define {', '.join(sorted(missing))}, which {self.caller} calls"
+        if issubclass(target, WeightTransport) and (problem := capability_problem(target.requires)) is not None:
+            yield f"it `requires` {', '.join(map(repr, target.requires))}, but {problem.rstrip('.')}"
+
+    @property
+    def _page(self) -> str:
+        """The page of the documentation about this kind of class."""
+        return next((page for base, page in _PAGES.items() if base in self.bases), "write_a_policy")
+
+
+_PAGES: Mapping[type, str] = {
+    GenerationInterface: "write_a_generation_backend",
+    LossFunction: "write_an_algorithm",
+    Logger: "write_a_logger",
+    WeightTransport: "write_a_weight_transport",
+}
 
 
 MODEL_ARGUMENTS = ("config", "cluster", "deadlines")
@@ -72,7 +88,8 @@ CONTRACTS: Mapping[Kind, Contract] = {
     Kind.POLICY: Contract(bases=(PolicyInterface, ValueInterface), arguments=MODEL_ARGUMENTS),
     Kind.GENERATION: Contract(bases=(GenerationInterface,), arguments=MODEL_ARGUMENTS),
     Kind.LOSS: Contract(bases=(LossFunction,)),
-    Kind.LOGGER: Contract(bases=(Logger,)),
+    Kind.LOGGER: Contract(bases=(Logger,), arguments=("config", "folder")),
+    Kind.WEIGHT_TRANSPORT: Contract(bases=(WeightTransport,)),
 }
 """The contract of each kind, for any run."""
 EVALUATION_CONTRACTS: Mapping[str, Contract] = {

@@ -9,14 +9,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from unittest import SkipTest
+
+import torch
 
 from rl_core.plugins.component import Kind
 from rl_core.testing.promises import Condition, Conformance, Found, must_raise, promise
 from rl_core.testing.sections import section_of
+from rl_train.assembly.contracts import check_class
 from rl_train.config.schema import LoggerConfig
 from rl_train.metrics.logger import Logger
+from rl_train.rollouts.records import rollout_records
+from rl_train.rollouts.trajectory import Trajectory
 
 _STEPS = {
     0: {"validation/accuracy": 0.25},
@@ -27,13 +32,11 @@ _STEPS = {
 """Numbers that float32 represents exactly."""
 _ODD = {"validation/pass@4": math.nan, "env/x: hard (%)/ä": math.inf, "reward/mean": -math.inf, "loss": 3}
 _TEXTS = ("", "a\nb\r\n\0", "\x1b[31m[bold]</b>", "\ud83d", "Ü🙂,;\"'", "x" * 100_000)
-_ROLLOUT = {
-    "prompt": "1+1=",
-    "completion": "2",
-    "answer": "2",
-    "reward": 1.0,
-    "messages": [{"role": "user", "content": "1+1="}],
-}
+_TURN = {"token_ids": torch.tensor([3]), "generation_logprobs": torch.tensor([-0.5]), "weight_version": 0, "turn": 1}
+_LOG = [{"role": "user", "content": "1+1=", "token_ids": torch.tensor([1, 2])}, {"role": "assistant", "content": "2", **_TURN}]
+_ORIGIN = {"task_name": "sums", "group_id": 0, "index": 0, "ordinal": 0, "sample": 0, "metadata": {"expected_answer": "2"}}
+_SCORES = {"reward": 1.0, "reward_parts": {"correct": 1.0}, "turn_rewards": [{"correct": 1.0}], "answer": "2", "turns": 1}
+[_ROLLOUT] = rollout_records([Trajectory(**cast("Any", {"message_log": _LOG, **_ORIGIN, **_SCORES}))], torch.tensor([0.5]))
 _PARAMS = {"grpo": {"max_num_steps": 3, "val_period": None}, "data": {"path": "Ü/ü", "list": [1, {"a": "x" * 7000}]}}
 
 
@@ -62,7 +65,8 @@ class LoggerConformance(Conformance[Any]):
     def make(cls, folder: Path) -> Logger:
         """Create the logger as a run does. Override it for a logger with other arguments."""
         component = cls.registered()
-        logger: Logger = component.load(expect=Logger)(config=section_of(component, LoggerConfig, cls.config), folder=folder)
+        check_class(creates := component.load(), Kind.LOGGER, ("config", "folder"))
+        logger: Logger = creates(config=section_of(component, LoggerConfig, cls.config), folder=folder)
         return logger
 
     @promise("It is created with `config` and `folder`, and logs steps, each of which has other metrics.")

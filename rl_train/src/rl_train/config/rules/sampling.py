@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from rl_core.config.diagnostics import Problem, show
 from rl_core.config.schema import GenerationConfig
 from rl_core.errors import PluginError
-from rl_core.plugins.component import Kind, is_path
+from rl_core.plugins.component import Kind, capability_problem, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config.engine_verification import missing_canary
 from rl_train.config.rules.models import each_engine
@@ -140,6 +140,10 @@ def weight_transport_is_supported(config: CheckedConfig, generation: GenerationC
         required = _transport_requirements(config.registry, [transport])
     except PluginError as error:
         yield Problem(at, str(error))
+        return
+    needed = required[transport]
+    if isinstance(needed, tuple) and (problem := capability_problem(needed)) is not None:
+        yield Problem(at, f"the weight transport {transport!r} `requires` {', '.join(map(repr, needed))}, but {problem}")
         return
     for kind, backend in ((Kind.POLICY, config.run.policy.backend), (Kind.GENERATION, generation.backend)):
         capabilities = _capabilities(config.registry, kind, backend)
