@@ -7,6 +7,36 @@ from pathlib import Path
 from rl_core.data.schema import SCHEMA
 
 PAGE = Path(__file__).with_name("batch_keys.md")
+OPTIONS = """
+## Options in `sampling`
+
+A row has None or a dict. An option that is absent or None has the engine's value. The facts of an engine say which options it
+reads; any other one is a `NotSupportedError`. `PromptReader` checks the names, and the engine checks the values: a wrong one is
+a `DataError`.
+
+| option | value | read by engines with |
+|---|---|---|
+| `temperature` | number above 0 | `reads_sampling` |
+| `top_p` | number above 0, at most 1 | `reads_sampling` |
+| `top_k` | integer, at least 1 | `reads_sampling` |
+| `top_logprobs` | integer: number of alternatives to report at each position | `top_logprobs` in `row_options` |
+| `json_schema` | dict: schema that every completion that ends by itself fits | `json_schema` in `row_options` |
+
+The temperature of a row is never 0. Greedy decoding is the argument `greedy` of the call: `rlcore serve` sets it for requests
+with temperature 0, and validation with `val_temperature: 0`. Log-probabilities of greedy rows are those at the engine's
+temperature.
+
+## Output of a streamed row
+
+A row with `stream_tokens` is returned whenever it has new tokens, if the engine has the fact `streams_tokens`.
+
+| column | before the row has ended | at its end |
+|---|---|---|
+| `unfinished` | `torch.tensor([True])`: bool, shape [1] | absent, not False |
+| all other columns | of all tokens so far, not only the new ones | as without streaming |
+| `truncated` | no meaning | as without streaming |
+"""
+"""What the table does not say of two columns whose content depends on the engine."""
 
 
 def as_markdown() -> str:
@@ -30,7 +60,7 @@ def as_markdown() -> str:
         lines.append(
             f"| `{spec.name}` | {spec.shape} | {spec.dtype} | {spec.unit} | {padding} | {spec.written_by} | {spec.meaning} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + OPTIONS
 
 
 if __name__ == "__main__":

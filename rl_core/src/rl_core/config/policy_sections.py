@@ -128,7 +128,7 @@ class GenerationConfig(ComponentSection):
     eos_token_id: int | None = None
     """End-of-sequence token, for a config that repeats it: it must be one of the model's, which always end a completion."""
     val_temperature: float = Field(default=0.0, ge=0.0)
-    """Sampling temperature in validation; 0 means greedy decoding."""
+    """Sampling temperature in validation: 0 for greedy decoding, or equal to `temperature`. Other values are refused."""
     python: Annotated[str | None, NAME_OR_PATH] = None
     """Python interpreter that runs the workers, such as `venvs/sampler/bin/python`; that of the driver by default."""
     num_workers: int | None = Field(default=None, ge=1)
