@@ -12,8 +12,12 @@ from rlcore_cli.arguments import AsJson
 
 if TYPE_CHECKING:
     from rl_core.plugins.component import Kind
-    from rl_core.testing.promises import Conformance
+    from rl_core.testing.promises import Conformance, PromiseResult
 
+_CREATION = "test_it_is_created_from_its_section"
+_NOT_TESTED = """{title} {component!r}: not tested with its default config:
+{reason}
+Test it with `pytest tests/test_conformance.py` in the repository of the plugin; docs/conformance.md shows such a file."""
 Name = Annotated[
     str,
     typer.Argument(
@@ -28,7 +32,9 @@ def check_plugin(name: Name, as_json: AsJson = False) -> None:
     """Check whether a plugin keeps the promises of its interfaces: its package, and each component that the kit can test.
 
     Runs the tests of the conformance kit (`rl_core.testing`, `rl_train.testing`) with default configs. Components that need
-    a config or rows are tested from a test file, which `docs/conformance.md` shows. Exit code: 1 if a promise is broken.
+    a config or rows are reported as not tested. They are tested from a test file, which `docs/conformance.md` shows.
+
+    Exit code: 1 if a promise is broken.
 
     Example:
         rlcore check plugin acme
@@ -38,17 +44,52 @@ def check_plugin(name: Name, as_json: AsJson = False) -> None:
 
     records, broken = [], False
     for tests in _tests_of(name):
-        for result in tests.run():
+        for result in _results(tests):
             broken = broken or result.status is Status.BROKEN
             records.append(_record(tests, result))
             if not as_json and result.status is Status.BROKEN:
                 print(tests.failure_text(result) + "\n")
         if not as_json:
-            print(tests.summary())
+            print(_summary(tests))
     if as_json:
         print(json.dumps(records, indent=2))
     if broken:
         raise typer.Exit(1)
+
+
+def _results(tests: type[Conformance[Any]]) -> Iterator[PromiseResult]:
+    """The result of each promise. An error of the creation is one broken promise, or none if a config or rows are missing."""
+    from rl_core.errors import ConfigError
+    from rl_core.testing.promises import PromiseResult, Status, described
+
+    tests.setup_class()
+    try:
+        failure: BaseException | None = None
+        try:
+            if any(stated.name == _CREATION for stated in tests.promises()):
+                tests.subject()
+        except (Exception, SystemExit) as error:  # of the component, which may raise anything
+            failure = error
+        needs_values = isinstance(failure, ConfigError)
+        for stated in tests.promises():
+            if failure is None:
+                yield tests.result_of(stated)
+                continue
+            status = Status.BROKEN if stated.name == _CREATION and not needs_values else Status.NOT_CHECKED
+            found = described(failure) if needs_values or status is Status.BROKEN else "the component could not be created"
+            tests.results[stated.name] = PromiseResult(promise=stated, status=status, found=found)
+            yield tests.results[stated.name]
+    finally:
+        tests.teardown_class()
+
+
+def _summary(tests: type[Conformance[Any]]) -> str:
+    from rl_core.testing.promises import Status
+
+    results = [*tests.results.values()]
+    if all(result.status is Status.NOT_CHECKED for result in results):
+        return _NOT_TESTED.format(title=tests.title(), component=tests.component, reason=results[0].found)
+    return tests.summary()
 
 
 def _record(tests: type[Conformance[Any]], result: Any) -> dict[str, str]:

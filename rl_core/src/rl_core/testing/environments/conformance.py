@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl_core.config.schema import DatasetConfig, EnvironmentConfig
+from rl_core.errors import ConfigError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.plugins.component import Kind, is_path
 from rl_core.plugins.registry import Registry
@@ -123,10 +124,8 @@ class EnvironmentConformance(Conformance[EnvironmentChecks]):
 def _rows_of_dataset(name: str, registry: Registry) -> list[TrialRow]:
     """The first rows of the dataset with the name of the environment."""
     if is_path(name) or name not in registry.names("dataset"):
-        raise Found(
-            f"there are no rows to step with. Set `rows` of the test class: [{{'prompt': ..., 'expected_answer': ...}}], or "
-            f"register a dataset {name!r}."
-        )
+        text = "there are no rows to step with. Set `rows` of the test class: [{'prompt': ..., 'expected_answer': ...}], or"
+        raise ConfigError(f"{text} register a dataset {name!r}.")
     component = registry.find("dataset", name)
     records = component.load()(section_of(component, DatasetConfig, {"dataset_name": name}))
     return [trial_row(records[index], f"record {index}") for index in range(min(_NUM_ROWS, len(records)))]

@@ -1,0 +1,41 @@
+"""`rlcore check plugin`: components that cannot be created with their default configs."""
+
+import json
+
+import pytest
+from command_line import rlcore
+
+from rl_core.testing.promises import Status
+
+
+@pytest.mark.parametrize(
+    ("component", "missing"),
+    [
+        ("environment:math", "there are no rows to step with. Set `rows` of the test class"),
+        ("environment:gymnasium", "config.id is required"),
+        ("generation:openai", "config.openai_cfg is required"),
+    ],
+)
+def test_a_component_that_needs_a_config_or_rows_is_reported_as_not_tested(component, missing):
+    done = rlcore("check", "plugin", component)
+    assert done.returncode == 0, done.stdout
+    assert f"{component.partition(':')[2]!r}: not tested with its default config:\n{missing}" in done.stdout
+    assert done.stdout.count(missing) == 1
+    assert "Test it with `pytest tests/test_conformance.py`" in done.stdout
+    assert "does not keep a promise" not in done.stdout
+    records = json.loads(rlcore("check", "plugin", component, "--json").stdout)
+    assert {record["status"] for record in records} == {Status.NOT_CHECKED}
+
+
+def test_a_component_that_cannot_be_created_is_reported_once():
+    done = rlcore("check", "plugin", "environment:no_such_game")
+    assert done.returncode == 1
+    assert done.stdout.count("No environment named 'no_such_game'") == 1
+    assert "0 of 14 promises kept; 13 not checked: the component could not be created" in done.stdout
+
+
+@pytest.mark.parametrize("component", ["environment:guess", "logger:wandb", "dataset:guess"])
+def test_a_component_is_tested_with_its_default_config(component):
+    done = rlcore("check", "plugin", component)
+    assert done.returncode == 0, done.stdout
+    assert "promises kept" in done.stdout
