@@ -37,8 +37,7 @@ class Score:
     reply: str = ""
     """Shown by `rlcore env play`. The model does not read it, because the rollout has ended."""
     scored: bool = True
-    """Whether the answer could be scored. An answer that could not counts neither in the statistics of its group nor in the
-    loss."""
+    """Whether the answer could be scored; if not, it counts neither in the statistics of its group nor in the loss."""
     failure: str | None = None
     """Why the answer could not be scored for a reason that is not the model's, such as a dead service: the step is repeated."""
 

@@ -44,7 +44,6 @@ def step_results(step_return: EnvironmentReturn) -> list[StepResult]:
     rewards = {name: torch.as_tensor(values).tolist() for name, values in named_rewards(step_return.rewards).items()}
     rows = len(step_return.observations)
     answers, failures = step_return.answers or [None] * rows, step_return.failures or [None] * rows
-    scored = [True] * rows if step_return.scored is None else torch.as_tensor(step_return.scored).tolist()
     return [
         StepResult(
             observation=step_return.observations[row],
@@ -53,7 +52,7 @@ def step_results(step_return: EnvironmentReturn) -> list[StepResult]:
             terminated=bool(ended),
             stop_strings=step_return.next_stop_strings[row],
             answer=answers[row],
-            scored=bool(scored[row]) and failures[row] is None,
+            scored=(step_return.scored is None or bool(step_return.scored[row])) and failures[row] is None,
             failure=failures[row],
         )
         for row, ended in enumerate(torch.as_tensor(step_return.terminateds).tolist())

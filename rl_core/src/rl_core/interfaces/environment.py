@@ -31,8 +31,7 @@ class EnvironmentReturn(NamedTuple):
     """An environment's response to one turn of a batch; row i responds to conversation i."""
 
     observations: Sequence[Observation]
-    """What the model reads next: a message (`role` and `content`), or a list of several such as tool results.
-    Ignored if the row has terminated."""
+    """What the model reads next: a message (`role` and `content`), or a list of several. Ignored if the row has terminated."""
     metadata: list[Any]
     """State passed to `step` at the next turn."""
     next_stop_strings: list[list[str] | None]
@@ -48,9 +47,8 @@ class EnvironmentReturn(NamedTuple):
     """[B], 0 if this turn of the row could not be scored; None if all were. A rollout with such a turn counts neither in the
     statistics of its group nor in the loss."""
     failures: list[str | None] | None = None
-    """Why a row could not be answered for a reason that is not the model's, such as a dead service; None for other rows, or if
-    no row failed. The step of such a row is repeated as if it had raised, without repeating other rows; if it fails in every
-    attempt, the row is not scored."""
+    """Why a row could not be answered for a reason that is not the model's, such as a dead service; None for other rows, or
+    for all. Only the steps of such rows are repeated, as if they had raised; a row that fails every time is not scored."""
 
 
 class EnvironmentInterface(PrivateNames, ABC):
