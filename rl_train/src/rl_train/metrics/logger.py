@@ -30,7 +30,7 @@ class Logger(ABC):
 
         Args:
             rows: One JSON-ready record per rollout, with `prompt`, `completion`, `messages`, `answer`, `reward` and the other
-                keys of `rl_train.rollouts.records.rollout_records`.
+                keys of the table in docs/report.md, "Keys of a rollout".
             step: As in `log_metrics`.
         """
         return None
