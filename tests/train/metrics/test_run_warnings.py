@@ -120,3 +120,14 @@ def test_a_resumed_run_continues_to_count_and_does_not_repeat_a_warning(warned):
     repeated = RunWarnings()
     repeated.replay([{"step": number, "loss": None, **row} for number, row in enumerate(CASES["truncated"], start=1)])
     assert len(warned(CASES["truncated"][-1:], repeated)) == 1
+
+
+@pytest.mark.parametrize(("norms", "warns"), [([0.0, 0.0], True), ([0.0, 0.1], False), ([], False)])
+def test_a_run_in_which_no_step_had_a_gradient_warns_at_its_end(caplog, own_messages, norms, warns):
+    watch = RunWarnings()
+    for step, norm in enumerate(norms, start=1):
+        watch.observe(step, {"grad_norm": norm, "reward/mean": 0.0})
+    with caplog.at_level(logging.WARNING, logger="rlcore"):
+        watch.finish()
+    texts = [text.partition(".")[0] for text in own_messages()]
+    assert texts == ["nothing was learned: the gradient was 0 in all 2 steps"] * warns

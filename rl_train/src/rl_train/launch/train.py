@@ -281,10 +281,11 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
 
 @contextmanager
 def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
-    """Report the end of the run, with its error if there is one, to the plugins."""
+    """Report the end of the run, with its error if there is one, to the plugins, and what its steps show at the end."""
     error: BaseException | None = None
     try:
         yield
+        run.warnings.finish()
     except BaseException as caught:
         error = caught
         raise

@@ -51,6 +51,17 @@ class RunWarnings:
         for row in rows:
             self._new(int(row["step"] or 0), {name: value for name, value in row.items() if value is not None})
 
+    def finish(self) -> None:
+        """At the end of a run, warn if no step had a gradient and no warning has said why, as in trials of a few steps."""
+        norms = [row["grad_norm"] for row in self._steps if "grad_norm" in row]
+        if not norms or any(norms) or self._given:
+            return
+        _log.warning(
+            "nothing was learned: the gradient was 0 in all %d steps. With rewards, this happens if all samples of each prompt "
+            "have equal ones: use easier prompts, or a reward that differs between samples.",
+            len(norms),
+        )
+
     def _new(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         self._steps.append({name: value for name, value in metrics.items() if _is_read(name) and math.isfinite(value)})
         new = []
@@ -195,7 +206,7 @@ WARNINGS: Mapping[str, Callable[[Sequence[Step]], str | None]] = {
 _READ = frozenset(
     {
         *("length/truncated_frac", "length/mean", "reward/mean", "reward/std", "reward/equal_groups_frac", "rollout/accuracy"),
-        *("validation/accuracy", "entropy/sampled", "kl/reference", "lr"),
+        *("validation/accuracy", "entropy/sampled", "kl/reference", "lr", "grad_norm"),
     }
 )
 
