@@ -39,3 +39,10 @@ def test_a_component_is_tested_with_its_default_config(component):
     done = rlcore("check", "plugin", component)
     assert done.returncode == 0, done.stdout
     assert "promises kept" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_policy_of_several_ranks_is_reported_as_tested_on_one():
+    done = rlcore("check", "plugin", "policy:hf")
+    assert done.returncode == 0, done.stdout
+    assert "`multiple_ranks` is declared, but was not tested: run `pytest --ray` in its repository" in done.stdout

@@ -84,11 +84,15 @@ def _results(tests: type[Conformance[Any]]) -> Iterator[PromiseResult]:
 
 
 def _summary(tests: type[Conformance[Any]]) -> str:
+    from rl_core.plugins.capabilities import Capability
+    from rl_core.plugins.component import Kind
     from rl_core.testing.promises import Status
 
     results = [*tests.results.values()]
     if all(result.status is Status.NOT_CHECKED for result in results):
         return _NOT_TESTED.format(title=tests.title(), component=tests.component, reason=results[0].found)
+    if tests.kind is Kind.POLICY and Capability.MULTIPLE_RANKS in tests.capabilities():
+        return f"{tests.summary()}; `multiple_ranks` is declared, but was not tested: run `pytest --ray` in its repository"
     return tests.summary()
 
 

@@ -118,7 +118,7 @@ class PolicyConformance(Conformance[_Subject]):
         scores = scored(self._policy.get_topk_logprobs, _scoring(rows), _TOP)["topk_logprobs"]
         for row, (tokens, length) in enumerate(zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True)):
             expected = log_distributions(self._reference.weights, tokens[: length - 1], temperature=TEMPERATURE)
-            difference = float((scores[row, 1:length] - expected.topk(_TOP).values).abs().max())
+            difference = float((scores[row, 1:length] - expected.topk(_TOP).values).abs().max().detach())
             if not difference <= self.tolerance:
                 raise Found(f"the {_TOP} largest log-probabilities of row {row} differ by up to {difference:g} nats.")
 
