@@ -88,7 +88,7 @@ CONTRACTS: Mapping[Kind, Contract] = {
     Kind.POLICY: Contract(bases=(PolicyInterface, ValueInterface), arguments=MODEL_ARGUMENTS),
     Kind.GENERATION: Contract(bases=(GenerationInterface,), arguments=MODEL_ARGUMENTS),
     Kind.LOSS: Contract(bases=(LossFunction,)),
-    Kind.LOGGER: Contract(bases=(Logger,), arguments=("config", "folder")),
+    Kind.LOGGER: Contract(bases=(Logger,)),
     Kind.WEIGHT_TRANSPORT: Contract(bases=(WeightTransport,)),
 }
 """The contract of each kind, for any run."""

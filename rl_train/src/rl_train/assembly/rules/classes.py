@@ -130,6 +130,7 @@ def environment_classes_keep_their_contract(config: RunFacts, task: str, section
 @rule("logger", stage=Stage.IMPORTED, applies_to=TRAIN_ONLY)
 def logger_classes_keep_their_contract(config: RunFacts) -> Iterator[Problem]:
     """The class of an enabled logger has the base class and the constructor that a run needs."""
+    contract = replace(CONTRACTS[Kind.LOGGER], arguments=("config", "folder"))
     for name, logger in config.run.logger.loggers.items():
-        if logger.enabled and (problem := CONTRACTS[Kind.LOGGER].problem(config.load(Kind.LOGGER, name))) is not None:
+        if logger.enabled and (problem := contract.problem(config.load(Kind.LOGGER, name))) is not None:
             yield Problem(("logger", "loggers", name), problem)
