@@ -38,6 +38,8 @@ a test file. Kinds with the path `rl_train.testing` below need rl-train.
 
 - A broken promise is shown as the promise, what was found, and a link to this page. Tests that would fail for the same reason
   are skipped.
+- Environments are tested with empty, wrong and unusual answers. With `answers = ["left", "right"]` on the class, a rollout of
+  each row is also played with these answers, one after the other, until it ends.
 - Promises that belong to a capability are tested if the component declares it. At least the minimum of each kind must apply, so
   a plugin that declares nothing does not pass by skipping.
 - The last lines of pytest say for each component how many promises it keeps, and why others were not tested.

@@ -19,6 +19,8 @@ from wrong_plugins.registry import (
     TRANSPORTS,
 )
 
+from rl_core.environments import StepResult, environment_return
+from rl_core.interfaces import EnvironmentInterface
 from rl_core.testing import (
     CommandConformance,
     EnvironmentConformance,
@@ -39,6 +41,28 @@ def broken(base, component, **attributes):
     tests = type("Tests", (base,), {"component": component, **attributes})
     results = [result for result in tests.run() if result.status is Status.BROKEN]
     return [result.promise.name for result in results], "\n".join(map(tests.failure_text, results))
+
+
+class TwoMoves(EnvironmentInterface):
+    """Left, then right; the reward of the last move is a text."""
+
+    def step(self, message_log_batch, metadata):
+        rows = zip([log[-1]["content"] for log in message_log_batch], metadata, strict=True)
+        return environment_return([self._turn(text, info, info.get("moved", False)) for text, info in rows])
+
+    def _turn(self, text, info, has_moved):
+        reward, reply = "won" if has_moved and text == "right" else 0.0, {"role": "environment", "content": "Next move."}
+        ended = has_moved or text != "left"
+        return StepResult(observation=reply, metadata={**info, "moved": True}, rewards={"reward": reward}, terminated=ended)
+
+
+def test_the_answers_of_a_test_class_are_sent_in_turn():
+    attributes = {"rows": ROWS, "config": {"max_rollout_turns": 3}}
+    assert broken(EnvironmentConformance, f"{__name__}.TwoMoves", **attributes) == ([], "")
+    assert broken(EnvironmentConformance, f"{__name__}.TwoMoves", **attributes, answers=["left", "left"]) == ([], "")
+    names, text = broken(EnvironmentConformance, f"{__name__}.TwoMoves", **attributes, answers=["left", "right", "up"])
+    assert names == ["test_step_returns_one_valid_entry_per_row"]
+    assert "row 0 has 'won'. Return a number for each row" in text
 
 
 @pytest.mark.slow

@@ -40,10 +40,13 @@ class EnvironmentChecks:
     def step(self) -> str:
         """Unusual answers are scored, and the response has the form of `EnvironmentReturn`."""
         results = self._all(self.environment)
+        played = self._played(self.environment)
         names = ", ".join(results[0].rewards)
         unscored = sum(not result.scored for result in results)
         left_out = f"; {unscored} were not scored" if unscored else ""
-        return f"{len(self._answers)} rows with wrong, empty and unusual answers were accepted; rewards: {names}{left_out}"
+        return f"{len(self._answers)} rows with wrong, empty and unusual answers were accepted; rewards: {names}{left_out}" + (
+            f"; the answers of the test class were scored in {len(played)} turns" if played else ""
+        )
 
     def unchanged_arguments(self) -> str:
         """`step` does not change its arguments."""
@@ -61,14 +64,14 @@ class EnvironmentChecks:
     def repeated_calls(self) -> str:
         """Equal calls of one instance have equal results."""
         environment = self.make()
-        first, again = [[*map(_comparable, self._all(environment))] for _ in range(2)]
+        first, again = [[*map(_comparable, self._results(environment))] for _ in range(2)]
         if not _equal(first, again):
             raise Found("two equal calls had different results, so the environment keeps state or draws at random.")
         return "equal calls have equal results"
 
     def instances(self) -> str:
         """Equal calls of two instances have equal results."""
-        first, fresh = [[*map(_comparable, self._all(each))] for each in (self.make(), self.make())]
+        first, fresh = [[*map(_comparable, self._results(each))] for each in (self.make(), self.make())]
         if not _equal(first, fresh):
             raise Found("a new instance returned different results, so workers would score differently.")
         return "equal calls have equal results in a new instance"
@@ -99,7 +102,7 @@ class EnvironmentChecks:
 
     def pickling(self) -> str:
         """Metadata, observations and answers can be sent to another process."""
-        results = self._all(self.environment)
+        results = self._results(self.environment)
         pickle.loads(pickle.dumps([(result.metadata, result.observation, result.answer) for result in results]))
         return "metadata can be sent to another process"
 
@@ -151,6 +154,17 @@ class EnvironmentChecks:
 
     def _all(self, environment: EnvironmentInterface) -> list[StepResult]:
         return self._call(environment, self._answers, range(len(self._answers)))
+
+    def _played(self, environment: EnvironmentInterface) -> list[StepResult]:
+        """The results of all turns of rollouts that are answered with the trial's own answers, until they end."""
+        results: list[StepResult] = []
+        with LocalRollouts(environment, self.trial.task, self.trial.rows, session="played") as rollouts:
+            for text in self.trial.answers[: self.trial.max_turns]:
+                results += rollouts.answer({row: text for row, ended in enumerate(rollouts.ended) if not ended}).values()
+        return results
+
+    def _results(self, environment: EnvironmentInterface) -> list[StepResult]:
+        return [*self._all(environment), *self._played(environment)]
 
     def _shown(self, row: int, result: StepResult) -> dict[str, Any]:
         """What a step returned for a row, by name. The metadata includes only what it was passed and kept."""

@@ -16,9 +16,7 @@ from rl_core.testing.promises import Condition, Conformance, Found, creation, pr
 from rl_core.testing.sections import section_of
 
 _NUM_ROWS = 6
-_SESSIONS = Condition(
-    text="`reset` and `close` are not overridden", holds=lambda tests: keeps_sessions(tests.registered().load())
-)
+_SESSIONS = Condition(text="`reset` and `close` are not overridden", holds=lambda t: keeps_sessions(t.registered().load()))
 _TOOLS = Condition(text="no tools are offered", holds=lambda tests: tests.trial().reads_tool_calls)
 _STEP, _EQUAL = "test_step_returns_one_valid_entry_per_row", "test_equal_calls_have_equal_results"
 
@@ -29,11 +27,13 @@ class EnvironmentConformance(Conformance[EnvironmentChecks]):
     Attributes:
         rows: prompts: `messages`, or a text as `prompt`, `question` or `problem`; `extra_env_info` is the metadata, or else
             all other fields. By default, the first rows of the dataset with the name of the environment.
+        answers: texts that a rollout of each row is also answered with in turn, such as the correct moves of a game.
     """
 
     kind = Kind.ENVIRONMENT
     minimum = 10
     rows: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    answers: ClassVar[Sequence[str]] = ()
 
     @classmethod
     def trial(cls) -> EnvironmentTrial:
@@ -47,6 +47,7 @@ class EnvironmentConformance(Conformance[EnvironmentChecks]):
             section=section,
             make=make,
             rows=[trial_row(row, "a row") for row in cls.rows] or _rows_of_dataset(cls.component, registry),
+            answers=cls.answers,
             max_turns=section.max_rollout_turns or section.turns_needed,
             reads_tool_calls=parses_tool_calls(make),
         )

@@ -45,6 +45,8 @@ class EnvironmentTrial:
     """At least one row."""
     max_turns: int
     """Maximum number of turns of a rollout."""
+    answers: Sequence[str] = ()
+    """Texts that a rollout of each row is also answered with, one after the other, until it ends."""
     reads_tool_calls: bool = False
     """Whether messages of the model are parsed for tool calls, which needs the tokens of a model."""
 
