@@ -180,3 +180,31 @@ def test_the_error_of_an_engine_that_does_not_start_is_kept_if_its_event_loop_is
         assert any("did not stop" in message for message in own_messages())
     finally:
         release.set()
+
+
+def test_shutdown_ends_if_the_engine_cannot_be_freed(monkeypatch, own_messages):
+    # Closing the context of vLLM's sockets waits for ever if one of them is still open, seen once after a core was killed.
+    monkeypatch.setattr(async_engine, "STOP_LOOP_TIMEOUT_S", 0.01)
+    release = threading.Event()
+
+    class Client:
+        vllm_config = None
+
+        def shutdown(self, timeout):
+            pass
+
+        def __del__(self):
+            release.wait()
+
+    class Started(AsyncEngine):
+        async def _start(self, arguments):
+            return Client(), [], asyncio.get_running_loop().create_future()
+
+    stopping = threading.Thread(target=Started({}).shutdown, daemon=True)
+    try:
+        stopping.start()
+        stopping.join(timeout=30)
+        assert not stopping.is_alive()
+        assert any("did not stop" in message for message in own_messages())
+    finally:
+        release.set()
