@@ -23,7 +23,7 @@ FOLDER := tests
 quickstart: $(VENV)/.installed
 	$(BIN)/rlcore train examples/grpo_addition.yaml --resume never
 
-# 15 to 20 minutes on two cores. CI runs `make test-slow` after it.
+# 7 minutes on two recent cores (AVX-512), up to 20 on older ones. CI runs `make test-slow` after it.
 test: $(VENV)/.installed-dev
 	$(MAKE) --no-print-directory --jobs=2 lint parallel-tests
 
@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev
 parallel-tests: $(VENV)/.installed-dev
 	MAKEFLAGS= $(BIN)/pytest $(PARALLEL) -m "not (full or slow)"
 
-# Tests that take several seconds of a core each, such as training over Ray: about 35 minutes on two cores.
+# Tests that take several seconds of a core each, such as training over Ray: 15 to 35 minutes on two cores.
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest $(PARALLEL) -m "slow and not full"
 
