@@ -183,7 +183,7 @@ def test_the_error_of_an_engine_that_does_not_start_is_kept_if_its_event_loop_is
 
 
 def test_shutdown_ends_if_the_engine_cannot_be_freed(monkeypatch, own_messages):
-    # Closing the context of vLLM's sockets waits for ever if one of them is still open, seen once after a core was killed.
+    # Closing the context of vLLM's sockets can block forever, which happened once after a core was killed.
     monkeypatch.setattr(async_engine, "STOP_LOOP_TIMEOUT_S", 0.01)
     release = threading.Event()
 

@@ -99,8 +99,8 @@ class AsyncEngine(Engine):
 
     def shutdown(self) -> None:
         self._on_loop(self._end())
-        # Freed in the thread of its sockets, whose end is awaited for a limited time: closing their context blocks if one is
-        # still open.
+        # Freed on the loop's thread, which owns the sockets and is awaited only briefly: closing their context blocks while
+        # one of them is open.
         self._loop.call_soon_threadsafe(self.__dict__.pop, "_engine")
         self._stop_loop()
         multiprocessing.active_children()  # joins a process that was killed; otherwise it would stay a zombie

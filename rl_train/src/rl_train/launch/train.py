@@ -281,7 +281,7 @@ def _report_start(run: Run, manager: PluginManager, status: Status, *, since: fl
 
 @contextmanager
 def _report_end(run: Run, manager: PluginManager) -> Iterator[None]:
-    """Report the end of the run, with its error if there is one, to the plugins, and what its steps show at the end."""
+    """Report the end of the run to the plugins, with its error if there is one; warn if nothing was learned."""
     error: BaseException | None = None
     try:
         yield
