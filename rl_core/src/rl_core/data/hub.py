@@ -9,7 +9,7 @@ from typing import Final
 from rl_core.errors import DataError
 
 _FILES: Final = ("config.json", "tokenizer_config.json", "tokenizer.json")
-_FIX: Final = "Give the path of a model folder or .gguf file (docs/your_data.md installs one), or a model's name on the hub"
+_FIX: Final = "Give the path of a model folder or .gguf file (one to install: docs/your_data.md), or a model's name on the hub"
 _HUB: Final = "HF_ENDPOINT selects another hub, and HF_TOKEN gives access to gated models"
 _log = logging.getLogger("rlcore")
 
