@@ -233,9 +233,10 @@ class Canary:
     streamed_rows = greedy = None
 
     def __init__(self, engine):
-        self.engine, self.streams = engine, 0
+        self.engine, self.streams, self.checks = engine, 0, 0
 
     def check(self, policy, generation, *, thorough):
+        self.checks += 1
         return 0.0
 
     def check_streamed(self, policy, generation, output):
@@ -249,7 +250,7 @@ class Canary:
 
 
 @pytest.mark.slow
-def test_a_canary_is_streamed_over_the_next_refit_that_begins_with_all_replicas(sides, deaths):
+def test_a_canary_is_streamed_over_one_refit_that_begins_with_all_replicas_and_samples_a_batch_later(sides, deaths):
     policy, engine = sides
     canary = Canary(engine)
     owner = synchronizer(policy, engine, SharedMemoryTransport, canary=lambda: canary)
@@ -265,6 +266,11 @@ def test_a_canary_is_streamed_over_the_next_refit_that_begins_with_all_replicas(
         policy.group.run_all("step")
         owner.sync()
         assert canary.streams == 1
+        checks = canary.checks
+        owner.request_canary()
+        policy.group.run_all("step")
+        assert "refit/canary_error" in owner.sync()
+        assert (canary.streams, canary.checks) == (1, checks + 1)
     finally:
         owner.close()
 

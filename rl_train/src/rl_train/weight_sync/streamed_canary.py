@@ -14,7 +14,7 @@ _MOST_REFITS = 3
 
 
 class StreamedCanary:
-    """Streams the rows of a canary over the first refit that changes the weights, and over the next one after `request`.
+    """Streams the rows of a canary over the first refit that changes the weights.
 
     Args:
         rows: streams them as rollouts are.
@@ -24,10 +24,6 @@ class StreamedCanary:
     def __init__(self, rows: RowStreaming, *, over_refits: bool) -> None:
         self._rows, self._over_refits = rows, over_refits
         self._due = _MOST_REFITS
-
-    def request(self) -> None:
-        """Stream the canary over the next refit that changes the weights."""
-        self._due = max(self._due, 1)
 
     @contextmanager
     def over_refit(

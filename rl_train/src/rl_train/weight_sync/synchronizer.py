@@ -171,11 +171,8 @@ class WeightSynchronizer(WeightOwner):
                     return metrics
 
     def request_canary(self) -> None:
-        """Run the canary in the next `sync`, whatever it transfers; streamed if rollouts are."""
-        if self.streamed is not None:
-            self.streamed.request()
-        else:
-            self._canary_restarts = None
+        """Run the canary in the next `sync`, whatever it transfers."""
+        self._canary_restarts = None
 
     def check_canary(self) -> float:
         """Run the canary with many rows now, between rollouts and training; returns its error in nats per token.
