@@ -29,8 +29,8 @@ polyline { fill: none; stroke-width: 2; stroke-linejoin: round } .thin { stroke-
 """
 
 
-def curve(metric: str, runs: Mapping[str, Path]) -> str:
-    """The metric over the steps of the runs, by their labels, as an SVG that stands alone.
+def curve(metric: str, runs: Mapping[str, Path], by: str = "step") -> str:
+    """The metric over the steps of the runs, by their labels, as an SVG that stands alone; `by` names the horizontal axis.
 
     Raises:
         SystemExit: A run has no value of the metric.
@@ -45,8 +45,9 @@ def curve(metric: str, runs: Mapping[str, Path]) -> str:
     width, height = WIDTH + MARGIN, HEADING + HEIGHT + (LEGEND if len(lines) > 1 else 0)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-        f"<title>{escape(metric)} by step</title><style>{STYLE}{_colours(len(lines))}</style>"
-        f'<text class="heading" x="8" y="16">{escape(metric)}</text><text x="{WIDTH - 12}" y="16" class="left">by step</text>'
+        f"<title>{escape(metric)} by {escape(by)}</title><style>{STYLE}{_colours(len(lines))}</style>"
+        f'<text class="heading" x="8" y="16">{escape(metric)}</text>'
+        f'<text x="{WIDTH - 12}" y="16" class="left">by {escape(by)}</text>'
         f'<g transform="translate(0 {HEADING})">{chart.replace("<svg", "<g").replace("</svg>", "</g>")}</g>'
         f"{_legend(lines, height - 6)}</svg>\n"
     )
@@ -73,7 +74,8 @@ if __name__ == "__main__":
     parser.add_argument("output", type=Path)
     parser.add_argument("metric")
     parser.add_argument("runs", nargs="+", metavar="[label=]run_folder")
+    parser.add_argument("--by", default="step", help="what the runs give as steps, such as seconds")
     given = parser.parse_args()
     labelled = (run.rpartition("=") for run in given.runs)
-    drawing = curve(given.metric, {label or folder: Path(folder) for label, _, folder in labelled})
+    drawing = curve(given.metric, {label or folder: Path(folder) for label, _, folder in labelled}, given.by)
     given.output.write_text(drawing, encoding="utf-8")
