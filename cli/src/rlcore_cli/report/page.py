@@ -208,8 +208,8 @@ def _timeline(run: RunFolder) -> Figure | None:
     title = f"Step {step} over time"
     svg = Markup(time_chart(timeline["seconds"], phases, waiting, title=title))
     note = (
-        "The step with the median duration. Top: phases of the trainer, which waits for rollouts in `rollout`. Curves: number "
-        f"of rollouts that wait for the engine and for the environment. {advice(run, timeline)}"
+        "The step with the median duration. Top: phases of the trainer, which waits for rollouts in the phase rollout. "
+        f"Curves: number of rollouts that wait for the engine and for the environment. {advice(run, timeline)}"
     )
     return Figure(title=title, unit="rollouts, by second", note=note.strip(), svg=svg, legend=legend)
 
