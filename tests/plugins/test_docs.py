@@ -87,7 +87,7 @@ def test_the_environment_of_the_tutorial_is_built_installed_and_works(site, tmp_
 
 
 TUTORIALS = {
-    "write_an_environment": ("environment",),
+    "write_an_environment": ("environment", "session-environment"),
     "write_an_algorithm": ("algorithm", "loss"),
     "write_a_logger": ("logger",),
     "write_a_policy": ("policy",),
