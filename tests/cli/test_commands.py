@@ -105,6 +105,13 @@ def test_a_config_file_instead_of_a_command_suggests_train():
     ("arguments", "error"),
     [
         (["tarin"], "error: No such command 'tarin'. Did you mean 'train'?\nSee `rlcore --help`.\n"),
+        (
+            ["train", "config.yaml", "--max_steps", "3"],
+            "error: No such option: --max_steps\nKeys of the config have no dashes: `rlcore explain max_steps` finds one, and "
+            "key=value sets it.\nSee `rlcore train --help`.\n",
+        ),
+        (["train", "a.jsonl"], "error: a.jsonl is a data file: `rlcore init a.jsonl --model MODEL` writes a config for it.\n"),
+        (["train", "a.py"], "error: a.py is Python code, but a config is a YAML file (examples/grpo_addition.yaml is one).\n"),
         (["train", "--hlep"], "error: No such option: --hlep (Possible options: --help)\nSee `rlcore train --help`.\n"),
         (["init"], "error: Missing argument 'DATA'.\nSee `rlcore init --help`.\n"),
         (["train", "absent.yaml"], "error: File absent.yaml does not exist.\n"),

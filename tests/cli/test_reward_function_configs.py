@@ -37,8 +37,18 @@ def of_a_batch(prompts, completions, **kwargs):
 def broken(completion):
     return 1 / len(completion)
 
+def reads_messages(completions, **kwargs):
+    return [len(completion[0]["content"]) for completion in completions]
+
 FORM = str
 """
+UNIMPORTABLE = {
+    "def short(completion)\n    return 1\n": ":1 is not valid Python: expected ':'.",
+    "import torch\nlimit = lenght\ndef short(completion):\n    return 1\n": "it raised NameError: name 'lenght' is not ",
+    "import sys\nsys.exit(3)\ndef short(completion):\n    return 1\n": "it raised SystemExit: 3 (",
+    "import no_package_here\ndef short(completion):\n    return 1\n": "No module named 'no_package_here' (",
+}
+"""Modules that cannot be imported, and the error."""
 
 
 @pytest.fixture
@@ -75,6 +85,16 @@ def _check(folder, env, train):
     return ""
 
 
+@pytest.mark.parametrize("source", UNIMPORTABLE)
+def test_a_module_that_cannot_be_imported_is_one_error_with_the_line(check, tmp_path, source):
+    module = next(tmp_path.glob("rewards_of_*.py"))
+    module.write_text(source)
+    errors = check({"mine": {"reward_fn": "MODULE.short"}}).splitlines()
+    assert [UNIMPORTABLE[source] in error for error in errors] == [True]
+    assert "env.mine.reward_fn: " in errors[0]
+    assert f"{module}:" in errors[0]
+
+
 @pytest.mark.parametrize(
     "env",
     [
@@ -99,6 +119,16 @@ ERRORS = {
     "no such function": ({"reward_fn": "MODULE.shrot"}, "env.mine.reward_fn", "Did you mean 'short'?"),
     "no function": ({"reward_fns": {"a": "MODULE.FORM"}}, "env.mine.reward_fns.a", "is a class, not a function"),
     "a field that the rows lack": ({"reward_fn": "MODULE.wants_solution"}, "env.mine.reward_fn", "requires 'solution'"),
+    "a field of the data": (
+        {"reward_fn": "MODULE.wants_solution"},
+        "in `env_keys` of the dataset, such as `env_keys: [solution]`",
+    ),
+    "a list of functions": ({"reward_fns": ["MODULE.short"]}, "env.mine.reward_fns: must be a mapping from", "{short: "),
+    "messages where there are texts": (
+        {"reward_fn": "MODULE.reads_messages"},
+        "raised TypeError at ",
+        "`completions` were texts; `completion_format: messages` changes that.",
+    ),
     "a text as a reward": ({"reward_fn": "MODULE.as_text"}, "returned 'good' (str)", "called with", "rows.jsonl:1 of the data"),
     "an exception": ({"reward_fns": {"x": "MODULE.broken"}}, "env.mine.reward_fns.x", "raised ZeroDivisionError at ", ".py:"),
     "a weight without a reward": (

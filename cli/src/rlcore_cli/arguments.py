@@ -27,6 +27,8 @@ Overrides = Annotated[
     ),
 ]
 
+DATA_FILES = (".jsonl", ".parquet", ".csv", ".tsv")
+"""Endings of files with rows, which are not configs."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -60,6 +62,11 @@ def config_files(
         files.append(config)
     if not files:
         raise typer.BadParameter("give a YAML file, or --config FILE.", param_hint="CONFIG")
+    for file in files:
+        if file.suffix in DATA_FILES:
+            raise UserError(f"{file} is a data file: `rlcore init {file} --model MODEL` writes a config for it.")
+        if file.suffix == ".py":
+            raise UserError(f"{file} is Python code, but a config is a YAML file (examples/grpo_addition.yaml is one).")
     if must_exist:
         refuse_missing(files)
     return files, given

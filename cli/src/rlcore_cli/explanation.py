@@ -224,9 +224,10 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     in_section = [end for name, end in zip(known, ends, strict=True) if name.rpartition(".")[0] == section]
     end = last if last in ends else nearest(last, in_section) or nearest(last, ends)
     same_end = [name for name in known if name.rpartition(".")[2] == end]
-    # Those in the same section first.
+    # Those in the same section first, then those of the most common sections.
     top = key.partition(".")[0]
-    same_end.sort(key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top, "<" in name, name))
+    same_end.sort(key=lambda name: ("<" in name, name.partition(".")[0] not in ("grpo", "policy"), name.count("."), name))
+    same_end.sort(key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top))
     suggestion = same_end[0] if same_end else nearest(key, known)
     hint = f" Did you mean {suggestion}?" if suggestion else ""
     return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")

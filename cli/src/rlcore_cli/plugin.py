@@ -15,7 +15,7 @@ _COMPONENTS = {
         *((Kind.ENVIRONMENT, name) for name in ("judge", "instruction_following", "sliding_puzzle", "reasoning_gym")),
         *((Kind.DATASET, name) for name in ("arithmetic", "guess", "sliding_puzzle", "reasoning_gym")),
     ),
-    "rl-serve": ((Kind.COMMAND, "serve"), (Kind.MODEL_SERVER, "agent_endpoint")),
+    "rl-serve": ((Kind.COMMAND, "serve"), (Kind.COMMAND, "chat"), (Kind.MODEL_SERVER, "agent_endpoint")),
 }
 
 

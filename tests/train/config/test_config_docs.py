@@ -1,9 +1,13 @@
 """The examples in docs/config.md work as shown."""
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[3] / "docs" / "config.md").read_text()
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "config.md").read_text()
 
 
 def block(language):
@@ -41,3 +45,27 @@ def test_the_calls_that_are_shown_work(files, monkeypatch):
     names = {}
     exec(block("python")[0], names)
     assert names["loaded"].run.policy.precision == "bfloat16"
+
+
+def trl_names():
+    """The settings of TRL in the table of `docs/migrate.md`, with our keys for each."""
+    table = (DOCS / "migrate.md").read_text().partition("## TRL")[2].partition("## ")[0]
+    known = defaultdict(set)
+    for theirs, ours in (line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")):
+        names, keys = re.findall(r"`(\w+)`", theirs), re.findall(r"`([a-z_.<>]+)", ours)
+        for index, name in enumerate(names):
+            known[name].update(keys[index : index + 1] if len(keys) == len(names) else keys)
+    return known
+
+
+@pytest.mark.parametrize("name", trl_names())
+def test_a_setting_of_trl_suggests_our_key(files, good, name):
+    [error] = files.errors(good.replace("  arithmetic: {}", f"  own: {{reward_fn: os.path.join}}\n{name}: 1"))
+    assert f"There is no section {name!r}. Did you mean the key " in error
+    assert any(key.replace("<task>", "own") in error for key in trl_names()[name])
+
+
+def test_a_setting_of_trl_in_a_section_suggests_the_key_of_that_section(files, good):
+    assert files.errors(good.replace("grpo:\n", "grpo:\n  eval_steps: 10\n")) == [
+        "config.yaml:2:3: grpo.eval_steps: grpo has no key 'eval_steps'. Did you mean 'val_period'?"
+    ]

@@ -67,6 +67,11 @@ def test_a_new_key_of_a_free_mapping_needs_the_plus(files, good):
     ]
 
 
+def test_an_override_of_a_setting_of_another_library_suggests_our_key(files, good):
+    [error] = files.errors(good, "policy.optimizer.kwargs.learning_rate=1e-3")
+    assert "nor in the schema: did you mean policy.optimizer.kwargs.lr? To add it, write ++" in error
+
+
 @pytest.mark.parametrize("key", ["data.mix.hard", "data.validation_sets.hard", "logger.loggers.mlflow"])
 def test_a_new_named_section_needs_the_plus(files, good, key):
     errors = "\n".join(files.errors(good, f"{key}.enabled=true"))

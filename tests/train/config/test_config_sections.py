@@ -222,7 +222,7 @@ WRONG_IN_GOOD = {
     ],
     ("arithmetic: {}", "climate: {}"): [
         "config.yaml:12:3: env.climate: No environment named 'climate'. Installed: .... (A task may have any name: set "
-        "`name:` or `env_cls:` to choose its environment.)"
+        "`name:` or `env_cls:` to choose its environment, or `reward_fn:`.)"
     ],
     ("arithmetic: {}", "arithmetic: {env_cls: a.B}"): [
         "config.yaml:12:25: env.arithmetic.env_cls: Environment 'a.B' cannot be imported: there is no package 'a'. Install it, "

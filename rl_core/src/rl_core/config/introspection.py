@@ -227,7 +227,7 @@ def _describe_one(option: Any) -> str:
     if origin in _LISTS and arguments:
         return f"a list of {describe_type(arguments[0])}"
     if origin in (dict, Mapping) and len(arguments) == 2:
-        return "a mapping" if arguments[1] is Any else f"a mapping to {describe_type(arguments[1])}"
+        return "a mapping" if arguments[1] is Any else f"a mapping from names to {describe_type(arguments[1])}"
     if isinstance(option, type) and issubclass(option, BaseModel):
         return "a section" + (f" of {', '.join(option.model_fields)}" if option.model_fields else "")
     return type_name(option)

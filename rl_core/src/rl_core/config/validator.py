@@ -156,12 +156,12 @@ class Validator:
     def _suggestion(self, name: str, keys: list[str], here: KeyPath) -> str:
         if "." in name:
             return " Dotted keys only work in overrides: in a file, nest the keys."
-        meant = nearest(name, keys)
-        elsewhere = [path for path in self.find_elsewhere(name) if path[:-1] != here]
-        if elsewhere and (meant is None or meant.casefold() != name.casefold()):
+        elsewhere = self.find_elsewhere(name)
+        own = [str(path[-1]) for path in elsewhere if path[:-1] == here]
+        if elsewhere and not own:
             self.problems.misspelled.update(path for path in elsewhere[:2] if self.written.at(path) is None)
             return f" Did you mean {' or '.join(dotted(path) for path in elsewhere[:2])}?"
-        if meant is not None:
+        if (meant := own[0] if own else nearest(name, keys)) is not None:
             self.problems.misspelled.update({(*here, meant)} if self.written.at((*here, meant)) is None else ())
             return f" Did you mean {meant!r}?"
         shown = ", ".join(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")

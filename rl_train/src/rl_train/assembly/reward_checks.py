@@ -131,9 +131,11 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
     except ConfigError:
         raise
     except (RLCoreError, RewardFunctionError) as error:
-        raise ConfigError(
-            f"{str(error).rstrip('.')}. It was called with {row_location(source.records, 0)} of the data."
-        ) from error
+        formats = " `completions` were lists of messages" if as_messages else " `completions` were texts"
+        other = "text" if as_messages else "messages"
+        hint = f"{formats}; `completion_format: {other}` changes that." if function.is_batched else ""
+        location = row_location(source.records, 0)
+        raise ConfigError(f"{str(error).rstrip('.')}. It was called with {location} of the data.{hint}") from error
     return {name for rewards in scores for name in rewards or ()}
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rl_core.config.diagnostics import Problems, nearest
 from rl_core.config.section import Section
-from rl_core.config.source_tree import Node
+from rl_core.config.source_tree import KeyPath, Node, dotted
 from rl_core.errors import PluginError, UnknownComponentError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
+from rl_train.config.aliases import MEANINGS
 
 
 class AlgorithmPathConfig(Section):
@@ -32,6 +33,7 @@ def choose_algorithm(
     written: Node,
     registry: Registry,
     problems: Problems,
+    unknown: list[str],
 ) -> Component | None:
     """The algorithm of the only non-standard section; additional ones are reported.
 
@@ -40,13 +42,20 @@ def choose_algorithm(
         sections: The keys of the sections that every config may have.
         written: The same values with their source locations.
         registry: Used to look up algorithms.
-        problems: Receives unknown sections, several algorithms, and a missing algorithm.
+        problems: Receives several algorithms and a missing algorithm.
+        unknown: Receives the names of unknown sections, for `report_unknown_section`.
     """
     names = [name for name in values if name not in sections]
     if values.get("algorithm") is not None:
         return _find_by_path(names, values["algorithm"], written=written, registry=registry, problems=problems)
-    named = [_find_by_section(name, sections=sections, written=written, registry=registry, problems=problems) for name in names]
-    found = [component for component in named if component is not None]
+    found = []
+    for name in names:
+        try:
+            component = _find_by_section(name, sections=sections, written=written, registry=registry, problems=problems)
+        except UnknownComponentError:
+            unknown.append(name)
+        else:
+            found += [] if component is None else [component]
     if len(found) == 1:
         return found[0]
     if found:
@@ -71,7 +80,6 @@ def _find_by_section(
     name: str, *, sections: Collection[str], written: Node, registry: Registry, problems: Problems
 ) -> Component | None:
     location = written.nearest((name,)).key_location
-    algorithms = registry.names(Kind.ALGORITHM)
     if is_path(name):
         first = name.partition(".")[0]
         hint = " Dotted keys only work in overrides: in a file, nest the keys." if first in sections else ""
@@ -81,15 +89,38 @@ def _find_by_section(
     try:
         return registry.find(Kind.ALGORITHM, name)
     except UnknownComponentError:
-        not_installed = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
-        meant = nearest(name, [*sections, *algorithms, *not_installed])
-        if meant is not None and written.at((meant,)) is None:
-            problems.misspelled.add((meant,))
-        hint = f" Did you mean {meant!r}?" if meant else f" Sections: {', '.join([*algorithms, *sections])}."
-        problems.add(f"There is no section {name!r}.{hint}", location=location, path=(name,))
+        raise
     except PluginError as error:
         problems.add(str(error), location=location, path=(name,))
     return None
+
+
+def report_unknown_section(
+    name: str, keys: Sequence[KeyPath], *, sections: Collection[str], written: Node, registry: Registry, problems: Problems
+) -> None:
+    """Reports a section that does not exist, with the keys or the section that its name resembles.
+
+    Args:
+        name: The section.
+        keys: Keys of other sections with this name or this meaning.
+        sections: The keys of the sections that every config may have.
+        written: The values with their source locations.
+        registry: Has the names of the algorithms.
+        problems: Receives the error.
+    """
+    algorithms = registry.names(Kind.ALGORITHM)
+    not_installed = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
+    meant = None if name in MEANINGS else nearest(name, [*sections, *algorithms, *not_installed])
+    suggested = [(meant,)] if meant else keys[:2]
+    problems.misspelled.update(path for path in suggested if written.at(path) is None)
+    if meant:
+        hint = f"Did you mean {meant!r}?"
+    elif keys:
+        hint = f"Did you mean the key {' or '.join(map(dotted, suggested))}?"
+    else:
+        hint = f"Sections: {', '.join([*algorithms, *sections])}."
+    location = written.nearest((name,)).key_location
+    problems.add(f"There is no section {name!r}. {hint}", location=location, path=(name,))
 
 
 def _find_by_path(names: list[str], paths: Any, *, written: Node, registry: Registry, problems: Problems) -> Component | None:

@@ -19,7 +19,7 @@ from rl_core.errors import PluginError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
 from rl_train.config import schema
-from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm
+from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm, report_unknown_section
 from rl_train.config.config_layout import ConfigLayout, SectionSchema
 from rl_train.config.section_models import BASES, model_at, section_of
 from rl_train.config.slots import ANY, SLOTS, Slot
@@ -55,14 +55,19 @@ def resolve_sections(values: Mapping[str, Any], *, written: Node, registry: Regi
         for slot in SLOTS:
             if slot.path[0] == name:
                 resolver.resolve_slot(slot)
-    return ConfigLayout(sections=resolver.sections, algorithm=algorithm)
+    layout = ConfigLayout(sections=resolver.sections, algorithm=algorithm)
+    for name in resolver.unknown:
+        keys = layout.ending_in(name)
+        report_unknown_section(name, keys, sections=SECTIONS, written=written, registry=registry, problems=problems)
+    return layout
 
 
 class _SectionResolver:
-    """Fills `sections` in one pass over the values."""
+    """Fills `sections` and `unknown`, the names of unknown sections, in one pass over the values."""
 
     def __init__(self, values: Mapping[str, Any], *, written: Node, registry: Registry, problems: Problems) -> None:
         self.sections: dict[KeyPath, SectionSchema] = {}
+        self.unknown: list[str] = []
         self._values = values
         self._written = written
         self._registry = registry
@@ -73,7 +78,12 @@ class _SectionResolver:
         """The section of the algorithm, whose name is returned; it implies values of other sections."""
         self.resolve_built_in("algorithm")
         component = choose_algorithm(
-            self._values, sections=SECTIONS, written=self._written, registry=self._registry, problems=self._problems
+            self._values,
+            sections=SECTIONS,
+            written=self._written,
+            registry=self._registry,
+            problems=self._problems,
+            unknown=self.unknown,
         )
         if component is None:
             return None
@@ -179,7 +189,7 @@ class _SectionResolver:
         except PluginError as error:
             hint = ""
             if slot.kind is Kind.ENVIRONMENT and key is None:
-                hint = " (A task may have any name: set `name:` or `env_cls:` to choose its environment.)"
+                hint = " (A task may have any name: set `name:` or `env_cls:` to choose its environment, or `reward_fn:`.)"
             self._problems.add(f"{error}{hint}", location=location, path=where)
             return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -71,6 +71,14 @@ class FunctionEnvironmentConfig(EnvironmentConfig):
         if path is not None and not is_path(path):
             raise ValueError(f"{path!r} is not the dotted path of a function: write it in full, such as my_rewards.{path}")
         return path
+
+    @field_validator("reward_fns", mode="before")
+    @classmethod
+    def _has_names(cls, paths: Any) -> Any:
+        if isinstance(paths, list):
+            named = ", ".join(f"{str(path).rpartition('.')[2]}: {path}" for path in paths)
+            raise ValueError(f"must be a mapping from the name of each reward to its function, such as {{{named}}}")
+        return paths
 
     @field_validator("reward_fns")
     @classmethod

@@ -87,7 +87,8 @@ class RewardFunction:
             has = ", ".join([*own, *sorted(fields)])
             raise ConfigError(
                 f"{self.label} requires {', '.join(map(repr, missing))}, but only gets {has}. Rename the parameter, give it a "
-                "default, or name the field of the data in `env_keys` of the dataset (`output_key` for expected_answer)."
+                "default, or name the field of the data in `env_keys` of the dataset, such as "
+                f"`env_keys: [{', '.join(missing)}]` (`output_key` for expected_answer)."
             )
 
     def score(self, rows: Sequence[Row], *, as_messages: bool) -> list[Rewards | None]:

@@ -53,9 +53,12 @@ def overrides_add_keys_with_two_pluses(config: WrittenConfig) -> Iterator[Proble
         lengths = range(override.known + 1, len(override.path) + 1)
         added = next((override.path[:length] for length in lengths if config.layout.takes_any(override.path[:length])), None)
         if added is not None and not override.adds:
+            meant = [key for key in config.layout.ending_in(str(added[-1])) if key[:-1] == added[:-1]]
             yield Problem(
                 override.path,
-                f"{dotted(added)} exists neither in the file nor in the schema: to add it, write ++{dotted(override.path)}=...",
+                f"{dotted(added)} exists neither in the file nor in the schema: "
+                + (f"did you mean {dotted(meant[0])}? To" if meant else "to")
+                + f" add it, write ++{dotted(override.path)}=...",
                 override.location,
             )
 
