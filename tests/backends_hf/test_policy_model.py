@@ -1,6 +1,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from simulated_gpu import SimulatedGpu
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.config import HFConfig, HFModelConfig
-from rl_backends_hf.model import checkpoint_activations, load_model
+from rl_backends_hf.model import checkpoint_activations, load_model, model_without_weights
 from rl_backends_hf.parallel import make_parallel
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.errors import NotSupportedError, UserError
+from rl_train.diagnostics.model_files import read_model_config
 
 
 def load(name, **options):
@@ -93,6 +95,25 @@ def test_a_gguf_file_is_read_once_for_bfloat16_weights_and_their_float32_masters
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(masters[name].detach(), plain.get_parameter(name)), "a master starts at the file's float32 value"
         assert torch.equal(masters[name].detach().to(torch.bfloat16), tensor)
+
+
+def test_the_config_of_a_gguf_file_is_read_once_until_the_file_changes(model_folder, tmp_path, monkeypatch):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama")))
+    original, reads = transformers.AutoConfig.from_pretrained, []
+    monkeypatch.setattr(
+        transformers.AutoConfig, "from_pretrained", lambda *args, **kwargs: reads.append(args) or original(*args, **kwargs)
+    )
+    for reader in (
+        lambda: model_without_weights(str(file), options=HFModelConfig()).config,
+        lambda: read_model_config(str(file)),
+    ):
+        reads.clear()
+        reader().vocab_size = 3
+        assert (reader().vocab_size > 3, len(reads)) == (True, 1), "a caller that changes its copy changes no other"
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+        reader()
+        assert len(reads) == 2
 
 
 def test_a_gguf_file_takes_a_scalar_head_like_any_model(parts, model_folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +61,10 @@ def plan(
         run = load_config(files, [*changes, *more], registry=registry).run
         return plan_memory(run, registry, on_gpu=gpu is not None, limit=limit)
 
+    print("tracing a forward and a backward pass without weights; this takes seconds to a minute", file=sys.stderr)
     first = planned([])
+    if not first.fits:
+        print("the run does not fit; looking for overrides", file=sys.stderr)
     suggestion = None if first.fits else suggest(load_config(files, changes, registry=registry).run, registry, first, planned)
     if as_json:
         print(json.dumps(_values(first, suggestion), indent=2))
@@ -95,6 +99,8 @@ def _described(planned: MemoryPlan, suggestion: Suggestion | None) -> list[str]:
     where = "of each GPU" if planned.on_gpu else "of all processes"
     limit = planned.limit or 0
     lines.append(f"peak {where}: {format_size(planned.peak)} in phase {planned.peak_phase}; available: {format_size(limit)}")
+    if planned.fits:
+        lines.append("The run fits.")
     if suggestion is not None:
         lines += ["", *_described_suggestion(planned, suggestion)]
     return [*lines, "", "not counted or assumed:", *(f"  - {text}" for text in planned.not_counted)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -283,9 +285,22 @@ def _locate(name: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": location, **options}
 
 
+def _read_config(where: Mapping[str, Any], *, trust_remote_code: bool) -> PretrainedConfig:
+    if "gguf_file" not in where:
+        return AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+    file = Path(where["pretrained_model_name_or_path"]) / where["gguf_file"]
+    return deepcopy(_gguf_config(file, file.stat().st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _gguf_config(file: Path, changed_ns: int) -> PretrainedConfig:
+    """Reading it takes seconds, because the vocabulary is in the same header."""
+    return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+
+
 def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) -> PretrainedConfig:
     config: PretrainedConfig = _with_explained_errors(
-        name, options, lambda: AutoConfig.from_pretrained(**where, trust_remote_code=options.trust_remote_code)
+        name, options, lambda: _read_config(where, trust_remote_code=options.trust_remote_code)
     )
     fields = sorted(config.to_dict())
     for key, value in options.config_overrides.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from rl_core.data.generation_io import end_token_ids
@@ -51,7 +54,18 @@ def read_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> 
     from transformers import AutoConfig
 
     location, named = pretrained_location(name_or_path)
+    file = Path(location, named.get("gguf_file", ""))
+    if file.suffix == ".gguf" and file.is_file():
+        return deepcopy(_if_there(lambda: _gguf_config(file, file.stat().st_mtime_ns)))
     return _if_there(lambda: AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **named))
+
+
+@lru_cache(maxsize=4)
+def _gguf_config(file: Path, changed_ns: int) -> Any:
+    """Reading it takes seconds, because the vocabulary is in the same header."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
 
 
 def _if_there(read: Any) -> Any:

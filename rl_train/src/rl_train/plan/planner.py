@@ -283,6 +283,6 @@ def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:
         yield "CUDA contexts, NCCL buffers and fragmentation, often 1 to 3 GiB per GPU"
         yield "host memory, to which models move while they wait"
         return
-    yield "freed tensors that glibc keeps, up to as much again; MALLOC_MMAP_THRESHOLD_=4194304 in the environment avoids most"
+    yield "freed tensors that the C library keeps: little with glibc, up to as much again with others"
     if run.cluster.backend == "ray":
         yield "Ray's own processes and its object store"
