@@ -33,7 +33,7 @@ COMMENTS = {
     "policy.optimizer.kwargs.lr": "1e-5 for models below a billion parameters, 1e-6 above",
     "policy.generation.backend": "`vllm` is faster on GPUs",
     "policy.generation.max_new_tokens": "longer completions are cut off",
-    "data.split.validation": "share of the rows that is held out and never trained on",
+    "data.split.validation": "chance of each row to be held out and never trained on",
     "data.prompt.prompt_config": "asks for the answer in \\boxed{}, which `math` reads",
     "data.prompt.system_prompt": "what the reward function reads",
     "checkpointing.save_period": "steps between checkpoints; a stopped run continues from the last one",
