@@ -1,4 +1,4 @@
-"""`rlcore plan`: memory by process, overrides that were tried, and exit codes; the warning of `rlcore train`."""
+"""`rlcore plan`: memory by process, time of a step, overrides that were tried, exit codes; the warning of `rlcore train`."""
 
 import json
 import logging
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from command_line import rlcore
 
+from rl_core.errors import NotSupportedError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
-from rl_train.plan import warning
+from rl_train.plan import time_plan, warning
 from rl_train.plan.rows import microbatch, with_shared_prefixes
 from rl_train.sizes import parse_size
 
@@ -36,6 +37,10 @@ def test_the_quickstart_is_planned_by_process_and_phase():
     phases = processes["policy"]["phases"]
     assert processes["policy"]["peak"] == max(sum(parts.values()) for parts in phases.values())
     assert any("every row is counted with 16 tokens" in text for text in planned["not_counted"])
+    step = planned["step"]
+    assert set(step["phases"]) == {"rollout", "refit", "train", "update"}
+    assert step["seconds"] == pytest.approx(sum(step["phases"].values()))
+    assert (step["prompt_tokens"] + step["completion_tokens"], step["not_predicted"]) == (16, {})
 
 
 def test_overrides_that_make_a_run_fit_make_it_fit_when_they_are_applied():
@@ -88,6 +93,7 @@ def test_a_backend_that_does_not_describe_its_memory_is_named(tmp_path):
     result = rlcore("plan", GRPO, *engine, "--gpu", "80GiB")
     assert result.returncode == 0, result.stderr
     assert "all of the engine: its backend openai does not describe its memory" in result.stdout
+    assert "time per step: not predicted for GPUs" in result.stdout
 
 
 @pytest.mark.slow
@@ -134,6 +140,65 @@ def test_rows_of_a_prompt_are_planned_as_one_sequence(length, new_tokens, rows, 
     rest = ("policy.train_global_batch_size=null", f"policy.train_micro_batch_size={rows}")
     run = load_config(GRPO, [*sizes, *groups, *rest], registry=Registry(discover())).run
     assert with_shared_prefixes(run, microbatch(run, run.policy, training=True)).shape == shape
+
+
+class _Clockwork:
+    """A backend's planner in which a token of a pass takes a second, and a sampled one a tenth."""
+
+    def __init__(self, section):
+        self.section = section
+
+    def seconds(self, **given):
+        if "rows" in given:
+            return 0.1 * given["rows"] * given["completion"]
+        score, scored = {"score": given["tokens"]}, given["scored"]
+        return {**score, "train": 2 * given["tokens"] + scored, "update": 10.0} if given["training"] else score
+
+
+def planned_time(monkeypatch, *overrides, prompt=None, completion=None, planner=_Clockwork):
+    registry = Registry(discover())
+    monkeypatch.setattr(time_plan, "_planner", lambda registry, kind, section: planner(section))
+    sizes = ("policy.max_total_sequence_length=20", "policy.generation.max_new_tokens=8", 'policy.shared_prefix="off"')
+    rows = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8", "policy.train_micro_batch_size=4")
+    run = load_config(
+        GRPO, [IN_PROCESS, *sizes, *rows, "policy.train_global_batch_size=null", *overrides], registry=registry
+    ).run
+    return time_plan.plan_time(run, registry, prompt=prompt, completion=completion)
+
+
+def test_the_time_of_a_step_counts_all_rows_and_optimizer_steps(monkeypatch):
+    plan = planned_time(monkeypatch)
+    assert plan.phases == pytest.approx({"rollout": 0.1 * 32 * 8, "train": 32 * (2 * 20 + 8), "update": 10.0})
+    assert (plan.prompt, plan.completion, plan.seconds) == (12, 8, pytest.approx(sum(plan.phases.values())))
+    steps = planned_time(monkeypatch, "policy.train_global_batch_size=8").phases
+    assert steps == pytest.approx({**plan.phases, "score": 32 * 20, "update": 40.0})
+    compared = planned_time(monkeypatch, "++loss_fn.reference_policy_kl_penalty=0.1").phases
+    assert compared == pytest.approx({**plan.phases, "reference": 32 * 20})
+
+
+def test_lengths_that_are_given_replace_the_limits(monkeypatch):
+    plan = planned_time(monkeypatch, prompt=3, completion=5)
+    assert plan.phases["train"] == pytest.approx(32 * (2 * 8 + 5))
+    assert (plan.prompt, plan.completion) == (3, 5)
+    longest = planned_time(monkeypatch, prompt=30, completion=50)
+    assert (longest.prompt + longest.completion, longest.completion) == (20, 8)
+
+
+def test_prompts_that_rows_share_are_computed_once(monkeypatch):
+    plan = planned_time(monkeypatch, "policy.shared_prefix=auto")
+    assert plan.phases["train"] == pytest.approx(8 * (2 * (12 + 4 * 8) + 4 * 8))
+
+
+def test_the_time_of_a_step_is_not_predicted_without_that_of_each_phase(monkeypatch):
+    def unknown(section):
+        raise NotSupportedError("nobody knows")
+
+    plan = planned_time(monkeypatch, planner=unknown)
+    assert (plan.seconds, plan.phases) == (None, {})
+    assert plan.not_predicted == {"rollout": "nobody knows", "passes of policy": "nobody knows"}
+    asynchronous = ("++rollout.max_staleness=1", "++loss_fn.ratio_to=sampler", "cluster.backend=ray")
+    overlapping = planned_time(monkeypatch, *asynchronous)
+    assert (overlapping.seconds, set(overlapping.not_predicted)) == (None, {"step"})
 
 
 def test_sizes_have_binary_and_decimal_units():

@@ -1,4 +1,4 @@
-"""`rlcore plan`: predicts the memory of a run, without loading weights."""
+"""`rlcore plan`: predicts the memory of a run and the time of a step, without loading weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 if TYPE_CHECKING:
     from rl_train.plan.memory_plan import MemoryPlan, ProcessPlan
     from rl_train.plan.suggestions import Suggestion
+    from rl_train.plan.time_plan import TimePlan
 
 _SHOWN = 2**20
 """Parts below this number of bytes are not printed."""
@@ -31,9 +32,17 @@ def plan(
         str | None,
         typer.Option(metavar="SIZE", help="Plan for CPUs and this much memory; by default, what this machine has available."),
     ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Length of prompts for the time of a step.", show_default=False)
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Length of completions for the time of a step.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the memory of a run by process, phase and part, without loading weights.
+    """Predict the memory of a run by process, phase and part, and the time of a step, without loading weights.
+
+    The time is measured on this machine with two layers and random weights, for a second or two.
 
     If the run does not fit, overrides to copy are printed, each tried by planning again. What the plan cannot know is listed.
     Exit code: 1 if the run does not fit.
@@ -42,6 +51,7 @@ def plan(
         rlcore plan config.yaml
         rlcore plan config.yaml --memory 24GiB
         rlcore plan config.yaml --gpu 80GiB policy.activation_checkpointing=true
+        rlcore plan config.yaml --prompt-tokens 100 --completion-tokens 300
         rlcore plan config.yaml --json
     """
     from rl_core.plugins.manager import discover
@@ -50,6 +60,7 @@ def plan(
     from rl_train.plan.machine import available_memory
     from rl_train.plan.planner import plan_memory
     from rl_train.plan.suggestions import suggest
+    from rl_train.plan.time_plan import plan_time
 
     if gpu is not None and memory is not None:
         raise typer.BadParameter("give --gpu or --memory, not both.", param_hint="--gpu")
@@ -62,19 +73,20 @@ def plan(
         return plan_memory(run, registry, on_gpu=gpu is not None, limit=limit)
 
     print("tracing a forward and a backward pass without weights; this takes seconds to a minute", file=sys.stderr)
-    first = planned([])
+    first, run = planned([]), load_config(files, changes, registry=registry).run
     if not first.fits:
         print("the run does not fit; looking for overrides", file=sys.stderr)
-    suggestion = None if first.fits else suggest(load_config(files, changes, registry=registry).run, registry, first, planned)
+    suggestion = None if first.fits else suggest(run, registry, first, planned)
+    step = None if gpu else plan_time(run, registry, prompt=prompt_tokens, completion=completion_tokens)
     if as_json:
-        print(json.dumps(_values(first, suggestion), indent=2))
+        print(json.dumps(_values(first, suggestion, step), indent=2))
     else:
-        print("\n".join(_described(first, suggestion)))
+        print("\n".join(_described(first, suggestion, step)))
     if not first.fits:
         raise typer.Exit(1)
 
 
-def _values(planned: MemoryPlan, suggestion: Suggestion | None) -> dict[str, Any]:
+def _values(planned: MemoryPlan, suggestion: Suggestion | None, step: TimePlan | None) -> dict[str, Any]:
     return {
         "computed_not_run": planned.on_gpu,
         "limit": planned.limit,
@@ -86,13 +98,22 @@ def _values(planned: MemoryPlan, suggestion: Suggestion | None) -> dict[str, Any
             for each in planned.processes
         ],
         "not_counted": planned.not_counted,
+        "step": None
+        if step is None
+        else {
+            "seconds": step.seconds,
+            "phases": step.phases,
+            "prompt_tokens": step.prompt,
+            "completion_tokens": step.completion,
+            "not_predicted": step.not_predicted,
+        },
         "suggestion": None
         if suggestion is None
         else {"overrides": suggestion.overrides, "peak": suggestion.plan.peak, "fits": suggestion.plan.fits},
     }
 
 
-def _described(planned: MemoryPlan, suggestion: Suggestion | None) -> list[str]:
+def _described(planned: MemoryPlan, suggestion: Suggestion | None, step: TimePlan | None) -> list[str]:
     lines = ["Computed, not run on a GPU.", ""] if planned.on_gpu else []
     for process in planned.processes:
         lines += [*_described_process(process), ""]
@@ -103,6 +124,7 @@ def _described(planned: MemoryPlan, suggestion: Suggestion | None) -> list[str]:
         lines.append("The run fits.")
     if suggestion is not None:
         lines += ["", *_described_suggestion(planned, suggestion)]
+    lines += ["", *_described_time(step)]
     return [*lines, "", "not counted or assumed:", *(f"  - {text}" for text in planned.not_counted)]
 
 
@@ -130,3 +152,20 @@ def _described_suggestion(planned: MemoryPlan, suggestion: Suggestion) -> list[s
     outcome = "fits" if suggestion.plan.fits else "still does not fit"
     lines += [f"With these overrides, tried by planning again, it needs {format_size(suggestion.plan.peak)} and {outcome}:"]
     return [*lines, "", f"  {' '.join(suggestion.overrides)}"]
+
+
+def _described_time(step: TimePlan | None) -> list[str]:
+    if step is None:
+        return ["time per step: not predicted for GPUs"]
+    phases = ", ".join(f"{phase} {_seconds(value)}" for phase, value in step.phases.items())
+    if step.seconds is None:
+        lines = [f"time per step: not predicted. {name}: {reason}" for name, reason in step.not_predicted.items()]
+        return [*lines, *([f"  predicted: {phases}"] if phases else [])]
+    lines = [f"time per step: about {_seconds(step.seconds)} on CPUs like those of this machine ({phases})"]
+    if step.completion:
+        lines.append(f"  if prompts have {step.prompt} and completions {step.completion} tokens, in one turn")
+    return [*lines, "  without environments, validation, checkpoints and communication between ranks"]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s"

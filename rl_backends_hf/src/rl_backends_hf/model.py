@@ -197,13 +197,14 @@ def _load_as_stored(
     return model.eval()
 
 
-def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "tokens") -> PreTrainedModel:
-    """The model that `load_model` would return, on the device `meta`: weights are neither read nor allocated.
+def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "tokens", device: str = "meta") -> PreTrainedModel:
+    """The model that `load_model` would return, by default on the device `meta`: weights are neither read nor allocated.
 
     Args:
         name: as in `load_model`.
         options: how it would be loaded.
         head: head type.
+        device: device of its weights; on others than `meta`, they are initialized.
 
     Raises:
         UserError: as `load_model`, except for errors in the weights.
@@ -211,7 +212,7 @@ def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "to
     check_options(options, name)
     config = _load_config(name, _locate(name), options)
     prepare_head(config, head, name=name)
-    with torch.device("meta"):
+    with torch.device(device):
         model: PreTrainedModel = _with_explained_errors(
             name,
             options,

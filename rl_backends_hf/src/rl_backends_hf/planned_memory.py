@@ -8,7 +8,6 @@ measured with two small depths and multiplied by the depth, because tracing a de
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +25,7 @@ from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.sampling.cache_budget import token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.scoring.scalar_head import ValueScoring
-from rl_backends_hf.scoring.scoring_model import padded_input
+from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
@@ -179,10 +178,7 @@ class EngineMemory:
         model = model_without_weights(config.model_name, options=options).to(dtype)
         weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
         longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
-        per_token = token_bytes(model)
-        together = min(rows, options.max_batch_rows)
-        if options.kv_cache_gib is not None:
-            together = max(1, min(together, int(options.kv_cache_gib * 2**30) // (longest * per_token)))
+        per_token, together = token_bytes(model), rows_together(config, model, rows=rows, longest=longest)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         rollout = {"keys and values": together * longest * per_token, "logits": together * vocabulary * 4}
         if not on_gpu:
@@ -199,15 +195,25 @@ class EngineMemory:
         return [f"policy.generation.hf_cfg.max_batch_rows={size}" for size in (rows // 2, rows // 4, rows // 16) if size]
 
 
+def rows_together(config: HFGenerationConfig, model: PreTrainedModel, *, rows: int, longest: int) -> int:
+    """How many of `rows` rows of `longest` tokens an engine decodes together."""
+    options = config.hf_cfg
+    together = min(rows, options.max_batch_rows)
+    if options.kv_cache_gib is None:
+        return together
+    return max(1, min(together, int(options.kv_cache_gib * 2**30) // (longest * token_bytes(model))))
+
+
 def _sizes(config: HFPolicyConfig) -> _Sizes:
     model = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
-    _adapt(model, config)
+    adapt(model, config)
     numbers = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = 0 if config.frozen else sum(size for size, is_trained in numbers if is_trained)
     return _Sizes(weights=sum(size for size, _ in numbers), trained=trained)
 
 
-def _adapt(model: PreTrainedModel, config: HFPolicyConfig) -> None:
+def adapt(model: PreTrainedModel, config: HFPolicyConfig) -> None:
+    """Add the adapters of a section to a model, if it has any."""
     if config.hf_cfg.lora is not None:
         LoraAdapters(model, config.hf_cfg.lora, base=config.model_name, head=config.head)
 
@@ -238,40 +244,39 @@ def _state(config: HFPolicyConfig, sizes: _Sizes, *, ranks: int) -> dict[str, in
 def _traced(config: HFPolicyConfig, rows: int, length: int, *, training: bool, emulates: bool) -> dict[str, int]:
     """Peak bytes of activations and of temporary tensors of one microbatch; see the module."""
     options = {"training": training, "emulates": emulates}
-    depth, replaced = _layers(config)
+    hf = config.hf_cfg
+    full = model_without_weights(config.model_name, options=hf, head=config.head)
+    depth = depth_of(full)
     if depth <= _DEPTHS[1]:
-        return _trace(config, rows, length, {}, **options)
-    few, more = (_trace(config, rows, length, replaced(layers), **options) for layers in _DEPTHS)
+        return _trace(config, rows, length, hf, **options)
+    few, more = (_trace(config, rows, length, fewer_layers(full, hf, layers), **options) for layers in _DEPTHS)
     steps = (depth - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0])
     return {part: int(more[part] + steps * (more[part] - few[part])) for part in more}
 
 
-def _layers(config: HFPolicyConfig) -> tuple[int, Any]:
-    """Number of layers, or 0 if the model cannot be built with fewer; and the overrides of its config for fewer."""
-    text = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head).config
-    depth = getattr(text, "num_hidden_layers", None)
-    if not isinstance(depth, int):
-        return 0, None
-    per_layer = {key: value for key, value in text.to_dict().items() if isinstance(value, list) and len(value) == depth}
+def depth_of(model: PreTrainedModel) -> int:
+    """Number of layers, or 0 if the model cannot be built with fewer."""
+    depth = getattr(model.config, "num_hidden_layers", None)
+    return depth if isinstance(depth, int) else 0
 
-    def fewer(layers: int) -> dict[str, Any]:
-        return {"num_hidden_layers": layers, **{key: value[:layers] for key, value in per_layer.items()}}
 
-    return depth, fewer
+def fewer_layers(model: PreTrainedModel, options: HFModelConfig, layers: int) -> HFModelConfig:
+    """The options to build a model with fewer layers."""
+    depth = depth_of(model)
+    lists = {
+        key: value[:layers] for key, value in model.config.to_dict().items() if isinstance(value, list) and len(value) == depth
+    }
+    given = {key: getattr(options, key) for key in HFModelConfig.model_fields if key not in ("config_overrides", "device_map")}
+    return HFModelConfig(**given, config_overrides={**options.config_overrides, "num_hidden_layers": layers, **lists})
 
 
 def _trace(
-    config: HFPolicyConfig, rows: int, length: int, replaced: Mapping[str, Any], *, training: bool, emulates: bool
+    config: HFPolicyConfig, rows: int, length: int, options: HFModelConfig, *, training: bool, emulates: bool
 ) -> dict[str, int]:
     """Peak bytes by kind while one microbatch is scored or trained, without its weights and gradients.
 
     A command plans many candidates, most of which differ in what a trace does not depend on, so traces are kept.
     """
-    hf = config.hf_cfg
-    options = HFModelConfig(
-        **{key: getattr(hf, key) for key in HFModelConfig.model_fields if key not in ("config_overrides", "device_map")},
-        config_overrides={**hf.config_overrides, **replaced},
-    )
     model = model_without_weights(config.model_name, options=options, head=config.head).to(DTYPES[config.dtype_name])
     described = config.model_dump(mode="json", exclude=_UNTRACED)
     if not training:
@@ -286,22 +291,16 @@ def _measured(
     config: HFPolicyConfig, model: PreTrainedModel, rows: int, length: int, *, training: bool, emulates: bool
 ) -> dict[str, int]:
     """The result of `_trace` for a model without weights."""
-    hf = config.hf_cfg
     ids, lengths = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows,), length)
     shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
     given = padded_input(ids, lengths, device=_CPU, shift=shift)
-    _adapt(model, config)
+    adapt(model, config)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)
         if config.activation_checkpointing and training:
             checkpoint_activations(model)
-        scoring: nn.Module = (
-            ValueScoring(model)
-            if config.head == "scalar"
-            else TokenScoring(model, chunk_tokens=hf.logprob_chunk_tokens, temperature=config.scoring_temperature)
-        )
-        scoring.train(training)
+        scoring = scoring_of(config, model).train(training)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
         live = _LiveBytes(model)
         with live, float32_products(emulates), torch.set_grad_enabled(training):
@@ -310,6 +309,13 @@ def _measured(
                 live.end_forward()
                 scores.sum().backward()
     return {"activations": live.saved, "logits and temporary tensors": live.peak - live.saved}
+
+
+def scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
+    """The model as the worker of a section scores with it."""
+    if config.head == "scalar":
+        return ValueScoring(model)
+    return TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens, temperature=config.scoring_temperature)
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -20,7 +20,7 @@ from rl_core.interfaces.worker import GenerationRequest
 
 _PAUSED_WAIT_S: Final = 0.01
 """Maximum duration of a poll while a refit has paused the rows; the next refit call must wait for it."""
-_PACKED_ROWS: Final = 16
+PACKED_ROWS: Final = 16
 """Number of rows that packed weights are laid out for; the number that arrives is not known."""
 
 
@@ -117,7 +117,7 @@ class RowsInFlight:
         while self._rows and not ended:
             if not self._is_prepared:
                 steps = self._sampler.settings.max_new_tokens
-                self._prepared.enter_context(self._sampler.prepared(rows=_PACKED_ROWS, steps=steps))
+                self._prepared.enter_context(self._sampler.prepared(rows=PACKED_ROWS, steps=steps))
                 self._is_prepared = True
             ended = self._loop.step()
             if time.monotonic() >= until:

@@ -112,7 +112,7 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     Raises:
         UserError: The model of a section does not exist or cannot be built.
     """
-    run = _resolved(run, on_gpu=on_gpu)
+    run = resolved(run, on_gpu=on_gpu)
     not_counted: list[str] = []
     components = [*_models(run, registry, not_counted, on_gpu=on_gpu)]
     policy = memory_planner(registry, "policy", run.policy)
@@ -132,11 +132,16 @@ def memory_planner(registry: Registry, kind: str, section: PolicyConfig | Genera
         kind: `policy` or `generation`.
         section: Section of the model or engine.
     """
-    target = getattr(registry.find(kind, section.backend).load(), "memory_planner", None)
-    return None if target is None else resolve(target, key=f"{section.backend}.memory_planner")(section)
+    return planner_of(registry, kind, section, attribute="memory_planner")
 
 
-def _resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
+def planner_of(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig, *, attribute: str) -> Any:
+    """An instance of the class that a section's backend names in `attribute` of its own class; None if it names none."""
+    target = getattr(registry.find(kind, section.backend).load(), attribute, None)
+    return None if target is None else resolve(target, key=f"{section.backend}.{attribute}")(section)
+
+
+def resolved(run: RunConfig, *, on_gpu: bool) -> RunConfig:
     """The run with the defaults of its devices. That a GPU supports bfloat16 is assumed."""
     devices = Devices(use_gpus=on_gpu, have_bfloat16=on_gpu, trains=True)
     models: dict[str, PolicyConfig] = {name: model.for_devices(devices) for name, model in models_of(run).items()}
@@ -162,7 +167,7 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gp
             score = None if score is None else with_shared_prefixes(run, score)
         phases = dict(
             planner.by_phase(
-                ranks=_ranks(run),
+                ranks=ranks_of(run),
                 train=None if train is None else train.shape,
                 several=train is not None and train.several,
                 score=None if score is None else score.shape,
@@ -173,7 +178,7 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gp
         held = phases.pop(HELD)
         not_counted += [f"{name}: {left_out}" for left_out in planner.not_counted()]
         named = {phase if name == "policy" else f"{phase} {name}": parts for phase, parts in phases.items()}
-        count = -(-_ranks(run) // nodes)
+        count = -(-ranks_of(run) // nodes)
         yield _Component(name=name, held=held, phases=named, count=count, libraries=planner.libraries)
 
 
@@ -181,16 +186,18 @@ def _scores(run: RunConfig, model: PolicyConfig) -> bool:
     return model.frozen or run.algorithm.runtime_needs.samples
 
 
-def _ranks(run: RunConfig) -> int:
+def ranks_of(run: RunConfig) -> int:
+    """Number of ranks of each model."""
     cluster = run.cluster
     return 1 if cluster.backend == "in_process" else cluster.num_nodes * cluster.workers_per_node
 
 
-def _replicas(run: RunConfig, section: GenerationConfig, *, processes: int) -> int:
+def replicas_of(run: RunConfig, section: GenerationConfig, *, processes: int) -> int:
+    """Number of replicas of the engine, of `processes` processes each."""
     if section.num_workers is not None:
         return section.num_workers
     own = section.resources
-    workers = _ranks(run) if own is None else own.num_nodes * own.workers_per_node
+    workers = ranks_of(run) if own is None else own.num_nodes * own.workers_per_node
     return max(1, workers // processes)
 
 
@@ -204,7 +211,7 @@ def _engine(
     if planner is None:
         not_counted.append(f"all of the engine: its backend {section.backend} does not describe its memory")
         return None
-    replicas = _replicas(run, section, processes=planner.processes if on_gpu else 1)
+    replicas = replicas_of(run, section, processes=planner.processes if on_gpu else 1)
     rows, prompt = -(-rows_of_step(run) // replicas), longest_prompt(run)
     phases = dict(planner.by_phase(rows=rows, prompt=prompt, on_gpu=on_gpu, limit=gpu, shares_weights=shares_weights))
     held = phases.pop(HELD)

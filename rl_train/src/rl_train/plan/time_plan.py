@@ -1,0 +1,198 @@
+"""Predicts the time of a step on CPUs like those of this machine. Backends time a small model; this module counts passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+from rl_core.config.schema import GenerationConfig, PolicyConfig
+from rl_core.data.shared_prefix import MAX_SHARE
+from rl_core.errors import NotSupportedError
+from rl_core.plugins.registry import Registry
+from rl_train.algorithms.kl_penalty import kl_in_reward
+from rl_train.assembly.freed_memory import return_large_blocks
+from rl_train.assembly.losses import loss_of
+from rl_train.config.optimizer_steps import OptimizerSteps, optimizer_steps
+from rl_train.config.rules.models import models_of
+from rl_train.config.schema import RunConfig
+from rl_train.plan.planner import memory_planner, planner_of, ranks_of, replicas_of, resolved
+from rl_train.plan.rows import longest_prompt, longest_row, microbatch, rows_of_step
+
+_COPIED_PER_S: Final = 1e9
+"""Bytes of weights that a refit between two processes transfers and checks per second, measured on two cores."""
+
+
+class ModelTime(Protocol):
+    """Measures a policy; created with its section. A backend names its class in the attribute `time_planner` of its policy."""
+
+    def seconds(self, *, tokens: int, scored: int, length: int, training: bool) -> Mapping[str, float]:
+        """Seconds of `score` and, if it is trained, `train` for one microbatch, and of `update`, an optimizer step.
+
+        Args:
+            tokens: tokens of the microbatch.
+            scored: those that are trained.
+            length: tokens of its longest row.
+            training: whether it is trained.
+
+        Raises:
+            NotSupportedError: it cannot be measured, with the reason.
+        """
+
+
+class EngineTime(Protocol):
+    """Measures an engine; created with its section. See `ModelTime`."""
+
+    def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
+        """Seconds in which a replica samples `rows` rows of `prompts` prompts of these lengths; raises `NotSupportedError`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimePlan:
+    """The predicted time of a step.
+
+    Attributes:
+        phases: Seconds by phase, of those that are predicted.
+        prompt: Assumed tokens of each prompt.
+        completion: Assumed tokens of each completion.
+        not_predicted: Phases without a prediction, each with the reason.
+    """
+
+    phases: Mapping[str, float]
+    prompt: int
+    completion: int
+    not_predicted: Mapping[str, str]
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step; None if a phase is not predicted."""
+        return None if self.not_predicted else sum(self.phases.values())
+
+
+def plan_time(run: RunConfig, registry: Registry, *, prompt: int | None = None, completion: int | None = None) -> TimePlan:
+    """The time of a step on CPUs like those of this machine, without environments, validation and checkpoints.
+
+    Args:
+        run: The config.
+        registry: Used to look up backends and the loss.
+        prompt: Tokens of each prompt; by default as many as leave room for the completion.
+        completion: Tokens of each completion; at most, and by default, `max_new_tokens`.
+    """
+    run = _with_lengths(resolved(run, on_gpu=False), prompt, completion)
+    generation = run.policy.generation
+    phases, reasons = dict[str, float](), dict[str, str]()
+    components: dict[str, Callable[[], Mapping[str, float]]] = {}
+    if generation is not None and run.algorithm.runtime_needs.samples:
+        components["rollout"] = partial(_sampling, run, registry, generation)
+    for name, model in models_of(run).items():
+        components[f"passes of {name}"] = partial(_passes, run, registry, name, model)
+    with _threads(run):
+        for name, measure in components.items():
+            try:
+                phases |= measure()
+            except NotSupportedError as error:
+                reasons[name] = str(error)
+    if run.rollout.max_staleness:
+        reasons["step"] = "rollouts and training overlap, because rollout.max_staleness is above 0"
+    return TimePlan(
+        phases=phases,
+        prompt=longest_prompt(run),
+        completion=0 if generation is None else generation.max_new_tokens,
+        not_predicted=reasons,
+    )
+
+
+def _with_lengths(run: RunConfig, prompt: int | None, completion: int | None) -> RunConfig:
+    """The run with limits in which every row has these lengths."""
+    generation = run.policy.generation
+    if generation is None:
+        return run
+    new = min(completion or generation.max_new_tokens, generation.max_new_tokens, longest_row(run) - 1)
+    length = min(longest_row(run), (prompt or longest_prompt(run)) + new)
+    generation = generation.model_copy(update={"max_new_tokens": new})
+    changed = {"max_total_sequence_length": length, "generation": generation}
+    return run.model_copy(update={"policy": run.policy.model_copy(update=changed)})
+
+
+@contextmanager
+def _threads(run: RunConfig) -> Iterator[None]:
+    """Compute with as many threads as a worker of the run."""
+    import torch
+
+    return_large_blocks()  # as in the run, where a tensor's memory is mapped again each time
+    before = torch.get_num_threads()
+    if run.cluster.backend == "ray":
+        torch.set_num_threads(_worker_threads(run))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _worker_threads(run: RunConfig) -> int:
+    return run.cluster.cpus_per_worker or max(1, (os.cpu_count() or 1) // run.cluster.workers_per_node)
+
+
+def _sampling(run: RunConfig, registry: Registry, section: GenerationConfig) -> dict[str, float]:
+    """Seconds of sampling and of a refit."""
+    rollouts = run.algorithm.runtime_needs.rollouts
+    assert rollouts is not None
+    planner = _planner(registry, "generation", section)
+    replicas = replicas_of(run, section, processes=1)
+    prompts, each = -(-rollouts.prompts_per_draw // replicas), rollouts.samples_per_prompt
+    lengths = {"prompt": longest_prompt(run), "completion": section.max_new_tokens}
+    found = {"rollout": rollouts.sampled_fraction * planner.seconds(rows=prompts * each, prompts=prompts, **lengths)}
+    policy, memory = (memory_planner(registry, *given) for given in (("policy", run.policy), ("generation", section)))
+    if memory is not None and (run.cluster.backend == "ray" or policy is None or not policy.is_shared):
+        held = memory.by_phase(rows=1, prompt=1, on_gpu=False, limit=None, shares_weights=False)["held"]
+        found["refit"] = held["weights"] / _COPIED_PER_S
+    return found
+
+
+def _passes(run: RunConfig, registry: Registry, name: str, model: PolicyConfig) -> dict[str, float]:
+    """Seconds of a model's passes and optimizer steps."""
+    steps = None if model.frozen else optimizer_steps(run, name)
+    if steps is None and not model.frozen:
+        raise NotSupportedError(f"{run.algorithm_name} does not declare its number of optimizer steps")
+    batch, rollouts = microbatch(run, model, training=not model.frozen), run.algorithm.runtime_needs.rollouts
+    length, tokens = min(longest_row(run), model.max_total_sequence_length), batch.rows * batch.length
+    rows, scored = max(1, tokens // length), tokens
+    count = -(-rows_of_step(run) // model.data_ranks(run.cluster)) * length / tokens
+    if rollouts is not None:
+        prompt = min(longest_prompt(run), length - 1)
+        scored = rows * (length - prompt)
+        shared = scored + prompt * -(-rows // rollouts.samples_per_prompt)
+        if memory_planner(registry, "policy", model).shares_prefixes(on_gpu=False) and shared <= MAX_SHARE * tokens:
+            tokens = shared
+    planner = _planner(registry, "policy", model)
+    seconds = planner.seconds(tokens=tokens, scored=scored, length=length, training=steps is not None)
+    ranks = min(ranks_of(run), run.cluster.workers_per_node)
+    count *= max(1.0, ranks * _worker_threads(run) / (os.cpu_count() or 1))  # ranks that share cores
+    times = dict.fromkeys(_scoring(run, registry, name, steps), count * seconds["score"])
+    if steps is not None:
+        times |= {"train": count * steps.plan.passes * seconds["train"]}
+        times |= {"update": steps.plan.passes * steps.per_pass * seconds["update"]}
+    return {phase if name == "policy" else f"{phase} {name}": value for phase, value in times.items()}
+
+
+def _scoring(run: RunConfig, registry: Registry, name: str, steps: OptimizerSteps | None) -> list[str]:
+    """The passes of a model without gradients, which score all rows of a step once."""
+    if name != "policy":
+        return ["score"]
+    loss, penalty = loss_of(run, registry), kl_in_reward(run.loss_fn)
+    one = steps is not None and steps.plan.passes * steps.per_pass == 1
+    if one and getattr(run.algorithm, "skip_logprobs_when_on_policy", False):
+        loss.on_policy = True
+    needed = loss.required_keys | (penalty.required_keys if penalty is not None else frozenset())
+    keys = {"score": "prev_logprobs", "reference": "reference_policy_logprobs"}
+    return [phase for phase, key in keys.items() if key in needed]
+
+
+def _planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig) -> Any:
+    planner = planner_of(registry, kind, section, attribute="time_planner")
+    if planner is None:
+        raise NotSupportedError(f"the backend {section.backend} is not measured")
+    return planner
