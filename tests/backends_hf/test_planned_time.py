@@ -87,6 +87,8 @@ def test_what_cannot_be_timed_is_refused_with_the_reason(monkeypatch, folder):
     model = folder(2)
     with pytest.raises(NotSupportedError, match=r"torchao\.optim\.AdamW8bit"):
         policy_flops(monkeypatch, model, optimizer={"name": "torchao.optim.AdamW8bit"})
+    with pytest.raises(NotSupportedError, match="compil"):
+        policy_flops(monkeypatch, model, hf_cfg=HFConfig(compile_layers=True))
     monkeypatch.setattr(planned_time, "_MAX_BYTES", 1000)
     with pytest.raises(NotSupportedError, match="too much to try"):
         policy_flops(monkeypatch, model)

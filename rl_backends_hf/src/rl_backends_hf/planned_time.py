@@ -52,8 +52,6 @@ _UPDATED: Final = 2**23
 _PROMPT: Final = 512
 """Maximum length of a prompt that is computed; longer ones are extrapolated."""
 _CPU: Final = torch.device("cpu")
-
-
 _MAX_BYTES: Final = 4 * 2**30
 """Maximum memory of a measurement, which also takes at most half of what is available."""
 
@@ -81,6 +79,8 @@ class PolicyTime:
             NotSupportedError: the model cannot be measured here.
         """
         config, dtype = self._config, DTYPES[self._config.dtype_name]
+        if config.hf_cfg.compile_layers:
+            raise NotSupportedError("compiling layers (hf_cfg.compile_layers) takes too long to try")
         full = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
         model = _small(full, config.model_name, config.hf_cfg, dtype=dtype, head=config.head, copies=3)
         adapt(full, config)
@@ -149,7 +149,7 @@ class EngineTime:
             while not loop.is_idle and len(steps) < 20 and (len(steps) < 3 or sum(step for step, _ in steps) < _BUDGET_S):
                 steps.append(times.of_step(loop))
         step, layer = (min(numbers) for numbers in zip(*(steps or [first]), strict=True))
-        prefill = max(0.0, first[0] - step) + missing * max(0.0, first[1] - layer)
+        prefill = max(0.0, first[0] - step) + missing * first[1]
         waves = -(-rows // together)
         packing *= packed_bytes(full, steps=completion) / max(1, packed_bytes(model, steps=completion))
         sampled: float = packing + prefill * prompts * prompt / (few * width) + waves * completion * (step + missing * layer)
@@ -287,8 +287,10 @@ def _small(
         copies: memory of the measurement, as a multiple of the weights.
 
     Raises:
-        NotSupportedError: its layers are unknown, or the measurement needs too much memory.
+        NotSupportedError: its layers are unknown, it is quantized, or the measurement needs too much memory.
     """
+    if options.load_in_4bit or options.load_in_8bit:
+        raise NotSupportedError("quantized weights are not timed")
     if not decoder_layers(full):
         raise NotSupportedError(f"{type(full).__name__} does not name its layers")
     fewer = fewer_layers(full, options, min(_DEPTH, depth_of(full)))

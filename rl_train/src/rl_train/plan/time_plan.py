@@ -97,6 +97,9 @@ def plan_time(run: RunConfig, registry: Registry, *, prompt: int | None = None, 
                 reasons[name] = str(error)
     if run.rollout.max_staleness:
         reasons["step"] = "rollouts and training overlap, because rollout.max_staleness is above 0"
+    rollouts = run.algorithm.runtime_needs.rollouts
+    if rollouts is not None and rollouts.selects_groups:
+        reasons["step"] = "how often a step samples prompts depends on their rewards"
     return TimePlan(
         phases=phases,
         prompt=longest_prompt(run),
