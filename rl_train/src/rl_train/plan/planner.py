@@ -136,7 +136,7 @@ def memory_planner(registry: Registry, kind: str, section: PolicyConfig | Genera
 
 
 def planner_of(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig, *, attribute: str) -> Any:
-    """An instance of the class that a section's backend names in `attribute` of its own class; None if it names none."""
+    """An instance of the class that a section's backend names in the attribute `attribute`; None if it names none."""
     target = getattr(registry.find(kind, section.backend).load(), attribute, None)
     return None if target is None else resolve(target, key=f"{section.backend}.{attribute}")(section)
 
