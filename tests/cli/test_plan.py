@@ -24,7 +24,7 @@ IN_PROCESS = "cluster.backend=in_process"
 def plan(*arguments):
     """Exit code and JSON of the command."""
     result = rlcore("plan", GRPO, *arguments, "--json")
-    assert result.stderr == ""
+    assert all(line.startswith(("tracing", "the run does not fit")) for line in result.stderr.splitlines())
     return result.returncode, json.loads(result.stdout)
 
 
