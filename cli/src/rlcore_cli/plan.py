@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 2**20
 """Parts below this number of bytes are not printed."""
+_BUSY = 1.5
+"""Load per CPU above which a measured time is marked."""
 
 
 def plan(
@@ -106,6 +108,7 @@ def _values(planned: MemoryPlan, suggestion: Suggestion | None, step: TimePlan |
             "prompt_tokens": step.prompt,
             "completion_tokens": step.completion,
             "not_predicted": step.not_predicted,
+            "load_per_cpu": step.load,
         },
         "suggestion": None
         if suggestion is None
@@ -164,7 +167,9 @@ def _described_time(step: TimePlan | None) -> list[str]:
     lines = [f"time per step: about {_seconds(step.seconds)} on CPUs like those of this machine ({phases})"]
     if step.completion:
         lines.append(f"  if prompts have {step.prompt} and completions {step.completion} tokens, in one turn")
-    return [*lines, "  without environments, validation, checkpoints and communication between ranks"]
+    lines.append("  without environments, validation, checkpoints and communication between ranks")
+    busy = f"  This machine is busy (load {step.load:.1f} per CPU), so the time may be too long: plan again when it is idle."
+    return [*lines, *([busy] if step.load > _BUSY else [])]
 
 
 def _seconds(value: float) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
+import psutil
+
 from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.shared_prefix import MAX_SHARE
 from rl_core.errors import NotSupportedError
@@ -59,12 +61,14 @@ class TimePlan:
         prompt: Assumed tokens of each prompt.
         completion: Assumed tokens of each completion.
         not_predicted: Phases without a prediction, each with the reason.
+        load: Processes that wanted to compute when it was measured, per CPU of this machine.
     """
 
     phases: Mapping[str, float]
     prompt: int
     completion: int
     not_predicted: Mapping[str, str]
+    load: float
 
     @property
     def seconds(self) -> float | None:
@@ -105,6 +109,7 @@ def plan_time(run: RunConfig, registry: Registry, *, prompt: int | None = None, 
         prompt=longest_prompt(run),
         completion=0 if generation is None else generation.max_new_tokens,
         not_predicted=reasons,
+        load=psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
     )
 
 
