@@ -3,26 +3,18 @@
 import importlib
 import json
 import re
-import shlex
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import typer
+from documents import NEMO_RL, PAGES, ROOT, SHOWN, commands
 
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.schema_index import schema_index
 from rlcore_cli.main import COMMANDS, app, main
 
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted(ROOT.glob("*/README.md")),
-    *sorted((ROOT / "examples").rglob("*.yaml")),
-]
 OURS = {
     "rl_core",
     "rl_train",
@@ -35,24 +27,6 @@ OURS = {
     "rl_serve",
     "rlcore_cli",
 }
-NEMO_RL = """
-grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 5}
-policy: {model_name: some/model, generation: {backend: vllm, max_new_tokens: 16}}
-data: {train: {dataset_name: ResponseDataset, data_path: train.jsonl}}
-env: {math: {num_workers: 1}}
-"""
-
-
-def commands(page):
-    """The words of each `rlcore ...` line in the command blocks of a page, without comments."""
-    text = re.sub(r"\\\n#? *", " ", page.read_text())
-    lines = re.findall(r"^(?:#? {4,5}|\$ )?(rlcore [a-z][\w-]* ?.*)$", text, flags=re.MULTILINE)
-    return [shlex.split(line, comments=True)[1:] for line in lines if "[OPTIONS]" not in line]
-
-
-SHOWN = [(page.relative_to(ROOT).as_posix(), words) for page in PAGES for words in commands(page)]
-
-
 CATALOGUE = schema_index(Registry(discover()))
 
 

@@ -2,14 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 from command_line import rlcore
+from documents import PAGES, ROOT, blocks, write_modules
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*/README.md"))]
 CHECKED_ELSEWHERE = {
     "docs/data.md": "tests/core/data/test_data_docs.py reads the data as well",
     "docs/nemo_rl_names.md": "tests/backends_openai/test_promised_configs.py trains with them",
@@ -30,17 +28,6 @@ INSTALLED = {"acme_game": "guess"}
 FIELDS = "question prompt expected_answer answer chosen rejected instruction_id_list kwargs initial_count expected_count"
 ROW = {**dict.fromkeys(FIELDS.split(), "1+1="), "rejected": "3"}
 """The row of every data file."""
-MODULES = {
-    "my_agents/adder.py": "docs/agents.md",
-    "my_package/my_environment.py": "docs/environments.md",
-    "my_rewards.py": "docs/rewards.md",
-    "my_tools.py": "docs/tools.md",
-}
-"""Modules that configs name, and the page with its code."""
-
-
-def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 def shown():
@@ -86,10 +73,7 @@ def files_of(config):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
-    for name, page in MODULES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("\n".join(blocks(page, "python")))
-    (folder / "my_rewards.py").open("a").write("\n\ncorrect = exact = short\n")
+    write_modules(folder)
     return folder
 
 
