@@ -121,6 +121,24 @@ def test_evaluating_a_checkpoint_equals_the_validation_of_the_run(config, run, r
     assert len({row["validation/pass@1"] for row in run_metrics.values()}) == 3
 
 
+def test_a_run_is_evaluated_with_its_own_config_and_newest_checkpoint(config, run, run_metrics):
+    Path("runs").symlink_to(run.parent)
+    Path(run.name).mkdir()  # as `rlcore init` makes one
+    found, _ = results_of(run.name)
+    assert (found["weights"]["step"], Path(found["config_file"]).parent.name) == (3, run.name)
+    assert values(found["modes"][0]["all"])["mean@4"] == pytest.approx(run_metrics[3]["validation/accuracy"], abs=ROUNDING)
+
+
+def test_a_config_that_prompts_otherwise_than_the_run_is_a_warning(config, run):
+    same = evaluate(config, "--checkpoint", run)
+    other = evaluate(config, "policy.generation.max_new_tokens=4", "--checkpoint", run)
+    assert "warning" not in same.stderr
+    assert (
+        "warning: the run of the checkpoint had other values of policy.generation.max_new_tokens, so its accuracy may differ. "
+        f"`rlcore eval {run}` uses the run's config." in other.stderr
+    )
+
+
 def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config, run, run_metrics):
     best = max(run_metrics, key=lambda step: run_metrics[step]["validation/accuracy"])
     Path("runs").symlink_to(run.parent)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rl_core.errors import UserError
-from rl_train.run_folders.run_names import completed_runs, existing_run_path
-from rlcore_cli.arguments import Bases, Config, Overrides, config_files, integers
+from rl_train.run_folders.run_names import completed_runs, existing_run_path, is_run, run_path
+from rlcore_cli.arguments import Bases, Overrides, config_files, integers
 
 if TYPE_CHECKING:
     from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, ModeResult, ProgressCallback
@@ -22,8 +22,23 @@ TABLE_WIDTH = 200
 """Maximum width of a table; a narrower terminal wraps its lines."""
 
 
+ConfigOrRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="CONFIG|RUN",
+        help="The config, a YAML file; or a run folder or its name in runs, for its own config and its newest checkpoint.",
+        show_default=False,
+        autocompletion=completed_runs,
+    ),
+]
+
+
+_PROMPTS = ("data.prompt", "policy.tokenizer")
+_SAMPLING = ("policy.generation.max_new_tokens", "policy.generation.stop_strings", "policy.max_total_sequence_length")
+
+
 def evaluate(
-    config: Config = None,
+    config: ConfigOrRun = None,
     overrides: Overrides = None,
     bases: Bases = None,
     checkpoint: Annotated[
@@ -61,10 +76,12 @@ def evaluate(
 
     Example:
         rlcore eval config.yaml
-        rlcore eval config.yaml --checkpoint runs/config --samples 8 --k 1,4,8 --greedy
+        rlcore eval runs/config --samples 8 --k 1,4,8 --greedy
         rlcore eval config.yaml --engine openai ++policy.generation.openai_cfg='{base_url: http://host:8000/v1, model: m}'
         rlcore eval config.yaml grpo.max_val_samples=100 --checkpoint runs/config/checkpoints/step_000010 --json scores.json
     """
+    if config is not None and not config.is_file() and is_run(run := run_path(config)):
+        config, checkpoint = run / "config.yaml", checkpoint or run
     files, changes = config_files(config, bases, overrides)
     ks = integers(k, "--k", "1,4,8") or []
     if engine is not None:
@@ -85,6 +102,8 @@ def evaluate(
         ks=ks,
         reward_above=reward_above,
     )
+    if warning := _prompts_otherwise(plan):
+        print(f"warning: {warning}", file=sys.stderr)
     with _progress() as report:
         evaluated = plan.evaluate(report)
     _print_head(evaluated, plan)
@@ -95,6 +114,26 @@ def evaluate(
         return
     write_results(path, evaluated, plan)
     print(f"\nresults: {path}\nprompts: {prompts_path(path)}")
+
+
+def _prompts_otherwise(plan: EvaluationPlan) -> str | None:
+    """A warning if the run of the checkpoint prompted or sampled otherwise than this config does."""
+    from yaml import safe_load
+
+    from rl_train.config.dotted_keys import leaves
+
+    run = None if plan.checkpoint is None else plan.checkpoint.run_folder
+    if run is None or not (run / "config.yaml").is_file():
+        return None
+    then = dict(leaves(safe_load((run / "config.yaml").read_text(encoding="utf-8"))))
+    now = dict(leaves(plan.loaded.redacted))
+    keys = {key for key in {*then, *now} if key.startswith(_PROMPTS)} | {*_SAMPLING}
+    if not (changed := sorted(key for key in keys if then.get(key) != now.get(key))):
+        return None
+    return (
+        f"the run of the checkpoint had other values of {', '.join(changed)}, so its accuracy may differ. "
+        f"`rlcore eval {run}` uses the run's config."
+    )
 
 
 def _reject_unwritable(path: Path) -> None:
