@@ -1,12 +1,14 @@
 """`rlcore chat` with redirected input and in a terminal."""
 
 import io
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rl_serve import served_model, terminal
+from rl_train.launch.train import train
 from rl_train.metrics.progress import reported_start
 
 MODEL = Path(__file__).parents[2] / "examples/addition/model"
@@ -25,6 +27,30 @@ def chat(rlcore, monkeypatch):
 
 def test_redirected_input_gets_the_answers_only(chat):
     assert chat("12+34=", "/reset", "", "12+34=", "/exit", "2+2=") == (0, "46\n46\n")
+
+
+def test_a_run_that_was_trained_without_an_engine_gets_one_for_longer_conversations(chat, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "12+34=", "response": "46"}) + "\n")
+    config = {
+        "sft": {"max_num_steps": 1, "global_batch_size": 1},
+        "policy": {"backend": "hf", "model_name": str(MODEL), "max_total_sequence_length": 12},
+        "data": {
+            "train": {
+                "dataset_name": "jsonl",
+                "path": str(tmp_path / "rows.jsonl"),
+                "response_key": "response",
+                "output_key": None,
+            }
+        },
+        "checkpointing": {"save_period": 1},
+        "logger": {"log_dir": str(tmp_path / "runs"), "run_name": "sft"},
+        "cluster": {"backend": "in_process"},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    run = train(tmp_path / "config.yaml", console=False).folder
+    assert chat("12+34=", "0000000000000+1=", arguments=(run, "--temperature", "0"))[0] == 0
+    code, said = chat("12+34=", arguments=(run, "policy.generation.backend=hf"))
+    assert (code, "is required" in said) == (2, False), "an engine that is given is not changed"
 
 
 def test_a_model_that_loads_for_long_is_reported_apart_from_the_answers(chat, monkeypatch):

@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rl_core.config.diagnostics import Problems
 from rl_core.config.python_sections import section_of_values
 from rl_core.config.schema import EnvironmentConfig
@@ -18,19 +20,22 @@ from rl_core.data.hub import require_model
 from rl_core.data.tokenizer import load_tokenizer
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.generation import GenerationInterface
-from rl_core.plugins.component import Component
+from rl_core.plugins.component import Component, Kind
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.config.overrides import apply_overrides
 from rl_train.config.rules.rule import Use
 from rl_train.data.policy_tokenizer import load_policy_tokenizer
+from rl_train.diagnostics.position_limit import position_limit
 from rl_train.metrics.progress import reported_start
 from rl_train.run_folders.checkpoint_paths import find_weights
 from rl_train.run_folders.provenance import CONFIG
 from rl_train.run_folders.run_names import similar_runs
 
 _UNLIMITED = 2**31 - 1
+_CONVERSATION = 2048
+"""Tokens of a conversation with a run that was trained without an engine, if its model has as many positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +154,8 @@ def _of_run(
             f"{given.path} was moved out of its run, so its config is not known. Serve the run folder, or convert the "
             f"checkpoint (rlcore convert) and serve the model."
         )
-    run = load_config(folder / CONFIG, list(overrides), registry=registry, use=Use.SERVE).run
+    changes = [*_engine_overrides(folder / CONFIG, registry, overrides), *overrides]
+    run = load_config(folder / CONFIG, changes, registry=registry, use=Use.SERVE).run
     section = run.policy.generation
     assert section is not None  # a rule for configs that are served
     tokenizer = load_policy_tokenizer(run.policy)
@@ -161,6 +167,21 @@ def _of_run(
     builder.weights(policy, generation, tokenizer).sync()
     component = registry.find("generation", section.backend)
     return _served(label, generation, section, tokenizer, component, tasks=run.env)
+
+
+def _engine_overrides(config: Path, registry: Registry, given: Sequence[str]) -> list[str]:
+    """Overrides that give an engine to a run that was trained without one, such as SFT, for more than its own rows."""
+    policy = yaml.safe_load(config.read_text(encoding="utf-8"))["policy"]
+    if policy.get("generation") is not None or any("policy.generation" in each for each in given):
+        return []
+    backend = policy["backend"] if policy["backend"] in registry.names(Kind.GENERATION) else _only_backend(registry)
+    limit = position_limit(policy["model_name"])
+    length = max(policy["max_total_sequence_length"], min(limit.tokens, _CONVERSATION) if limit is not None else 0)
+    return [
+        f"policy.max_total_sequence_length={length}",
+        f"++policy.generation.backend={backend}",
+        f"++policy.generation.max_new_tokens={length // 2}",
+    ]
 
 
 def _without_limit(section: Any) -> Any:

@@ -93,7 +93,7 @@ class PreferenceLossFn(LossFunction):
         logprobs = row_means(next_token_logprobs.detach(), mask)
         return loss, {
             "loss/preference": preference.detach(),
-            "loss/sft": nll.detach(),
+            **({"loss/sft": nll.detach()} if self.config.sft_loss_weight else {}),
             "preference/accuracy": mean((margins > TIE).float() + 0.5 * (margins.abs() <= TIE).float()),
             "preference/margin": mean(margins),
             "preference/score_chosen": mean(scores[0::2]),
