@@ -59,11 +59,12 @@ def write_gguf(path, model):
     writer.close()
 
 
-def test_a_gguf_file_is_trained_and_saved_like_any_model(parts, model_folder, tmp_path):
+def test_a_gguf_file_is_trained_and_saved_like_any_model(parts, model_folder, tmp_path, capfd):
     plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama"))
     write_gguf(tmp_path / "tiny.gguf", plain)
     worker = HFPolicyWorker(parts.make_context(), parts.make_config(str(tmp_path / "tiny.gguf")))
     worker.setup()
+    assert "GGUF tensors" not in capfd.readouterr().err, "no progress bar in the logs of workers"
     rows = parts.make_rows()
     with torch.no_grad():
         expected = parts.plain_logprobs(plain, rows)

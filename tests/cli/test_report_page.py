@@ -275,6 +275,8 @@ def test_the_state_of_a_run_follows_from_its_status_and_process(write_run, tmp_p
         assert (ending.state, ending.is_over) == (state, state not in ("running", "building"))
     unseen = write_run(tmp_path / "unseen", status=running | {"pid": gone.pid}, environment=elsewhere)
     assert ending_of(read_run_folder(unseen)).state == "running"
+    resumed = write_run(tmp_path / "resumed", status=running | {"state": "building", "planned_steps": 40})
+    assert "of 40 steps" in ending_of(read_run_folder(resumed)).sentence, "its config is written once the models are loaded"
     failed = ending_of(read_run_folder(tmp_path / "failed"))
     assert (failed.sentence, failed.error) == ("Failed in phase train, after 5 of 5 steps.", "NaN")
 

@@ -116,6 +116,7 @@ def test_ticks_are_round_few_and_within_their_range(low, width):
 def test_an_axis_is_never_empty_and_starts_at_0_if_values_are_close_to_it():
     assert padded_range([0.0, 0.0]) == (0.0, 1.0)
     assert padded_range([2.0]) == (1.8, 2.2)
+    assert padded_range([1.0, 1.0]) == (0.0, 1.05), "a share that is always 1"
     assert padded_range([0.1, 1.0])[0] == 0.0
     assert 0.89 < padded_range([0.9, 1.0])[0] < 0.9
 

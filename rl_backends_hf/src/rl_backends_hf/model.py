@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
+    modeling_gguf_pytorch_utils,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -37,6 +38,7 @@ AUTO_CLASSES: Mapping[Head, Any] = {"tokens": AutoModelForCausalLM, "scalar": Au
 
 # Progress bars of several workers would garble the run's log.
 transformers.utils.logging.disable_progress_bar()
+modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors  # it ignores that setting
 
 
 def load_model(

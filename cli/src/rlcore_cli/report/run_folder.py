@@ -79,7 +79,9 @@ class RunFolder:
 
     @property
     def planned_steps(self) -> int | None:
-        """The number of steps in the config."""
+        """The number of steps in the config; that of a resume which has not written its config yet."""
+        if (planned := (self.status or {}).get("planned_steps")) is not None:
+            return int(planned)
         for section in (self.config or {}).values():
             if isinstance(section, Mapping) and "max_num_steps" in section:
                 return int(section["max_num_steps"])

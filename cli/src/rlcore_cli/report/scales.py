@@ -58,6 +58,8 @@ def padded_range(values: Sequence[float]) -> tuple[float, float]:
     size = max(abs(low), abs(high))
     if size == 0:
         return 0.0, 1.0
+    if low == high == 1.0:  # often a share, which has no values above
+        return 0.0, 1.05
     if high - low < _DISTINCT * size:
         return low - size * 0.1, high + size * 0.1
     if 0 <= low <= 0.4 * high:

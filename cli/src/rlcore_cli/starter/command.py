@@ -274,6 +274,8 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
     print(f"Wrote {', '.join(str(output / name) for name in files)}")
     if starter.samples and form.answer_key is None:
         print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")
+        if len(train.rows[0]) > 2:
+            print("If the rows are preference pairs, name their fields `chosen` and `rejected`")
     others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
     print(f"Algorithm: {starter.algorithm}" + (f" (also possible: {others})" if others else ""))
     if not starter.validates:

@@ -119,7 +119,7 @@ def train(
                     defaults=defaults_of(loaded),
                     allow_config_change=allow_config_change,
                 )
-                status.building()
+                status.building(config.algorithm.max_num_steps)
             warn_if_too_large(config, registry)
             _print_if(console, f"starting {_worker_names(config, samples=replay is None or validates(config))}")
 

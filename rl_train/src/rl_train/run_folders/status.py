@@ -66,9 +66,13 @@ class Status:
             self.building()
         return self
 
-    def building(self) -> None:
-        """Report that the run is being built; for a resumed run, call it once the resume is accepted."""
-        self._write(BUILDING, pid=os.getpid())
+    def building(self, planned_steps: int | None = None) -> None:
+        """Report that the run is being built; for a resumed run, call it once the resume is accepted.
+
+        Args:
+            planned_steps: total number of steps, if it may differ from that in the folder's config, which is written later.
+        """
+        self._write(BUILDING, pid=os.getpid(), planned_steps=planned_steps)
 
     def set_workers(self, components: Mapping[str, object], *, phase: Callable[[], str | None], steps: int) -> None:
         """Set the workers whose processes are reported, once the run is built.
