@@ -119,7 +119,7 @@ class ConsoleLogger(Logger):
         shown = SHOWN if "validation/accuracy" in metrics else (VALIDATION_REWARD, *SHOWN)
         said = {name for name in metrics if self._is_informative(name, metrics)}
         numbers = {name: f"{short} {metrics[name]:{form}}" for name, short, form in shown if name in said}
-        self._next = step + 1
+        self._next = min(step + 1, self._total)  # after the last step, its checkpoint and the end follow
         self._printer.printed()
         if self._display is None:
             self._console.print("  ".join([f"step {step}/{self._total}", *numbers.values()]), soft_wrap=True)
