@@ -123,22 +123,15 @@ def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, spl
         (
             "sixth_independent.jsonl",
             [
-                ("24", r"$\boxed{\tau(360) = 24}$"),
                 ("32.80", r"$\boxed{32.80 \text{ dollars per person}}$"),
                 (r"36\pi \text{ cm}^3", r"$\boxed{36\pi \text{ cm}^3 \approx 113.10 \text{ cm}^3}$"),
-                ("2.5", r"$\boxed{10/4}$"),  # rewarded: a fraction that is not a whole number is a value
                 ("11:20", r"$\boxed{11:20 \text{ PM}}$"),  # rewarded: the question decides between am and pm
-                (r"\left(4, \frac{3\pi}{2}\right)", r"$\boxed{r = 4,\ \theta = \frac{3\pi}{2}}$"),
-                (r"\left(4, \frac{3\pi}{2}\right)", r"$\boxed{(r,\theta) = (4, 1.5\pi)}$"),
-                (r"\text{odd}", r"$\boxed{\text{odd function}}$"),
-                (r"\text{odd}", r"$\boxed{\text{The function is odd}}$"),
-                (r"\text{converges}", r"$\boxed{\text{The series converges.}}$"),
                 ("113_6", r"$\boxed{45_{10} = 113_6}$"),
                 ("36", r"Possible answers: $\boxed{216}$, $\boxed{72}$, $\boxed{36}$."),  # rewarded: the last box counts
-                ("No", r"$\boxed{\text{No, it is prime}}$"),  # rewarded: reasons are not checked
             ],
-            {(True, True): 136, (True, False): 9, (False, True): 4, (False, False): 330},
+            {(True, True): 142, (True, False): 3, (False, True): 2, (False, False): 332},
         ),
+        ("asked_forms.jsonl", [], {(True, True): 48, (False, False): 61}),
         ("forms.jsonl", [], {(True, True): 83, (False, False): 193}),
     ],
 )

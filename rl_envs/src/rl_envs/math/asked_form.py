@@ -21,14 +21,16 @@ _INTERVAL = re.compile(
 _PAIR = re.compile(r"\bpairs?\b|\bpoints?\b|\bcoordinates?\b|\btuples?\b|\([A-Za-z], ?[A-Za-z]", re.IGNORECASE)
 _PRIMES = re.compile(r"\bprime factor|\bproduct of (?:its |the )?prime|\bprime powers?\b|\bpowers of primes\b", re.IGNORECASE)
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12}
-_BASE = re.compile(r"\b(?:in|to|into) (?:a )?(?:base[ -]?(\d{1,2}|[a-z]+)|(binary|octal|hexadecimal))\b", re.IGNORECASE)
+_BASE = re.compile(
+    r"\b(?:in|to|into|as|the)(?: an?)? (?:base[ ~-]?\$?(\d{1,2}|[a-z]+)\b|(binary|octal|hexadecimal)\b)", re.IGNORECASE
+)
 _BASE_NAMES = {"binary": 2, "octal": 8, "hexadecimal": 16}
 _MODULUS = re.compile(r"\b(?:divided by|mod(?:ulo)?\b|\\[bp]?mod\s*\{?)\s*\$?(\d+)", re.IGNORECASE)
 _POLAR = re.compile(r"\b(?:polar|exponential) form\b", re.IGNORECASE)
 _TARGET = re.compile(r"\b(?:find|what is|compute|evaluate|determine) (?:the value of )?\$([^$=]+)\$", re.IGNORECASE)
 _CHOICE = re.compile(r"\(([A-Z])\)\s*((?:(?!\([A-Z]\))[^\n]){1,80})")
 _WORD = re.compile(r"[A-Za-z]{3}")
-_KIND = re.compile(r"\b(?:which|what)(?: (?:kind|type|sort) of)? ([a-z]{3,})\b", re.IGNORECASE)
+_KIND = re.compile(r"\b(?:(?:which|what)(?: (?:kind|type|sort) of)?|(?:is|does) (?:the|this)) ([a-z]{3,})\b", re.IGNORECASE)
 _FORMULA = re.compile(r"(?<![A-Za-z])[A-Za-z]\s*[\^+*/(]|[\d)+*/]\s*[A-Za-z](?![A-Za-z])|\\frac|(?<![A-Za-z])[A-Za-z]\s-\s")
 _ASKS_FORM = re.compile(
     r"\bfactor|\bexpand|\bproduct|\bsimplif|\bform\b|\bexpress|\bwrite\b|\brewrite|\bsquare\b|\bpolynomial", re.IGNORECASE
@@ -61,6 +63,8 @@ class AskedForm:
     """What kind of thing a name is, which an answer may add: `the planet Mercury` for `Mercury`."""
     target: str | None = None
     """The formula whose value the question asks for, which an answer may repeat: `m + n = 113` for 113."""
+    question: str = ""
+    """The question itself, on one line."""
     choices: tuple[tuple[str, str], ...] = ()
     """Letter and text of each choice that the question lists as `(A) ... (B) ...`."""
 
@@ -84,6 +88,7 @@ def asked_form(question: str) -> AskedForm:
         is_polar=_POLAR.search(question) is not None,
         kind=kind.group(1).lower() if kind else None,
         target=target.group(1) if (target := _TARGET.search(question)) else None,
+        question=" ".join(question.split()),
         choices=tuple((letter, text.strip(" .,;$")) for letter, text in _CHOICE.findall(question)),
     )
 

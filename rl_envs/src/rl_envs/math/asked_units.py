@@ -6,7 +6,7 @@ import re
 
 from rl_envs.math.units import CURRENCIES, PERCENT, RATES, canonical, is_listed
 
-_LENGTHS = frozenset({"mm", "cm", "m", "km", "inch", "ft", "yd", "mi"})
+_LENGTHS = frozenset({"unit", "mm", "cm", "m", "km", "inch", "ft", "yd", "mi"})
 _TIMES = frozenset({"s", "min", "h", "day", "week", "month", "year", "decade", "century"})
 _MONEY = frozenset({"dollar", "cent", "penny", "euro", "sterling"})
 _MASSES = frozenset({"mg", "g", "kg", "lb", "oz", "ton"})
@@ -26,6 +26,7 @@ _QUANTITIES = [
         (r"\bhow (?:far|tall|high|deep|wide)\b", _LENGTHS),
         (r"\bhow old\b", _TIMES),
         (rf"\bhow heavy\b|\bhow much {_WITHIN}{{0,60}}?\bweigh", _MASSES),
+        (rf"{_WHAT_IS}(?:degree|\$?\\?(?:sin|cos|tan|cot|sec|csc))\b", frozenset[str]()),
         (rf"{_WHAT_IS}(?:probability|chance|likelihood|ratio|fraction)\b|\b(?:what|which) fraction\b", frozenset[str]()),
         (rf"{_WHAT_IS}(?:cost|price|profit|wage|salary)\b", _MONEY),
         (rf"\b(?:how much(?! time)|what) {_WITHIN}{{0,80}}?\b(?:money|costs?|pay|paid|spend|spent|earn|earned|owe)\b", _MONEY),
@@ -43,6 +44,8 @@ _IN_UNIT = re.compile(
 )
 _MULTIPLES = re.compile(r"\b(?:dozens?|pairs?|hundreds?|thousands?|millions?|billions?|halves|quarters?)\b")
 _BOX = re.compile(r"\bin (?:a|the) box\b")
+_PART = re.compile(r"\\?%\$? of (?=\$?\d)")
+"""15 \\% of 60 is not a percentage."""
 _SHORT = re.compile(
     r"(?:\d\\?|[/{]|\bper)\s*(in(?! (?:an?|the|all|each|total|his|her|their|its|order|base)\b)|[a-z])(?![a-z'])"
 )
@@ -62,18 +65,20 @@ def units_of_answer(question: str) -> tuple[str, ...] | None:
     at the end of a sentence), those of the asked quantity that are in the question (currencies for a cost), or else all units
     in the question. The general `unit` is always among them.
     """
-    text = _BOX.sub("", " ".join(question.lower().split()))
+    text = _PART.sub("", _BOX.sub("", " ".join(question.lower().split())))
     if re.search("[a-z]", text) is None:
         return None
     named = {unit for phrase in _HOW_MANY.findall(text) for unit in _counted(phrase)}
     requested = [canonical((words or latex).replace("mathrm", "text")) for words, latex in _IN_UNIT.findall(text)]
     named = named or {*filter(is_listed, requested)}
+    general = {"unit", "unit^2", "unit^3"}
     if not named:
         mentioned = _mentioned(text)
         quantities = [units for pattern, units in _QUANTITIES if pattern.search(text)]
         named = mentioned.intersection(frozenset().union(*quantities)) if quantities else mentioned
+        general = general.intersection(*quantities) or general
         named |= {PERCENT} if _ASKS_PERCENT.search(text) else set()
-    return tuple(sorted({"unit", "unit^2", "unit^3", *named}))
+    return tuple(sorted(general | named))
 
 
 def _counted(phrase: str) -> set[str]:
@@ -88,7 +93,8 @@ def _counted(phrase: str) -> set[str]:
                 unit = canonical(" ".join(words[start:end]))
                 if is_listed(unit):
                     return {unit} if "/" in unit else {unit, unit.split()[-1]}
-    return {canonical(word) for word in phrase.partition(" of ")[0].split() if len(word) > 3}
+    phrase = phrase.partition(" of ")[0]
+    return {canonical(phrase), *(canonical(word) for word in phrase.split() if len(word) > 3)}
 
 
 def _mentioned(text: str) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from rl_envs.math.asked_form import ANY_FORM, AskedForm
-from rl_envs.math.asked_notation import is_same_numeral, lacks_polar_form, without_modulus
+from rl_envs.math.asked_notation import is_same_numeral, lacks_form, without_modulus
 from rl_envs.math.forms import has_form_of
 from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of, with_parameter_of
 from rl_envs.math.inequalities import ORDER, as_intervals, without_variable
@@ -60,6 +60,16 @@ _UNION = r"\\cup(?![A-Za-z])"
 _APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _DATE_OR_RANGE = re.compile(r"\d+(?:-\d+)+|\d+/\d+/\d+")
 """An expected answer that is not a difference or a quotient: `2024-01-05`, `3-4`, `1/5/2024`."""
+_AS_PERCENT = re.compile(r"\b(?:as|to|into|in) (?:an? )?percent", re.IGNORECASE)
+_EXACT = re.compile(r"\bexact|\bsimplif|\brationali[sz]|\bradical|\blogarithm", re.IGNORECASE)
+"""What asks for an exact value, which no decimal rounds to."""
+_ROOTS = re.compile(r"\b(?:solutions|roots|zeros|values|solve)\b", re.IGNORECASE)
+_PAIR = re.compile(
+    r"\b(?:pairs?|points?|coordinates|tuples?|system|vectors?)\b|\b[a-z]\$? and \$?[a-z]\b|\([A-Za-z], ?[A-Za-z]", re.IGNORECASE
+)
+_FACTOR = re.compile(r"\bfactor", re.IGNORECASE)
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[xyz](?![A-Za-z])")
+_SINGLE_LETTER = re.compile(r"[A-Za-z]")
 _ONE_MATRIX = re.compile(r"[(\[]?\s*\\begin\{\w+\}(?:(?!\\begin).)*\\end\{\w+\}\s*[)\]]?")
 
 
@@ -89,11 +99,14 @@ def compare(
         allow_unevaluated: accept `3 + 2` for 5.
         form: what the question says about the form of the answer.
     """
-    expected, answer = (symbol_of(without_layout(text)) for text in (expected, answer))
+    expected, answer = without_layout(expected), without_layout(answer)
+    if lacks_form(expected, answer, form):
+        return Comparison.UNEVALUATED
+    expected, answer = symbol_of(expected), symbol_of(answer)
     if is_same_numeral(expected, answer, form):
         return Comparison.EQUAL
     if is_words(expected):
-        return _equal_if(has_same_words(expected, answer, kind=form.kind))
+        return _equal_if(has_same_words(expected, answer, kind=form.kind, question=form.question))
     if plain(expected) == plain(answer) or (has_text(expected) and plain(expected).casefold() == plain(answer).casefold()):
         return Comparison.EQUAL
     is_same = is_same_choice(expected, answer, dict(form.choices)) or is_same_date(expected, answer)
@@ -101,8 +114,6 @@ def compare(
         return Comparison.EQUAL
     if len(answer) > LONGEST_ANSWER:
         return Comparison.UNREADABLE
-    if lacks_polar_form(expected, answer, form):
-        return Comparison.UNEVALUATED
     comparer = _Comparer(allow_unevaluated=allow_unevaluated, form=form)
     expected, answer = normalize(expected), without_modulus(normalize(answer), form)
     sides = split_top(answer, EQUALS)
@@ -116,6 +127,8 @@ class _Comparer:
 
     def __init__(self, *, allow_unevaluated: bool, form: AskedForm = ANY_FORM) -> None:
         self._units, self._form = form.units, form
+        self._are_roots = _ROOTS.search(form.question) is not None and _PAIR.search(form.question) is None
+        self._is_exact = _EXACT.search(form.question) is not None
         self._allow_unevaluated = allow_unevaluated
         kinds = {REDUCTION: not form.lowest_terms, "function": form.is_polar}  # a polar form is `\\cos\\frac{\\pi}{4} + ...`
         self._allowed = frozenset(kind for kind, is_allowed in kinds.items() if is_allowed)
@@ -130,10 +143,17 @@ class _Comparer:
             return _equal_if(has_same_words(expected, answer))
         if "\\emptyset" in (expected, answer) or _DATE_OR_RANGE.fullmatch(compact(expected)):
             return Comparison.DIFFERENT
+        if (
+            not ORDER.search(expected)
+            and ORDER.search(answer)
+            and elements(expected)[0] == ""
+            and len(elements(expected)[1]) > 1
+        ):
+            return Comparison.DIFFERENT
         expected, answer = as_intervals(without_variable(expected), without_variable(answer))
         expected, answer = without_point_names(expected, answer)
         vector = as_vector(expected)
-        if vector is not None and (given := as_vector(answer) or answer.removesuffix("^T")).startswith("("):
+        if vector is not None and (given := as_vector(answer) or _in_parentheses(answer)).startswith("("):
             found = self._collection(vector, given)
             return Comparison.DIFFERENT if found is None else found
         if any("\\begin" in text or ORDER.search(stated(text)) for text in (expected, answer)):
@@ -184,14 +204,16 @@ class _Comparer:
         if given[0] == "\\{\\}" and gold[0] == "()" and all(map(_is_equation, given[1])):
             given = "", given[1]
         is_bare_interval = self._form.is_interval and (gold[0], given[0]) == ("()", "")
+        is_bare_interval |= self._are_roots and (gold[0], given[0]) == ("", "()") and "=" not in expected
         if len(gold[1]) != len(given[1]) or not kinds_agree(gold[0], given[0]) or is_bare_interval:
             return Comparison.DIFFERENT
-        if all(elements(part)[0] == "\\{\\}" for part in given[1]) and not any("\\{" in part for part in gold[1]):
+        has_sets = [any("\\{" in part for part in gold[1]), all(elements(part)[0] == "\\{\\}" for part in given[1])]
+        if has_sets[0] != has_sets[1]:
             return Comparison.DIFFERENT  # a set of sets
         named = [any("=" in part for part in parts) for parts in (gold[1], given[1])]
         if named[0] != named[1]:
             values = in_order_of_names(gold[1] if named[0] else given[1], share_letter=gold[0] == "\\{\\}")
-            if values is None:
+            if values is None or (gold[0] == "" and not self._knows_names(given[1])):
                 return Comparison.DIFFERENT
             compared = self._unordered if gold[0] == "\\{\\}" else self._ordered
             return compared(values, given[1]) if named[0] else compared(gold[1], values)
@@ -199,6 +221,15 @@ class _Comparer:
             (self._form.in_order and gold[0] == "") or gold[0][:2] not in ("", "\\{") or given[0][:2] not in ("", "\\{")
         )
         return (self._ordered if is_ordered else self._unordered)(gold[1], given[1])
+
+    def _knows_names(self, parts: Sequence[str]) -> bool:
+        """Whether the question has the names of all values: not `x = 2, y = 3` for two solutions of one variable."""
+        names = {part.partition("=")[0].partition("_")[0].strip() for part in parts}
+        return (
+            not self._form.question
+            or len(names) == 1
+            or all(re.search(rf"(?<![A-Za-z]){re.escape(name)}(?![a-z])", self._form.question) for name in names)
+        )
 
     def _ordered(self, expected: Sequence[str], answers: Sequence[str]) -> Comparison:
         return max(self.of(one, other) for one, other in zip(expected, answers, strict=True))
@@ -223,12 +254,23 @@ class _Comparer:
         are_named = is_named(gold) and is_named(given)
         if are_named and left_side(gold) != left_side(given):
             return Comparison.DIFFERENT
+        if len(gold) == 1 and read_number(gold[0]) is not None and self._is_other_variable(given[0]):
+            return Comparison.DIFFERENT
         if is_named(gold) and len(given) > 1 and not is_named(given) and self._same_equation(gold, given) is Comparison.EQUAL:
             return Comparison.EQUAL
         gold, given = list(without_name(gold)), list(without_name(given))
         if len(gold) == 1:
             return (self._with_multiples() if are_named else self)._stated_value(gold[0], given)
         return Comparison.DIFFERENT if len(given) == 1 else self._same_equation(gold, given)
+
+    def _is_other_variable(self, name: str) -> bool:
+        """Whether the question asks for one variable or has one, and this is the name of another one; a slope is not `y`."""
+        name, target = name.strip(), (self._form.target or "").strip()
+        if not _SINGLE_LETTER.fullmatch(name):
+            return False
+        variables = set(_VARIABLE.findall(self._form.question))
+        is_foreign = name in "xyz" and variables and (name not in variables or "slope" in self._form.question)
+        return bool(is_foreign) or (_SINGLE_LETTER.fullmatch(target) is not None and target != name)
 
     def _with_multiples(self) -> _Comparer:
         """Accepts `y = 5 - 2(x - 1)` for `y = 7 - 2x`, which is how a line through a point is written."""
@@ -261,7 +303,7 @@ class _Comparer:
     def _ratio(self, expected: str, answer: str) -> Comparison | None:
         """Ratios of three or more numbers, such as `1:2:3`; None for anything else."""
         gold, given = split_top(expected, ":"), split_top(answer, ":")
-        if max(len(gold), len(given)) < 3 or read_clock(expected, is_expected=True) is not None:
+        if max(len(gold), len(given)) < 3 or read_clock(expected) is not None:
             return None
         numbers = [[number.value for number in map(read_number, parts) if number is not None] for parts in (gold, given)]
         if not len(gold) == len(given) == len(numbers[0]) == len(numbers[1]):
@@ -272,15 +314,19 @@ class _Comparer:
         return self._undone_or(found, undone)
 
     def _scalar(self, expected: str, answer: str) -> Comparison:
-        clock = read_clock(expected, is_expected=True)
+        if answer.startswith("[") and not expected.startswith("["):
+            return Comparison.UNREADABLE
+        clock = read_clock(expected)
         if clock is not None:
-            given_clock = read_clock(answer, is_expected=False)
+            given_clock = read_clock(answer) or (None if ":" in expected else read_clock(f"{answer}:00"))
             return _equal_if(given_clock is not None and clock.is_same_time(given_clock))
         numerals = read_numeral(expected), read_numeral(answer)
         if numerals[0] is not None or (numerals[1] is not None and read_number(expected) is not None):
             return _equal_if(numerals[0] == (numerals[1] or self._numeral(answer)))
         gold = quantity(expected)
         given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold, asked=self._units or ())
+        if gold.parts is not None and given.unit is None:
+            return Comparison.DIFFERENT
         given = in_larger_unit(given, gold)
         is_unit_for_percent = (gold.is_percent and given.unit is not None) or (given.is_percent and gold.unit is not None)
         if is_unit_for_percent or are_different(gold.unit, given.unit) or not self._may_have(gold, given):
@@ -308,6 +354,8 @@ class _Comparer:
         asks_percent = self._units is None or PERCENT in self._units
         if as_unit is Comparison.EQUAL and (expected_is_percent or (asks_percent and abs(gold.value) > 1)):
             return Comparison.EQUAL
+        if expected_is_percent and _AS_PERCENT.search(self._form.question):
+            return Comparison.DIFFERENT  # `\frac{1}{2}` may be the question
         if given.undone - gold.undone and not self._allow_unevaluated:
             return Comparison.UNEVALUATED
         factor = 100 if expected_is_percent else sympy.Rational(1, 100)
@@ -318,9 +366,16 @@ class _Comparer:
             return _equal_if(primes == prime_powers(answer))
         gold, given = read_number(expected), read_number(answer)
         if gold is not None and given is not None:
-            is_equal = gold.value == given.value or is_rounded(given.value, gold) or is_rounded(gold.value, given)
+            is_equal = gold.value == given.value
+            is_equal |= not self._is_exact and (is_rounded(given.value, gold) or is_rounded(gold.value, given))
+            if gold.places and REDUCTION in given.undone and self._is_of_question(answer):
+                return Comparison.UNEVALUATED  # `150/20` for 7.5 metres per second
             return self._undone_or(_equal_if(is_equal), given.undone - gold.undone)
         return self._formula(expected, answer, gold, given)
+
+    def _is_of_question(self, fraction: str) -> bool:
+        """Whether the question has both numbers of a fraction."""
+        return set(re.findall(r"\d+", fraction)) <= set(re.findall(r"\d+", self._form.question))
 
     def _formula(self, expected: str, answer: str, gold: Number | None, given: Number | None) -> Comparison:
         answer_tree = _as_tree(answer, given)
@@ -331,6 +386,8 @@ class _Comparer:
             return Comparison.DIFFERENT
         undone = given.undone if given else undone_arithmetic(answer, answer_tree)
         undone -= gold.undone if gold else undone_arithmetic(expected, expected_tree)
+        if gold is not None and gold.places is None and given is None and answer_tree.atoms(sympy.log, sympy.Function):
+            undone |= {"value"}  # `\frac{\ln 32}{\ln 2}` for 5
         if undone - self._allowed and not self._allow_unevaluated:
             return Comparison.UNEVALUATED
         if not has_same_letters(expected, answer):
@@ -338,6 +395,8 @@ class _Comparer:
         if not isinstance(expected_tree, sympy.Expr) or not isinstance(answer_tree, sympy.Expr):
             return _equal_if(is_verified(expected_tree, answer_tree))
         answer_tree = with_parameter_of(expected_tree, answer_tree)
+        if self._is_exact:
+            gold = given = None  # no rounding
         found = _equal_if(has_same_value(expected_tree, answer_tree, gold, given))
         if found is Comparison.EQUAL and not self._has_form(expected_tree, answer_tree):
             return self._undone_or(found, frozenset({"form"}))
@@ -347,7 +406,12 @@ class _Comparer:
         has_more_variables = bool(answer.free_symbols - expected.free_symbols)
         if self._form.is_free and not has_more_variables:
             return True
-        return not has_more_variables and has_form_of(expected, answer, lowest_terms=REDUCTION not in self._allowed)
+        return not has_more_variables and has_form_of(
+            expected,
+            answer,
+            lowest_terms=REDUCTION not in self._allowed,
+            factored=_FACTOR.search(self._form.question) is not None,
+        )
 
     def _whole(self, expected: str, answer: str) -> Comparison:
         """Inequalities, sets and matrices, compared by math-verify."""
@@ -372,6 +436,12 @@ class _Comparer:
 
 def _equal_if(condition: bool) -> Comparison:
     return Comparison.EQUAL if condition else Comparison.DIFFERENT
+
+
+def _in_parentheses(vector: str) -> str:
+    """`(3,4)` for `[3,4]` and for `v = (3,4)`."""
+    text = stated(vector).removesuffix("^T")
+    return f"({text[1:-1]})" if text.startswith("[") and text.endswith("]") else text
 
 
 def _is_equation(part: str) -> bool:

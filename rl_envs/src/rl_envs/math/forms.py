@@ -12,12 +12,13 @@ import sympy
 from rl_envs.math.formulas import is_identity
 
 
-def has_form_of(expected: Any, answer: Any, *, lowest_terms: bool) -> bool:
+def has_form_of(expected: Any, answer: Any, *, lowest_terms: bool, factored: bool) -> bool:
     """Whether an answer with the expected value has the expected form, too; True unless the expected formula has variables.
 
     Args:
         expected: formula of the expected answer, unevaluated.
         answer: formula of the model's answer, unevaluated.
+        factored: Whether the factors must have no common factor of their terms, if those of the expected one have none.
         lowest_terms: Whether a quotient of polynomials must be reduced if the expected one is.
     """
     if not expected.free_symbols:
@@ -27,7 +28,7 @@ def has_form_of(expected: Any, answer: Any, *, lowest_terms: bool) -> bool:
     if not answer.is_polynomial():
         return False
     if (count := number_of_factors(expected)) > 1:
-        return number_of_factors(answer) >= count
+        return number_of_factors(answer) >= count and not (factored and has_content(answer) and not has_content(expected))
     products, others = products_of_sums(expected), products_of_sums(answer)
     if number_of_factors(answer) > 1 or len(products) != len(others):
         return False
@@ -44,6 +45,12 @@ def number_of_factors(tree: Any) -> int:
     if not _is_product_of_sums(tree):
         return 1
     return sum(_multiplicity(factor) for factor in factors_of(tree) if factor.free_symbols)
+
+
+def has_content(tree: Any) -> bool:
+    """Whether a factor has a common factor of its terms: `3x - 6` in `(3x - 6)(x + 2)`."""
+    sums = [factor.doit() for factor in factors_of(tree) if isinstance(factor, sympy.Add)]
+    return any(factor.as_content_primitive()[0] != 1 for factor in sums)
 
 
 def products_of_sums(tree: Any) -> list[Any]:

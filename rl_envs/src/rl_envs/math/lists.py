@@ -12,17 +12,18 @@ from rl_envs.math.units import quantity
 EQUALS = r"(?<![<>!:])=(?!=)"
 """Separates the sides of an equation."""
 _SEPARATORS = r"[,;]"
-_VARIABLE = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s*[A-Za-z])*\))?"
+_VARIABLE = r"\\?[A-Za-z]+(?:_\{?\w+(?:,\s*\w+)*\}?)?'*(?:\s*\([A-Za-z](?:\s*,\s*[A-Za-z])*\))?"
 _NUMBER = r"-?\s*(?:\d+(?:[./]\d+)?|\\frac\{\d+\}\{\d+\}|\\pi)"
 _OF_EVENT = r"(?:\\mathbb\{[PE]\}|\\text\{(?:Pr|Var|E|P)\}|\\?Pr|P|E)\s*(?:\([^()]*(?:\([^()]*\)[^()]*)?\)|\[[^\[\]]*\])"
 _MATRIX = r"[A-Z]\^\{?(?:-1|T|\\top)\}?"
 _LEFT_SIDE = re.compile(
     rf"(?!\\not(?![A-Za-z]))(?:{_VARIABLE}|\[[A-Z]{{3,5}}\]|\\text\{{[^{{}}]*\}}(?:\s*\w+)?|{_OF_EVENT}|{_MATRIX}"
-    rf"|[fghpqFGHQ](?:\^\{{?-1\}}?|'+)?\s*\(\s*(?:{_NUMBER}|[A-Za-z])\s*\)"  # a function at a point
+    rf"|(?:[dfghpqFGHQ]|\\(?:tau|phi|varphi|sigma)(?:_\{{?\d\}}?)?)"
+    rf"(?:\^\{{?-1\}}?|'+)?\s*\(\s*(?:{_NUMBER}|[A-Za-z])\s*\)"  # a function at a point
     r"|(?:\(\s*[fgh]\s*\\circ\s*[fgh]\s*\)\s*\(|[fgh]\s*\(\s*[fgh]\s*\()\s*[a-z]\s*\)+"  # a composition
     r"|\\sigma\^\{2\}|[CP]\(\d+,\s*\d+\)"
     r"|\|[A-Zz](?:\s*\\(?:cup|cap|setminus|times)\s*[A-Z])?\||\|[A-Z]{2}\||\\det\s*\(?\s*[A-Z]\s*\)?|\\(?:vec|overrightarrow)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
-    r"|[A-Z]\s*\\(?:cup|cap|setminus|times)\s*[A-Z]|\\int(?![A-Za-z])[^=]*d\s*[a-z]|\([a-z],\s*[a-z](?:,\s*[a-z])?\)"
+    r"|[A-Z]\s*\\(?:cup|cap|setminus|times)\s*[A-Z]|\\int(?![A-Za-z])[^=]*d\s*[a-z]|\([a-z],\s*\\?[a-z]+(?:,\s*\\?[a-z]+)?\)"
     r"|\\overline\s*\{[A-Z]{2}\}|m?\s*\\angle\s*[A-Z]{1,3}"
     r"|\\frac\{\\partial\s*[A-Za-z]?\}\{\\partial\s*[a-z]\}"
     r"|\\frac\{d(?:\^\{\d\})?\s*[a-z]?\}\{d\s*[a-z](?:\^\{\d\})?\}(?:\s*[a-z]\s*\([a-z]\))?"  # a derivative
@@ -32,10 +33,9 @@ _VECTOR = re.compile(
     r"\\langle(?![A-Za-z])(.*)\\rangle"
     r"|[(\[]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{[clr]\})?([^&]*)\\end\{(?:[pbB]?matrix|array)\}\s*[)\]]?"
 )
-_UNIT_VECTORS = re.compile(
-    r"([+-]?\s*\d*)\s*\\(?:text|hat|vec)\{\s*i\s*\}\s*([+-]\s*\d*)\s*\\(?:text|hat|vec)\{\s*j\s*\}"
-    r"(?:\s*([+-]\s*\d*)\s*\\(?:text|hat|vec)\{\s*k\s*\})?"
-)
+_TRANSPOSED_ROW = re.compile(r"\\begin\{[pb]matrix\}([^\\]*)\\end\{[pb]matrix\}\^\{?(?:T|\\top)\}?")
+_COMPONENT = r"\s*([+-]?\s*(?:\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})?)\s*\\(?:text|hat|vec)\{\s*([ijk])\s*\}"
+_UNIT_VECTORS = re.compile(rf"(?:{_COMPONENT}){{2,3}}")
 _POINT = re.compile(r"(?:\\text\{\s*)?([A-Z])\s*\}?((?:_\{?\w+\}?|')*)\s*[:=]?\s*(\(.*\))")
 
 
@@ -69,7 +69,7 @@ def in_order_of_names(parts: Sequence[str], *, share_letter: bool = False) -> li
         share_letter: Whether the names must be one letter with different indices, such as `x_1` and `x_2`.
     """
     sides = [split_top(part, EQUALS) for part in parts]
-    names = [left_side(side) for side in sides]
+    names = [left_side(side).lstrip("\\") for side in sides]
     if len(set(names)) < len(names) or not all(len(side) == 2 and is_named(side) for side in sides):
         return None
     if share_letter and len({name.partition("_")[0] for name in names}) > 1:
@@ -126,9 +126,13 @@ def without_set_name(text: str) -> str:
 
 def as_vector(text: str) -> str | None:
     r"""`(1,2)` for `\langle 1, 2 \rangle`, for a column and for `\mathbf{i} + 2\mathbf{j}`; None for anything else."""
-    if of_units := _UNIT_VECTORS.fullmatch(stated(text)):
-        parts = [part.replace(" ", "") for part in of_units.groups() if part is not None]
-        return "(" + ",".join(f"{part}1" if part in ("", "+", "-") else part for part in parts) + ")"
+    if _UNIT_VECTORS.fullmatch(stated(text)):
+        found = [(letter, part.replace(" ", "")) for part, letter in re.findall(_COMPONENT, stated(text))]
+        components = {letter: f"{part}1" if part in ("", "+", "-") else part for letter, part in found}
+        letters = "ijk" if "k" in components else "ij"
+        return f"({','.join(components.get(letter, '0') for letter in letters)})" if len(components) == len(found) else None
+    if row := _TRANSPOSED_ROW.fullmatch(stated(text)):
+        return f"({row.group(1).replace('&', ',')})"
     match = _VECTOR.fullmatch(stated(text))
     if match is None:
         return None
@@ -145,7 +149,7 @@ def _names(text: str) -> list[str]:
     """The variables in `(x, y)`; empty for anything else."""
     enclosed = brackets(text)
     parts = [] if enclosed is None else split_top(enclosed[1], _SEPARATORS)
-    return parts if all(re.fullmatch(r"[A-Za-z](?:_\{?\w+\}?)?", part) for part in parts) else []
+    return parts if all(re.fullmatch(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?", part) for part in parts) else []
 
 
 def _with_shared_name(parts: list[str]) -> list[str] | None:

@@ -121,13 +121,13 @@ class Clock:
         return replace(self, hour=hour, half=None)
 
 
-def read_clock(text: str, *, is_expected: bool) -> Clock | None:
-    """The time that the whole text consists of; None for anything else. An expected time has minutes, or am or pm."""
+def read_clock(text: str) -> Clock | None:
+    """The time that the whole text consists of, with minutes or am or pm; None for anything else."""
     match = _CLOCK.fullmatch(text)
-    if match is None or (is_expected and match.group(2) is None and match.group(4) is None):
+    if match is None:
         return None
     hour, minute, second, half = match.groups()
-    if half is not None and not 1 <= int(hour) <= 12:
+    if (half or minute) is None or (half is not None and not 1 <= int(hour) <= 12):
         return None
     return Clock(hour=int(hour), minute=int(minute or 0), second=int(second or 0), half=half and half.lower())
 

@@ -20,7 +20,10 @@ _IN_TEXT = {
     "binomial": re.compile(r"\\binom(?![a-z])"),
     "gcd": re.compile(r"\\gcd(?![a-z])"),
     "lcm": re.compile(r"\\lcm(?![a-z])|(?<![a-z])lcm(?![a-z])"),
-    "division": re.compile(r"\\div(?![a-z])|\}\s*\{\s*-?\s*1\s*\}|/\s*-?1(?![\d.])|(?<=[\d)}])\s*:\s*(?=[\d({\\])"),
+    "division": re.compile(
+        r"\\div(?![a-z])|\}\s*\{\s*-?\s*1\s*\}|/\s*-?1(?![\d.])|(?:/|\}\{)\s*\\infty|(?<=[\d)}])\s*:\s*(?=[\d({\\])"
+    ),
+    "power": re.compile(r"\^\{\s*[01]\s*\}"),
     "remainder": re.compile(r"\\[bp]?mod(?![a-z])"),
     "product": re.compile(
         r"(?<![\d.}])1\s*(?:\\times|\\cdot|\*)(?![a-z])|(?:\\times|\\cdot|\*)\s*1(?![\d.])|(?<![\d.}_^{])1\s?(?=[A-Za-z])(?!i(?![A-Za-z]))"
@@ -76,7 +79,9 @@ def _of_sum(node: Any) -> set[str]:
     """Two rational terms, two with the same factor such as `2x + 3x`, or a multiple of a sum such as `3 + 4(n - 1)`."""
     terms = _flat(node, sympy.Add)
     bare = [_coefficient_free(term) for term in terms]
-    return ({"sum"} if len(set(bare)) < len(bare) else set()) | ({MULTIPLE} if any(map(_is_multiple_of_sum, terms)) else set())
+    return ({"sum"} if len(set(bare)) < len(bare) or (0 in terms and not node.has(IMAGINARY)) else set()) | (
+        {MULTIPLE} if any(map(_is_multiple_of_sum, terms)) else set()
+    )
 
 
 def _is_multiple_of_sum(term: Any) -> bool:

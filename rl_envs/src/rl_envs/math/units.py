@@ -43,7 +43,7 @@ _SUBUNITS = {
     "lb": ("oz", 16), "dollar": ("cent", 100), "km": ("m", 1000), "m": ("cm", 100), "kg": ("g", 1000),
 }  # fmt: skip
 """The unit that may follow a unit, and how many of it are one: `2 h 30 min`."""
-_TWO_UNITS = re.compile(r"(\d{1,12}) ?([a-z.]+),?(?: and)? (\d{1,12}(?:\.\d{1,12})?) ?([a-z.]+)")
+_TWO_UNITS = re.compile(r"(\d{1,12}) ?([a-z.]+),?(?: and)? ?(\d{1,12}(?:\.\d{1,12})?) ?([a-z.]+)")
 _WHOLE_OR_DECIMAL = re.compile(r"\d{1,12}(?:\.\d{1,12})?")
 _LETTERS_OF_UNITS = frozenset("mglsh")
 """Single letters that are a unit also outside `\\text`, as in `5 m`; other letters are variables."""
@@ -146,7 +146,7 @@ def canonical(unit: str) -> str:
     unit = re.sub(_TEXT, r"\1", _RATE.sub(r"\1/\2", unit))
     text = _POWER.sub(r"^\1", unit.replace("}", "")).lower().replace("\\cdot", " ")
     text = re.sub(r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2", text)
-    text = re.sub(r"\bcubic\s+([a-z]+)", r"\1^3", text)
+    text = re.sub(r"\b(?:cubic|cu\.?)\s+([a-z]+)", r"\1^3", text)
     text = re.sub(r"\s*(?:\bper\b|/)\s*", "/", text.strip(" ."))
     text = re.sub(r"degrees? (celsius|fahrenheit|c$|f$)", r"\1", text)
     text = re.sub(r"(?<=[a-z]) (?:old|tall|long|wide|high|deep|of [a-z]+)$", "", text)
@@ -171,6 +171,8 @@ def are_different(expected: str | None, answer: str | None) -> bool:
     """Whether two canonical units disagree. One may be left out, or be the general `unit`, if the other one is listed."""
     if expected == answer or (expected in _TEMPERATURES and answer == "degree"):
         return False
+    if expected and answer and expected.partition("^")[1:] != answer.partition("^")[1:]:
+        return True
     if "unit" in (_base(expected), _base(answer)) or None in (expected, answer):
         return expected is not None and not is_listed(expected)
     return True

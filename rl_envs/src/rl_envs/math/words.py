@@ -37,7 +37,7 @@ _RETRACTED = re.compile(
 )
 """What a reason after yes or no may not have: it could take the answer back."""
 _DIVISION = re.compile(r"(\d+) ?(?:,|with|and)? ?(?:a )?(?:remainder|rem\.?|r\.?)(?: of)? ?(\d+)")
-_ARTICLE = re.compile(r"(?:an?|the) ")
+_ARTICLE = re.compile(r"^(?:an?|the) ")
 _CHOICE = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer) )?\(?([A-Z])[).]?")
 _LETTER_IN_BRACKETS = 3
 _CHOICE_AND_TEXT = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*(?:\\ )?\s*([^()]{1,60})")
@@ -76,18 +76,31 @@ def is_words(text: str) -> bool:
     return has_text(text) or longest >= _SHORTEST_WORD or words.lower() in _SHORT_WORDS
 
 
-def has_same_words(expected: str, answer: str, *, kind: str | None = None) -> bool:
+def has_same_words(expected: str, answer: str, *, kind: str | None = None, question: str = "") -> bool:
     """Whether two texts have the same words, ignoring case and an article before them.
 
     Args:
         expected: the expected answer.
         answer: the model's answer; it may give a reason after yes, no, true or false.
         kind: the requested kind of thing, which the answer may add: `the planet Mercury` for `Mercury`.
+        question: the question, which the answer may repeat: `Dan is the tallest` for "Who is the tallest?".
     """
     one, other = (_ARTICLE.sub("", plain(text).casefold().strip("'\""), count=1) for text in (expected, answer))
     if one in _TRUTH_VALUES and (reason := re.fullmatch(rf"{one}[,.;:] (.+)", other)):
-        return _RETRACTED.search(reason.group(1)) is None
-    return one == other or (kind is not None and other in (f"{kind} {one}", f"{one} {kind}"))
+        return _RETRACTED.search(reason.group(1)) is None and _is_consistent(one, reason.group(1), question)
+    if kind is not None and other in (f"{kind} {one}", f"{one} {kind}", f"{kind} is {one}"):
+        return True
+    rest = other.removeprefix(f"{one} ")
+    is_repeated = re.search(rf"\b(?:who|what|which(?: \w+)?) {re.escape(rest)}\W*$", question.casefold())
+    return one == other or (rest != other and is_repeated is not None)
+
+
+def _is_consistent(truth: str, reason: str, question: str) -> bool:
+    """Whether a reason does not contradict its yes or no: "it is prime" does not explain why a number is not prime."""
+    is_negated = re.search(r"\bnot\b|n't|\bneither\b|\bnever\b", reason) is not None
+    words = set(re.findall("[a-z]{4,}", reason))
+    is_repeated = bool(words) and words <= set(re.findall("[a-z]{4,}", question.casefold()))
+    return not is_repeated or truth in ("true", "false") or is_negated == (truth == "no")
 
 
 def is_same_division(expected: str, answer: str) -> bool:
