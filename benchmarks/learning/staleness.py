@@ -83,9 +83,11 @@ VARIANTS: Mapping[str, Variant] = {
         overrides=["ppo.max_num_steps=40", "ppo.val_period=5"],
         algorithm="ppo",
     ),
-    "guess": Variant(config=HERE / "guess.yaml", overrides=["grpo.max_num_steps=40", "grpo.val_period=5"], task=TASKS["guess"]),
-    "agents": Variant(config=HERE / "agents.yaml", overrides=["grpo.val_period=5"], task=TASKS["agents"]),
-    "vllm": Variant(config=ADDITION, overrides=[*SMALL, "policy.generation.backend=vllm"]),
+    "guess": Variant(config=HERE / "guess.yaml", overrides=["grpo.max_num_steps=30", "grpo.val_period=5"], task=TASKS["guess"]),
+    "agents": Variant(
+        config=HERE / "agents.yaml", overrides=["grpo.max_num_steps=20", "grpo.val_period=5"], task=TASKS["agents"]
+    ),
+    "vllm": Variant(config=ADDITION, overrides=[*SMALL, "grpo.max_num_steps=20", "policy.generation.backend=vllm"]),
 }
 
 
@@ -143,7 +145,7 @@ def train(run: Run, work: Path, start: Sequence[str]) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     cost = {
         "commit": commit.stdout.strip(),
-        "overrides": [*variant.overrides],
+        "overrides": [*variant.overrides, *(value for value in start if not value.startswith(("policy.model_name", "data.")))],
         "wall_s": round(time.perf_counter() - started, 1),
         "cpu_s": round(cpu, 1),
         "load": [round(load, 1) for load in os.getloadavg()],

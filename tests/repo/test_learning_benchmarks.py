@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.config.diagnostics import InvalidConfigError
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.preparation import Preparation
@@ -153,3 +154,30 @@ def test_intervals_of_proportions_and_of_paired_differences():
     assert 0.2 < low < 0.35
     assert 0.65 < high < 0.8
     assert difference(problems, after, after) == (0.0, 0.0)
+
+
+def test_only_the_loss_of_the_benchmark_trains_on_older_rollouts_without_a_correction(monkeypatch, tmp_path):
+    import uncorrected
+
+    config = LEARNING.parents[1] / "examples" / "grpo_addition.yaml"
+    stale = ["cluster.backend=ray", "rollout.max_staleness=4"]
+    with pytest.raises(InvalidConfigError, match="older samples would bias the gradient"):
+        load_config(config, stale)
+    uncorrected.install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded = load_config(config, [*stale, "++loss_fn.name=uncorrected"], registry=Registry(discover()))
+    assert (loaded.run.loss_fn.ratio_to, loaded.run.loss_fn.use_importance_sampling_correction) == ("policy", False)
+
+
+def test_the_curve_of_several_seeds_is_their_mean_and_the_reward_that_of_the_steps_since_the_last_validation():
+    from staleness import points
+
+    seeds = [
+        {"held_out_step": [0, 2, 4], "held_out_seconds": [0.0, a, 2 * a], "held_out": [0.0, a, 1.0], "reward": [a, 0, 1, a]}
+        for a in (0.2, 0.6)
+    ]
+    assert points(seeds, "validation/reward", "step") == [(0, 0.0), (2, pytest.approx(0.4)), (4, 1.0)]
+    assert points(seeds, "reward/mean", "second") == [
+        (pytest.approx(0.4), pytest.approx(0.2)),
+        (pytest.approx(0.8), pytest.approx(0.7)),
+    ]
