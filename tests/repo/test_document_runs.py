@@ -46,7 +46,9 @@ OTHER_PROGRAMS = {
     **dict.fromkeys(
         ["ray", "sbatch", "kubectl", "sky", "export"], "need several machines; files are checked in test_cluster_files.py"
     ),
-    **dict.fromkeys(["make", "pip", "source"], "install from a package index; tests/repo/test_wheels.py installs wheels"),
+    **dict.fromkeys(
+        ["make", "pip", "python", "source"], "install from a package index; tests/repo/test_wheels.py installs wheels"
+    ),
     **dict.fromkeys(
         ["cd", "pytest"], "test what `rlcore init` and `new-plugin` wrote, as tests/cli/test_init.py and test_scaffold.py do"
     ),
@@ -206,5 +208,5 @@ def test_every_exception_is_a_page_or_command_of_the_documents():
 
 def test_other_programs_of_the_pages_are_listed():
     lines = [line for page in sections() for block in blocks(page, "(?:bash|sh|console)") for line in block.splitlines()]
-    programs = {line.removeprefix("$ ").split()[0].rpartition("/")[2] for line in lines if line.strip() and line[0] not in "# "}
+    programs = {line.lstrip("$ (").split()[0].rpartition("/")[2] for line in lines if line.strip() and line[0] not in "# "}
     assert programs - {"rlcore"} == set(OTHER_PROGRAMS)
