@@ -10,7 +10,7 @@ pytestmark = pytest.mark.megatron
 @pytest.mark.parametrize(
     ("failing", "phase", "key"),
     [
-        ("_inputs", "training", "lower `train_micro_batch_size` from 8 to 4; or set `activation_checkpointing: true`"),
+        ("_inputs", "training", "lower `train_micro_batch_size` from 8 to 4;"),
         ("step", "the optimizer step", "raise `megatron_cfg.tensor_model_parallel_size` from 1 to 2"),
     ],
 )

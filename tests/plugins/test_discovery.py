@@ -207,7 +207,7 @@ def test_strict_makes_every_failure_fatal_and_lists_them_all(site):
     site.environment["RLCORE_STRICT_PLUGINS"] = "1"
     result = site.rlcore("list-backends")
     assert result.returncode == 2
-    assert "acme (acme-rl 1.0): ModuleNotFoundError: No module named 'acme_kernels'" in result.stderr
+    assert "acme (acme-rl 1.0): ModuleNotFoundError" in result.stderr
     assert "zeta (zeta-rl 1.0): zeta-kernels is not installed" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -60,7 +60,7 @@ def test_targets_are_imported_only_when_asked_deep(imported):
     assert imported["doctor", "broken"][0] == 0
     code, output = imported["doctor", "broken", "--deep"]
     assert code == 1
-    assert "ModuleNotFoundError: No module named 'acme_kernels'" in output
+    assert "acme_kernels" in output
 
 
 def test_a_target_must_have_the_base_class_of_its_kind(imported):
@@ -122,7 +122,7 @@ def test_the_doctor_answers_in_strict_mode_too(site):
     site.environment["RLCORE_STRICT_PLUGINS"] = "1"
     result = site.rlcore("doctor", "acme")
     assert result.returncode == 1
-    assert "No module named 'acme_kernels'" in result.stdout
+    assert "acme_kernels" in result.stdout
 
 
 @pytest.mark.parametrize(

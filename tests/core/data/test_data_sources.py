@@ -154,7 +154,7 @@ def test_a_dataset_with_only_bad_rows_is_an_error_with_the_first_reason(source):
     ("keys", "says"),
     [
         ({"split": "tset"}, "no split 'tset': it has train, test"),
-        ({}, "has the splits train, test: choose one with `split`"),
+        ({}, "has the splits train, test"),
         ({"split": "train", "subset": "main"}, "has no subsets"),
         ({"split": "train", "revision": "main"}, "is a folder and has no revisions"),
     ],
@@ -169,7 +169,7 @@ def test_a_saved_dataset_has_its_splits(tmp_path, keys, says):
     ("keys", "says"),
     [
         ({"split": "tset"}, "Unknown split"),
-        ({}, "has the splits train, test: choose one with `split`"),
+        ({}, "has the splits train, test"),
         ({"split": "train", "subset": "main"}, "'main' not found"),
     ],
 )

