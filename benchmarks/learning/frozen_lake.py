@@ -6,26 +6,34 @@ import math
 import random
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from rl_envs.text_games.textarena import TextArenaEnvironment
+if TYPE_CHECKING:
+    from rl_envs.text_games.textarena import TextArenaEnvironment
 
 Record = Mapping[str, Any]
 Messages = list[dict[str, Any]]
 STEPS = 8
 """Messages of a game, as in textarena.yaml."""
 
-_LAKE = TextArenaEnvironment({"id": "FrozenLake-v0", "kwargs": {"num_holes": 4}, "max_moves": STEPS})
-"""The game of textarena.yaml."""
 _DIRECTIONS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 _LINE = "+-----+-----+-----+-----+\n"
+
+
+@cache
+def _lake() -> TextArenaEnvironment:
+    """The game of textarena.yaml. Other tasks do not need its library."""
+    from rl_envs.text_games.textarena import TextArenaEnvironment
+
+    return TextArenaEnvironment({"id": "FrozenLake-v0", "kwargs": {"num_holes": 4}, "max_moves": STEPS})
 
 
 def lakes() -> Iterator[Record]:
     """Each 4x4 map with four holes, with the first seed that gives it."""
     seen = set()
     for seed in range(8000):
-        opening = _LAKE.reset({"seed": seed, "session_id": "map"})["content"]  # type: ignore[index, call-overload]
+        opening = _lake().reset({"seed": seed, "session_id": "map"})["content"]  # type: ignore[index, call-overload]
         if opening not in seen:
             seen.add(opening)
             yield {
@@ -57,7 +65,7 @@ def _steps_to_goal(cells: Mapping[tuple[int, int], str]) -> dict[tuple[int, int]
 def cross(record: Record, draw: random.Random) -> Messages:
     """Seven players in twenty take a shortest way around the holes; the others walk right or down, whatever is there."""
     info = {**record["extra_env_info"], "session_id": "demonstration"}
-    log: Messages = [*record["messages"], _LAKE.reset(info)]
+    log: Messages = [*record["messages"], _lake().reset(info)]
     distances = _steps_to_goal(_read_lake(log[-1]["content"]))
     cell, careful, ended = (0, 0), draw.random() < 0.35, False
     while not ended:
@@ -66,7 +74,7 @@ def cross(record: Record, draw: random.Random) -> Messages:
         way = draw.choice(best if careful else [way for way in ("down", "right") if max(near[way]) < 4])
         cell = near[way]
         log.append({"role": "assistant", "content": f"[{way}]"})
-        turn = _LAKE.step([log], [info])  # type: ignore[list-item]
+        turn = _lake().step([log], [info])  # type: ignore[list-item]
         ended, info = bool(turn.terminateds[0]), turn.metadata[0]
         log.append(turn.observations[0])  # type: ignore[arg-type]
     return log[:-1]
@@ -83,15 +91,16 @@ def crossed(prompt: str, completion: str) -> bool:
     return False
 
 
-WORDS = (
-    next(lakes())["extra_env_info"]["opening"].partition("+--")[0],
-    f"|\n{_LINE}",
-    _LINE,
-    *(f"|  {cell}  " for cell in " HGP"),
-    "\nAvailable Actions: [up], [down], [left], [right], [w], [a], [s], [d]",
-    ").\n\nCurrent Board:\n\n",
-    " to position (",
-    "You moved ",
-    *(f"[{way}]" for way in _DIRECTIONS),
-)
-"""Texts of the game that are one token each."""
+def words() -> tuple[str, ...]:
+    """Texts of the game that are one token each."""
+    return (
+        next(lakes())["extra_env_info"]["opening"].partition("+--")[0],
+        f"|\n{_LINE}",
+        _LINE,
+        *(f"|  {cell}  " for cell in " HGP"),
+        "\nAvailable Actions: [up], [down], [left], [right], [w], [a], [s], [d]",
+        ").\n\nCurrent Board:\n\n",
+        " to position (",
+        "You moved ",
+        *(f"[{way}]" for way in _DIRECTIONS),
+    )

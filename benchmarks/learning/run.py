@@ -82,7 +82,8 @@ def warm_up(name: str, task: Task, work: Path, data: Sequence[str]) -> Path | No
     write_jsonl(conversations, rows)
     texts = [json.dumps(row) for row in rows[:200] if task.tools]
     texts += [message["content"] or "" for row in rows[:2000] for message in row["messages"]]
-    tokenizer = make_tokenizer(texts, vocabulary=task.vocabulary, spelled=task.spelled, whole=task.whole)
+    whole = task.whole() if callable(task.whole) else task.whole
+    tokenizer = make_tokenizer(texts, vocabulary=task.vocabulary, spelled=task.spelled, whole=whole)
     size = write_untrained_model(untrained, tokenizer, hidden=task.hidden, layers=task.layers)
     print(f"{name}: {size:,} parameters, {len(tokenizer)} tokens", flush=True)
     rlcore(

@@ -51,7 +51,7 @@ class Task:
         tools: The functions that demonstrations offer.
         vocabulary: Number of tokens.
         spelled: What the tokenizer never merges.
-        whole: Texts that are one token each.
+        whole: Texts that are one token each, or a function that returns them.
         samples: Sampled answers to each held-out problem.
         warm_up: Number of SFT steps.
         conversations: Conversations per SFT step.
@@ -68,7 +68,7 @@ class Task:
     tools: Sequence[Any] = ()
     vocabulary: int = 400
     spelled: str = r"\d"
-    whole: Sequence[str] = ()
+    whole: Sequence[str] | Callable[[], Sequence[str]] = ()
     samples: int = 1
     warm_up: int = 300
     conversations: int = 32
@@ -406,6 +406,6 @@ TASKS: Mapping[str, Task] = {
         warm_up=600,
         learning_rate=2e-3,
         hidden=96,
-        whole=frozen_lake.WORDS,
+        whole=frozen_lake.words,
     ),
 }
