@@ -5,24 +5,23 @@ Imported by the interpreter that runs the agent, which has inspect-ai.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inspect_ai import Task, eval_async
+from inspect_ai import Task
+from inspect_ai import eval as evaluate
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
 from inspect_ai.scorer import value_to_float
-from inspect_ai.util._display import init_display_type
 
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.plugins.import_path import resolve
 from rl_train.agents.config import InspectConfig
 
-init_display_type(os.environ.get("INSPECT_DISPLAY", "none"))  # because `eval_async` does not read the variable
+_DISPLAY: Any = os.environ.get("INSPECT_DISPLAY", "none")
 _ONE_AT_A_TIME = threading.Lock()
 """Inspect runs one evaluation per process at a time."""
 _ROLES = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": ChatMessageAssistant}
@@ -68,7 +67,7 @@ def solve(
         config=GenerateConfig(max_retries=0),
     )
     with _ONE_AT_A_TIME, tempfile.TemporaryDirectory() as folder:
-        [log] = asyncio.run(eval_async(task, model=endpoint, log_dir=folder, log_level="error"))
+        [log] = evaluate(task, model=endpoint, log_dir=folder, log_level="error", display=_DISPLAY)
         if log.error is not None or not log.samples:
             raise InspectTaskError(f"the task {settings.task} failed: {log.error.message if log.error else 'it has no sample'}")
         scores = {name: value_to_float()(score.value) for name, score in (log.samples[0].scores or {}).items()}
