@@ -119,15 +119,15 @@ def _tests_of(name: str) -> Iterator[type[Conformance[Any]]]:
         yield _tests(kits[Kind(kind)], component)
         return
     plugins = discover(strict=False).plugins
-    found = [plugin for plugin in plugins if name in (plugin.name, plugin.distribution)]
-    if not found:
+    matching = [plugin for plugin in plugins if name in (plugin.name, plugin.distribution)]
+    if not matching:
         names = [plugin.name for plugin in plugins]
         raise UnknownComponentError(
             f"No plugin named {name!r}.{did_you_mean(name, names)} Installed: {', '.join(sorted(names))}. One component is "
             f"named KIND:NAME, with a kind of {', '.join(kits)}."
         )
-    yield _tests(PackagingConformance, found[0].name)
-    for registered, described in found[0].components:
+    yield _tests(PackagingConformance, matching[0].name)
+    for registered, described in matching[0].components:
         if registered in kits:
             yield _tests(kits[registered], described.name)
 

@@ -141,19 +141,19 @@ def _sharing(probes: _Probes, folder: str) -> dict[str, str]:
     """The problem of each node with a folder that all must see; files are written to it and removed."""
     parent = next(path for path in (Path(folder), *Path(folder).parents) if path.is_dir())
     token = f"{_PREFIX}{uuid.uuid4().hex}"
-    own = {node: f"{token}-{rank}" for rank, node in enumerate(probes.nodes)}
+    file_names = {node: f"{token}-{rank}" for rank, node in enumerate(probes.nodes)}
     written = parent / token
     try:
         written.write_bytes(b"")
     except OSError as error:
         return {"driver": f"cannot write to {parent} ({error.strerror})"}
     try:
-        answers = probes.call("share", {node: (str(parent), token, name) for node, name in own.items()})
-        problems = {node: str(answers[node]) for node in own if answers[node] is not None}
-        for node in own.keys() - problems:
-            if not (parent / own[node]).exists():
+        answers = probes.call("share", {node: (str(parent), token, name) for node, name in file_names.items()})
+        problems = {node: str(answers[node]) for node in file_names if answers[node] is not None}
+        for node in file_names.keys() - problems:
+            if not (parent / file_names[node]).exists():
                 problems[node] = f"writes to another folder {parent} than the driver"
-        probes.call("remove", {node: (str(parent), name) for node, name in own.items()})
+        probes.call("remove", {node: (str(parent), name) for node, name in file_names.items()})
     finally:
         written.unlink()
     return problems
