@@ -79,21 +79,21 @@ def _lay_out(group: PrefixGroup, lengths: torch.Tensor, token_index: torch.Tenso
     """The segment of one group; sets `token_index` [B, T] of its rows."""
     prefix, end = group.prefix, start + group.prefix
     token_index[group.rows, :prefix] = torch.arange(start, end)
-    own = []
+    suffixes = []
     for row in group.rows:
         more = int(lengths[row]) - prefix
         if more:
-            own.append(torch.arange(end, end + more))
-            token_index[row, prefix : prefix + more] = own[-1]
+            suffixes.append(torch.arange(end, end + more))
+            token_index[row, prefix : prefix + more] = suffixes[-1]
             end += more
-    longest = max((len(tokens) for tokens in own), default=0)
-    padded = [torch.nn.functional.pad(tokens, (0, longest - len(tokens)), value=int(tokens[-1])) for tokens in own]
-    places = [torch.arange(len(tokens)) + number * longest for number, tokens in enumerate(own)]
+    longest = max((len(tokens) for tokens in suffixes), default=0)
+    padded = [torch.nn.functional.pad(tokens, (0, longest - len(tokens)), value=int(tokens[-1])) for tokens in suffixes]
+    places = [torch.arange(len(tokens)) + number * longest for number, tokens in enumerate(suffixes)]
     empty = torch.zeros(0, dtype=torch.int64)
     return Segment(
         start=start,
         prefix=prefix,
         end=end,
-        own=torch.stack(padded) if own else empty.view(0, 0),
-        own_tokens=torch.cat(places) if own else empty,
+        own=torch.stack(padded) if suffixes else empty.view(0, 0),
+        own_tokens=torch.cat(places) if suffixes else empty,
     )

@@ -155,19 +155,19 @@ def _shard_like(model: PreTrainedModel, empty: PreTrainedModel) -> None:
 
 
 def _check_same_model(
-    saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], report: Mapping[str, Any], folder: Path
+    saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], report: Mapping[str, Any], folder: Path
 ) -> None:
     missing = sorted(map(str, report.get("missing_keys", ())))
     if missing:
         raise CheckpointError(f"{folder} is incomplete: it lacks {len(missing)} tensors, the first {missing[0]}.")
-    odd = sorted(saved.keys() ^ own.keys())
+    odd = sorted(saved.keys() ^ weights.keys())
     if odd:
         raise CheckpointError(
             f"{folder} has a different model: {odd[0]} exists either only in the folder or only in the policy ({len(odd)} such "
             "names). Load it with the `policy.model_name` that it was written with.",
             key="policy.model_name",
         )
-    for name, tensor in own.items():
+    for name, tensor in weights.items():
         if saved[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{folder} has a different model: {name} has shape {tuple(saved[name].shape)}, but {tuple(tensor.shape)} in "

@@ -152,19 +152,19 @@ class LoraAdapters:
             saved = load_file(folder / ADAPTER_WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"Cannot read the adapter in {folder}: {type(error).__name__}: {error}") from error
-        own = self._tensors()
-        if odd := sorted(saved.keys() ^ own.keys()):
+        adapters = self._tensors()
+        if odd := sorted(saved.keys() ^ adapters.keys()):
             raise CheckpointError(
                 f"{folder} has a different adapter: {odd[0]} exists in only one of the two ({len(odd)} such names). Resume "
                 "with the same `policy.hf_cfg.lora` and model that wrote it.",
                 key="policy.hf_cfg.lora",
             )
-        for name, tensor in own.items():
+        for name, tensor in adapters.items():
             if saved[name].shape != tensor.shape:
                 there, here = tuple(saved[name].shape), tuple(tensor.shape)
                 raise CheckpointError(f"{folder} has a different adapter: {name} is {there} there and {here} here.")
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in adapters.items():
                 tensor.copy_(saved[name])
 
     def _check_same_adapter(self, folder: Path) -> None:
