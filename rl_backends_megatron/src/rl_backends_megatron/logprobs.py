@@ -62,20 +62,20 @@ def vocab_parallel_topk(
     Returns:
         Token ids [N, k] int64 and their log-probabilities [N, k] float32, in nats; the same on every rank, without a gradient.
     """
-    first, own = group.rank() * logits.size(1), min(k, logits.size(1))
-    ids = torch.empty(len(logits), own, dtype=torch.int64, device=logits.device)
+    first, own_k = group.rank() * logits.size(1), min(k, logits.size(1))
+    ids = torch.empty(len(logits), own_k, dtype=torch.int64, device=logits.device)
     # The last column is this rank's contribution to the normalizer, as a logarithm.
-    scores = torch.empty(len(logits), own + 1, dtype=torch.float32, device=logits.device)
+    scores = torch.empty(len(logits), own_k + 1, dtype=torch.float32, device=logits.device)
     with torch.no_grad():
         for start in range(0, len(logits), chunk):
             rows = slice(start, start + chunk)
             z = _scaled(logits[rows], vocab_size - first, temperature)
-            scores[rows, :own], columns = z.topk(own, dim=1)
-            scores[rows, own] = z.logsumexp(1)
+            scores[rows, :own_k], columns = z.topk(own_k, dim=1)
+            scores[rows, own_k] = z.logsumexp(1)
             ids[rows] = columns + first
         all_ids, all_scores = _gather_ranks(ids, group), _gather_ranks(scores, group)
-        top, index = all_scores[:, :, :own].flatten(1).topk(k, dim=1)
-        normalizer = all_scores[:, :, own].logsumexp(1, keepdim=True)
+        top, index = all_scores[:, :, :own_k].flatten(1).topk(k, dim=1)
+        normalizer = all_scores[:, :, own_k].logsumexp(1, keepdim=True)
         return all_ids.flatten(1).gather(1, index), top - normalizer
 
 
