@@ -41,20 +41,20 @@ class EngineMemory:
             limit: bytes of a GPU; None if unknown. vLLM takes `gpu_memory_utilization` of it.
             shares_weights: whether it computes with the policy's tensors; vLLM always has its own.
         """
-        own = self._config.vllm_cfg
-        hf_config = read_config(str(self._config.model_name), trust_remote_code=own.trust_remote_code)
-        count = _weights(hf_config, trust_remote_code=own.trust_remote_code)
-        weights = count * (4 if own.precision == "float32" else 2) // own.processes
+        vllm_cfg = self._config.vllm_cfg
+        hf_config = read_config(str(self._config.model_name), trust_remote_code=vllm_cfg.trust_remote_code)
+        count = _weights(hf_config, trust_remote_code=vllm_cfg.trust_remote_code)
+        weights = count * (4 if vllm_cfg.precision == "float32" else 2) // vllm_cfg.processes
         if not on_gpu:
-            size = cpu_kv_bytes(own, hf_config)
+            size = cpu_kv_bytes(vllm_cfg, hf_config)
             # vLLM replaces the weights of a layer once it has all of them, and packs an output layer that is tied.
             embeddings = weights * hf_config.vocab_size * hf_config.hidden_size // count
             packed = embeddings if getattr(hf_config, "tie_word_embeddings", False) else 0
             held = {"weights": weights, "packed output layer": packed, "keys and values": size}
             return {"held": held, "rollout": {}, "refit": {"new weights": weights - embeddings}}
-        row, share = row_kv_bytes(own, hf_config), own.gpu_memory_utilization
-        if own.kv_cache_gib is not None:
-            size, unused = int(own.kv_cache_gib * 2**30), 0
+        row, share = row_kv_bytes(vllm_cfg, hf_config), vllm_cfg.gpu_memory_utilization
+        if vllm_cfg.kv_cache_gib is not None:
+            size, unused = int(vllm_cfg.kv_cache_gib * 2**30), 0
         elif limit is None:
             size, unused = rows * row, 0
         else:

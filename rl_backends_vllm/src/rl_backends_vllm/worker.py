@@ -93,18 +93,18 @@ class VllmGenerationWorker(GenerationWorker):
         if self.context.run_in_process:
             set_process_environment(self.context.device)
         quiet_import()
-        own = config.vllm_cfg
-        tokenizer_name = own.tokenizer.name if own.tokenizer is not None else None
+        vllm_cfg = config.vllm_cfg
+        tokenizer_name = vllm_cfg.tokenizer.name if vllm_cfg.tokenizer is not None else None
         remove_stale_folders()
         with (
             replica_folder() as folder,
             model_files(
-                config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=own.trust_remote_code, temp_dir=folder
+                config.model_name, tokenizer_name=tokenizer_name, trust_remote_code=vllm_cfg.trust_remote_code, temp_dir=folder
             ) as files,
         ):
-            load_format = own.load_format or ("auto" if files.has_weights else "dummy")
+            load_format = vllm_cfg.load_format or ("auto" if files.has_weights else "dummy")
             self._sampling = self._settings(files)
-            self._engine = _start(self._arguments(files, load_format), asynchronous=own.async_engine)
+            self._engine = _start(self._arguments(files, load_format), asynchronous=vllm_cfg.async_engine)
         self._requests = InFlightRequests(self._engine)
         self._engine.set_weight_version(self._weight_version)
         self._engine.rpc("rlcore_init_receiver", self.context.rank, self.context.device)
@@ -119,7 +119,7 @@ class VllmGenerationWorker(GenerationWorker):
             stop_strings=config.stop_strings or (),
             reads_text=files.tokenizer_path is not None,
             row_options=row_options,
-            seed=own.seed,
+            seed=vllm_cfg.seed,
             rank=self.context.rank,
         )
         return {
@@ -133,15 +133,15 @@ class VllmGenerationWorker(GenerationWorker):
         }
 
     def memory_advice(self, doing: str) -> str:
-        own, section = self._config.vllm_cfg, "policy.generation.vllm_cfg"
-        length = f"lower `{section}.max_model_len`" + (f" from {own.max_model_len}" if own.max_model_len else "")
+        vllm_cfg, section = self._config.vllm_cfg, "policy.generation.vllm_cfg"
+        length = f"lower `{section}.max_model_len`" + (f" from {vllm_cfg.max_model_len}" if vllm_cfg.max_model_len else "")
         if self.context.device == "cpu":
-            size = f"`{section}.kv_cache_gib`" + (f" ({own.kv_cache_gib:g})" if own.kv_cache_gib else "")
+            size = f"`{section}.kv_cache_gib`" + (f" ({vllm_cfg.kv_cache_gib:g})" if vllm_cfg.kv_cache_gib else "")
             return f"Raise {size} if the KV cache is too small, lower it if memory is full, or {length}."
         return (
-            f"Raise `{section}.gpu_memory_utilization` ({own.gpu_memory_utilization:g}) if the KV cache is too small; lower it "
-            f"if other processes need the memory; or {length}, or set `{section}.tensor_parallel_size: "
-            f"{2 * own.tensor_parallel_size}`."
+            f"Raise `{section}.gpu_memory_utilization` ({vllm_cfg.gpu_memory_utilization:g}) if the KV cache is too small; "
+            f"lower it if other processes need the memory; or {length}, or set `{section}.tensor_parallel_size: "
+            f"{2 * vllm_cfg.tensor_parallel_size}`."
         )
 
     def generate(
@@ -286,7 +286,7 @@ class VllmGenerationWorker(GenerationWorker):
     def _arguments(self, files: ModelFiles, load_format: str) -> dict[str, Any]:
         from rl_backends_vllm.executors import MultiProcessExecutor, SingleProcessExecutor
 
-        own = self._config.vllm_cfg
+        vllm_cfg = self._config.vllm_cfg
         arguments: dict[str, Any] = {
             "model": files.path,
             "revision": files.revision,
@@ -294,17 +294,17 @@ class VllmGenerationWorker(GenerationWorker):
             "tokenizer_revision": files.revision if files.tokenizer_path == files.path else None,
             "skip_tokenizer_init": files.tokenizer_path is None,
             # By default, vLLM would run a float32 model in lower precision.
-            "dtype": own.precision or str(getattr(files.hf_config, "dtype", None) or "auto").removeprefix("torch."),
+            "dtype": vllm_cfg.precision or str(getattr(files.hf_config, "dtype", None) or "auto").removeprefix("torch."),
             "load_format": load_format,
-            "trust_remote_code": own.trust_remote_code,
-            "max_model_len": own.max_model_len,
-            "max_num_batched_tokens": own.max_num_batched_tokens,
-            "enable_prefix_caching": own.enable_prefix_caching,
-            "kv_cache_dtype": own.kv_cache_dtype,
-            "tensor_parallel_size": own.tensor_parallel_size,
-            "pipeline_parallel_size": own.pipeline_parallel_size,
-            "distributed_executor_backend": MultiProcessExecutor if own.processes > 1 else SingleProcessExecutor,
-            "seed": own.seed,
+            "trust_remote_code": vllm_cfg.trust_remote_code,
+            "max_model_len": vllm_cfg.max_model_len,
+            "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
+            "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
+            "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
+            "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+            "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
+            "distributed_executor_backend": MultiProcessExecutor if vllm_cfg.processes > 1 else SingleProcessExecutor,
+            "seed": vllm_cfg.seed,
             "logprobs_mode": "processed_logprobs",
             "logits_processors": [greedy_processor(self.context.device)] if self._config.temperature != 1.0 else None,
             "worker_extension_cls": "rl_backends_vllm.extension.RefitExtension",
@@ -312,7 +312,7 @@ class VllmGenerationWorker(GenerationWorker):
             # The run draws its own progress bars.
             "use_tqdm_on_load": False,
         }
-        arguments |= engine_arguments(own, device=self.context.device, hf_config=files.hf_config)
+        arguments |= engine_arguments(vllm_cfg, device=self.context.device, hf_config=files.hf_config)
         return arguments | self._config.vllm_kwargs
 
     def _settings(self, files: ModelFiles) -> SamplingSettings:
