@@ -42,11 +42,11 @@ def runtime_env_of(python: str | Path | None) -> dict[str, Any]:
             "the backend into it) and set the path of its bin/python."
         )
     driver = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", **{name: version(name) for name in ("ray", "rl-core")}}
-    found = probe(str(path), _PROBE)
+    reported = probe(str(path), _PROBE)
     problems = []
-    if (own := found.pop("python")) != driver["python"]:
+    if (own := reported.pop("python")) != driver["python"]:
         problems.append(f"it is Python {own}, but the driver is {driver['python']}: create it with python{driver['python']}")
-    for name, value in found.items():
+    for name, value in reported.items():
         if name not in driver:
             problems.append(f"it cannot import {name.removesuffix(' error')} ({value})")
         elif value != driver[name]:

@@ -104,13 +104,13 @@ def open_buffer(devices: Mapping[str, Mapping[str, Any]], device: torch.device) 
     """
     if device.type != "cuda":
         raise WeightSyncError("The policy sends weights on a GPU, but this generation worker computes on the CPU.")
-    own = device_uuid(device)
-    if own not in devices:
+    uuid = device_uuid(device)
+    if uuid not in devices:
         raise WeightSyncError(
-            f"This generation worker computes on GPU {own}, but the policy has its weights on {', '.join(devices)}. CUDA IPC "
+            f"This generation worker computes on GPU {uuid}, but the policy has its weights on {', '.join(devices)}. CUDA IPC "
             "requires the same GPU for both: set policy.generation.refit_transport: collective."
         )
-    handle = devices[own]
+    handle = devices[uuid]
     if handle["name"] in _here:
         return _here[handle["name"]]
     given = _bound(handle["rebuild"], handle["arguments"])
