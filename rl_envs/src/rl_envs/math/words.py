@@ -119,12 +119,12 @@ def is_same_choice(expected: str, answer: str, choices: Mapping[str, str]) -> bo
     """
     letter = _CHOICE.fullmatch(plain(expected))
     given = plain(answer)
-    found = _CHOICE.fullmatch(given.upper() if len(given) <= _LETTER_IN_BRACKETS else given) or _CHOICE_AND_TEXT.fullmatch(
-        given
-    )
-    if letter is None or found is None:
+    given_letter = _CHOICE.fullmatch(
+        given.upper() if len(given) <= _LETTER_IN_BRACKETS else given
+    ) or _CHOICE_AND_TEXT.fullmatch(given)
+    if letter is None or given_letter is None:
         return False
-    chosen, *text = [group for group in found.groups() if group is not None]
+    chosen, *text = [group for group in given_letter.groups() if group is not None]
     if chosen != letter.group(1):
         return False
     if text and chosen in choices:
