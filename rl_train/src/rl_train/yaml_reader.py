@@ -112,7 +112,7 @@ class _Reader:
         return Node(items, location=location, key_location=key_location)
 
     def _mapping(self, node: yaml.MappingNode, *, path: KeyPath) -> dict[str, Node]:
-        own: dict[str, Node] = {}
+        direct: dict[str, Node] = {}
         merged: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if key_node.tag == f"{_TAG}merge":
@@ -121,16 +121,16 @@ class _Reader:
             key = self._key(key_node, path=path)
             if key is None:
                 continue
-            if key in own:
-                first = own[key].key_location
+            if key in direct:
+                first = direct[key].key_location
                 self._problems.add(
                     f"This key is already set at {first}: remove one of the two.",
                     location=self._at(key_node),
                     path=(*path, key),
                 )
                 continue
-            own[key] = self._value(value_node, path=(*path, key), key_node=key_node)
-        return {**{key: item for key, item in merged.items() if key not in own}, **own}
+            direct[key] = self._value(value_node, path=(*path, key), key_node=key_node)
+        return {**{key: item for key, item in merged.items() if key not in direct}, **direct}
 
     def _merge_key(self, node: yaml.Node, *, path: KeyPath) -> dict[str, Node]:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]

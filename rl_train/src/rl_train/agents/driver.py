@@ -147,7 +147,7 @@ def accepted_arguments(signature: inspect.Signature, task_name: str) -> tuple[st
     Raises:
         ConfigError: it requires others.
     """
-    what = f"env.{task_name}.agent"
+    key = f"env.{task_name}.agent"
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ARGUMENTS
@@ -155,7 +155,7 @@ def accepted_arguments(signature: inspect.Signature, task_name: str) -> tuple[st
     required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
     if unknown := sorted(required - by_name.intersection(ARGUMENTS)):
         raise ConfigError(
-            f"{what} requires the argument {unknown[0]!r}. An agent is called with keywords and can have: "
+            f"{key} requires the argument {unknown[0]!r}. An agent is called with keywords and can have: "
             f"{', '.join(ARGUMENTS)}."
         )
     return tuple(name for name in ARGUMENTS if name in by_name)

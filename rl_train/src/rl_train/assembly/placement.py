@@ -91,15 +91,15 @@ def make_engine_cluster(run: RunConfig, cluster: RayVirtualCluster, exits: ExitS
     if resources is None:
         return cluster
     with with_key("policy.generation.resources"):
-        own = RayVirtualCluster(
+        engine_cluster = RayVirtualCluster(
             [resources.workers_per_node] * resources.num_nodes,
             use_gpus=cluster.use_gpus if resources.use_gpus is None else resources.use_gpus,
             cpus_per_bundle=resources.cpus_per_worker,
             name="policy.generation.resources",
             seed=cluster.seed,
         )
-    exits.callback(own.shutdown)
-    return own
+    exits.callback(engine_cluster.shutdown)
+    return engine_cluster
 
 
 def transports_between(policy: RayVirtualCluster, engine: RayVirtualCluster) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) 
         DiskFullError: not one checkpoint fits. If only later ones do not fit, that is a warning.
     """
     free = free_bytes(folder)
-    what = (
+    shortage = (
         f"{folder} has {format_size(free)} free, but one checkpoint of this run needs at least {format_size(checkpoint_bytes)}"
     )
     fix = (
@@ -98,11 +98,11 @@ def check_disk_space(folder: Path, *, checkpoint_bytes: int, most_at_once: int) 
         "(checkpointing.checkpoint_dir)."
     )
     if free < checkpoint_bytes:
-        raise DiskFullError(f"{what}, so none can be written. Training was not started. {fix}", exit_code=2)
+        raise DiskFullError(f"{shortage}, so none can be written. Training was not started. {fix}", exit_code=2)
     if free < checkpoint_bytes * most_at_once:
         _log.warning(
             "%s; %d more will exist at once (an old one is only deleted when the new one is complete). %s",
-            what,
+            shortage,
             most_at_once,
             fix,
         )

@@ -87,16 +87,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
         DamagedFileError: it is not a JSON object, or cannot be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DamagedFileError(path, "missing") from error
     except OSError as error:
         raise DamagedFileError(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(path, f"invalid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DamagedFileError(path, f"must be a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise DamagedFileError(path, f"must be a JSON object, found {type(content).__name__}")
+    return content
 
 
 def files_in(folder: Path) -> Iterator[str]:

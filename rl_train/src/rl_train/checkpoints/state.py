@@ -103,8 +103,8 @@ class Checkpoints:
     def _check_finite(self, step: int) -> None:
         for name, model in self.models.items():
             # A model that only has the methods of its interface is not checked.
-            found = model.find_non_finite() if isinstance(model, TrainableInterface) else None
-            if found is None:
+            tensor_name = model.find_non_finite() if isinstance(model, TrainableInterface) else None
+            if tensor_name is None:
                 continue
             last = self.store.latest()
             lower = f"a lower learning rate (`{name}.optimizer.kwargs.lr`)"
@@ -115,7 +115,7 @@ class Checkpoints:
                 else f"There is no earlier checkpoint: start again with {lower}."
             )
             raise NonFiniteError(
-                f"After step {step} the tensor {found} of `{name}` has NaN or infinite values, so its checkpoint was not "
+                f"After step {step} the tensor {tensor_name} of `{name}` has NaN or infinite values, so its checkpoint was not "
                 f"written. {advice}"
             )
 

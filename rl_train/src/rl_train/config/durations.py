@@ -13,14 +13,14 @@ def parse_duration(value: float | str) -> float:
     Raises:
         ValueError: The value is not a duration or is not positive.
     """
-    found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    if isinstance(value, str) and found is None:
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if isinstance(value, str) and match is None:
         raise ValueError(f"{value!r} is not a duration: give seconds, or MM:SS, HH:MM:SS or D-HH:MM:SS, such as 03:50:00")
-    if found is None:
+    if match is None:
         seconds = float(value)
     else:
-        days, hours, minutes = (int(found[name] or 0) for name in ("days", "hours", "minutes"))
-        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + float(found["seconds"])
+        days, hours, minutes = (int(match[name] or 0) for name in ("days", "hours", "minutes"))
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + float(match["seconds"])
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{value!r} is not a duration: it must be positive")
     return seconds

@@ -125,18 +125,18 @@ def _read(source: str, *, referenced_at: SourceLocation | None, open_files: tupl
         problems.is_partial = True
         return None
     start = SourceLocation(source, 1, 1, source)
-    own = {key: item for key, item in root.value.items() if key != _PARENTS}
+    keys_of_file = {key: item for key, item in root.value.items() if key != _PARENTS}
     # An empty `grpo:` means the section with its defaults; it does not remove inherited values.
-    for key, item in own.items():
+    for key, item in keys_of_file.items():
         if item.value is None and item.text == "":
-            own[key] = Node({}, location=item.location, key_location=item.key_location)
+            keys_of_file[key] = Node({}, location=item.location, key_location=item.key_location)
     merged = Node({}, location=start, key_location=start)
     for parent, location in _parents(root, problems=problems):
         parent_path = os.path.normpath(os.path.join(os.path.dirname(source), os.path.expanduser(parent)))
         parent_path = _existing_or_packaged(parent_path, parent)
         inherited = _read(parent_path, referenced_at=location, open_files=(*open_files, real), problems=problems)
         merged = merged if inherited is None else _merge(merged, inherited)
-    return _merge(merged, Node(own, location=root.location, key_location=root.key_location, replaces=root.replaces))
+    return _merge(merged, Node(keys_of_file, location=root.location, key_location=root.key_location, replaces=root.replaces))
 
 
 def _root(source: str, *, referenced_at: SourceLocation | None, problems: Problems) -> Node | None:

@@ -108,12 +108,12 @@ class _Locator:
         """
         is_last = number + 1 == len(self.messages)
         prompt = self._try(self.messages[:number], header=True)
-        own = self.text if is_last and not self.header else self.render(self.messages[: number + 1], header=False)
+        own_text = self.text if is_last and not self.header else self.render(self.messages[: number + 1], header=False)
         problem: DataError | None = None
-        if prompt is not None and own.startswith(prompt) and self.text.startswith(own):
-            span = self._after_header(number, own, prompt), len(own)
+        if prompt is not None and own_text.startswith(prompt) and self.text.startswith(own_text):
+            span = self._after_header(number, own_text, prompt), len(own_text)
         else:
-            span = self._by_word(number, own, prompt)
+            span = self._by_word(number, own_text, prompt)
             problem = self._without_context(number, span[0])
         if self._left_out("content", number, span, prompt):
             problem = _drops(number, "its content")
@@ -121,7 +121,7 @@ class _Locator:
             if not is_last or self.header or prompt is None:
                 raise problem
             return self._as_written(number, prompt)
-        self._check_reasoning(number, own, span, prompt)
+        self._check_reasoning(number, own_text, span, prompt)
         return span[0], self._end_of_sampling(number, span, prompt)
 
     def _end_of_sampling(self, number: int, span: Span, prompt: str | None) -> int:
@@ -150,33 +150,33 @@ class _Locator:
         tokens = sorted(self.special_tokens(), key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, tokens)) + ")" if tokens else "((?!))")
 
-    def _after_header(self, number: int, own: str, prompt: str) -> int:
-        """Where the answer starts in `own`, which begins with the prompt: after any header that the prompt lacks."""
+    def _after_header(self, number: int, own_text: str, prompt: str) -> int:
+        """Where the answer starts in `own_text`, which begins with the prompt: after any header that the prompt lacks."""
         if prompt != self._try(self.messages[:number]):
             return len(prompt)  # text that the template writes between header and content (empty reasoning) is sampled
         around = self._around({"role": self.messages[number]["role"], "content": _WORD}, self.messages[:number], ())
-        gap = around[0][len(prompt) :] if around and around[0].startswith(prompt) and own.startswith(around[0]) else ""
+        gap = around[0][len(prompt) :] if around and around[0].startswith(prompt) and own_text.startswith(around[0]) else ""
         return len(prompt) + (len(gap) if gap.strip() else 0)
 
-    def _by_word(self, number: int, own: str, prompt: str | None) -> Span:
+    def _by_word(self, number: int, own_text: str, prompt: str | None) -> Span:
         """The span of an answer that the template renders differently in the whole text than as the last message."""
         before, after = self.messages[:number], self.messages[number + 1 :]
         # Where the answer starts in the whole text and in its own rendering, and the text that closes it in each.
         starts: list[tuple[int, int, str]] = []
         for stand_in in self._stand_ins(number):
             inside, alone = self._around(stand_in, before, after), self._around(stand_in, before, ())
-            if inside and alone and self.text.startswith(inside[0]) and own.startswith(alone[0]):
+            if inside and alone and self.text.startswith(inside[0]) and own_text.startswith(alone[0]):
                 put = self._put_between(number, prompt, inside[0], alone[0])
                 starts.append((len(inside[0]) - put, len(alone[0]) - put, alone[1]))
-        is_begun = prompt is not None and own.startswith(prompt) and self.text.startswith(prompt)
+        is_begun = prompt is not None and own_text.startswith(prompt) and self.text.startswith(prompt)
         if prompt is not None and is_begun:
-            start = self._after_header(number, own, prompt)
+            start = self._after_header(number, own_text, prompt)
             starts.insert(0, (start, start, starts[0][2] if starts else ""))
         elif prompt is not None:
             special = self._special()
-            starts.append((_shared(prompt, self.text, special), _shared(prompt, own, special), ""))
+            starts.append((_shared(prompt, self.text, special), _shared(prompt, own_text, special), ""))
         for start, own_start, closing in starts:
-            end = self._end(start, own[own_start:], "" if self.messages[number].get("tool_calls") else closing)
+            end = self._end(start, own_text[own_start:], "" if self.messages[number].get("tool_calls") else closing)
             if end is not None:
                 # Text that the template writes between the header of the prompt and the content is sampled.
                 is_sampled = prompt is not None and self.text.startswith(prompt) and prompt != self._try(before)
@@ -235,12 +235,12 @@ class _Locator:
         is_opened = bare is not None and prompt is not None and prompt.startswith(bare) and self.text.startswith(prompt)
         return not is_opened or wanted not in _squeezed(self.text[len(bare or "") : end])
 
-    def _check_reasoning(self, number: int, own: str, span: Span, prompt: str | None) -> None:
+    def _check_reasoning(self, number: int, own_text: str, span: Span, prompt: str | None) -> None:
         """Reject training an answer without the reasoning that the template writes only into the last answer."""
-        if self.text.startswith(own):
+        if self.text.startswith(own_text):
             return
         for name in (each for each in _REASONING if isinstance(self.messages[number].get(each), str)):
-            if _squeezed(self.messages[number][name]) in _squeezed(own) and self._left_out(name, number, span, prompt):
+            if _squeezed(self.messages[number][name]) in _squeezed(own_text) and self._left_out(name, number, span, prompt):
                 raise _drops(number, f"`{name}`")
 
     def _without_context(self, number: int, start: int) -> DataError | None:

@@ -38,12 +38,12 @@ def row_conflicts(config: RowsConfig, data: DataConfig) -> Iterator[tuple[KeyPat
         data: The section `data`, whose `prompt` sets defaults of the dataset.
     """
     effective = with_prompt(config, data)
-    found = [*_function(config), *_template(config, effective)]
-    yield from found
+    wrong_keys = [*_function(config), *_template(config, effective)]
+    yield from wrong_keys
     shared = data.prompt
     if shared is not None and shared.prompt_config and prompt_problem(shared.prompt_config, shared.examples_type):
         return  # reported at `data.prompt`
-    if not found and isinstance(config, JsonLinesSource):
+    if not wrong_keys and isinstance(config, JsonLinesSource):
         yield from _first_row(config, effective)
     elif isinstance(config, ParquetSource | HuggingFaceSource) and _is_empty(Path(config.path)):
         yield ("path",), _EMPTY.format(path=config.path)

@@ -150,14 +150,14 @@ def _without_answered(waiting: list[Call], result: Mapping[str, Any], what: str)
     wanted, name = result.get("tool_call_id"), result.get("name")
     if wanted is not None:
         matching = [call for call in waiting if call.get("id") == wanted]
-        found = [call.get("id") for call in waiting]
+        pending = [call.get("id") for call in waiting]
     else:
         matching = [call for call in waiting if name in (None, call["function"]["name"])]
-        found = [call["function"]["name"] for call in waiting]
+        pending = [call["function"]["name"] for call in waiting]
     if not matching:
         by = f"tool_call_id {wanted!r}" if wanted is not None else f"name {name!r}"
         raise DataError(
-            f"{what} has the {by}, which does not match a pending call. Pending calls: {found}. Use the "
+            f"{what} has the {by}, which does not match a pending call. Pending calls: {pending}. Use the "
             "id of the call, or omit the id if calls have none"
         )
     return [call for call in waiting if call is not matching[0]]

@@ -27,15 +27,15 @@ def check_environment_class(worker_class: Any, name: str) -> None:
     Raises:
         ConfigError: no turn of a rollout could be answered, or the class could not be created.
     """
-    found = plain_class(worker_class)
-    abstract = sorted(getattr(found, "__abstractmethods__", ()))
-    missing = abstract or ([] if callable(getattr(found, "step", None)) else ["step"])
+    environment_class = plain_class(worker_class)
+    abstract = sorted(getattr(environment_class, "__abstractmethods__", ()))
+    missing = abstract or ([] if callable(getattr(environment_class, "step", None)) else ["step"])
     if not missing:
-        if (problem := argument_problem(found, tuple(first_argument(found, None)))) is not None:
+        if (problem := argument_problem(environment_class, tuple(first_argument(environment_class, None)))) is not None:
             raise ConfigError(f"The environment {name} cannot be used: {problem}.")
         return
     try:
-        location = f" ({inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]})"
+        location = f" ({inspect.getsourcefile(environment_class)}:{inspect.getsourcelines(environment_class)[1]})"
     except (TypeError, OSError):
         location = ""
     raise ConfigError(

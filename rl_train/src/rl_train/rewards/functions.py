@@ -76,15 +76,15 @@ class RewardFunction:
         Raises:
             ConfigError: a parameter is missing, or a field of the row has the name of an argument.
         """
-        own = BATCH_ARGUMENTS if self.is_batched else ROW_ARGUMENTS
-        if hidden := sorted(set(own) & set(fields)):
+        arguments = BATCH_ARGUMENTS if self.is_batched else ROW_ARGUMENTS
+        if hidden := sorted(set(arguments) & set(fields)):
             raise ConfigError(
                 f"The rows have the {_fields(hidden)}, which {self.label} would get instead of its argument of that name. "
                 "Rename the field, or remove it from `env_keys` of the dataset."
             )
-        missing = sorted(self.required - set(own) - set(fields))
+        missing = sorted(self.required - set(arguments) - set(fields))
         if missing:
-            has = ", ".join([*own, *sorted(fields)])
+            has = ", ".join([*arguments, *sorted(fields)])
             raise ConfigError(
                 f"{self.label} requires {', '.join(map(repr, missing))}, but only gets {has}. Rename the parameter, give it a "
                 "default, or name the field of the data in `env_keys` of the dataset, such as "
@@ -103,13 +103,13 @@ class RewardFunction:
             RewardFunctionError: the function raised.
             RLCoreError: it returned something else.
         """
-        found = []
+        returned = []
         for arguments in self._calls(rows, as_messages=as_messages):
             try:
-                found.append(self.call(**arguments))
+                returned.append(self.call(**arguments))
             except (Exception, SystemExit) as error:
                 raise self._failure(error) from error
-        return self._results(found, len(rows))
+        return self._results(returned, len(rows))
 
     async def score_async(self, rows: Sequence[Row], *, as_messages: bool) -> list[Rewards | None]:
         """As `score`, for an async function; the calls run concurrently."""

@@ -36,20 +36,20 @@ class ResponseTemplateParser(ToolCallParser):
     def parse(self, message: SampledMessage) -> ParsedMessage:
         """Read the calls with the template of the tokenizer; a response that it cannot read is one invalid call."""
         try:
-            found = self._tokenizer.parse_response(
+            response = self._tokenizer.parse_response(
                 list(message.token_ids), prefix=list(message.prompt_ids), tools=list(message.tools) or None
             )
         except (ValueError, KeyError, TypeError) as error:
             return ParsedMessage(content="", calls=[invalid_call(f"the response cannot be parsed: {error}")])
         calls: list[ToolCall] = []
-        for each in found.get("tool_calls") or ():
-            function = each.get("function", each) if isinstance(each, Mapping) else {}
+        for call in response.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, Mapping) else {}
             name, arguments = function.get("name"), function.get("arguments")
             if not isinstance(name, str) or not isinstance(arguments, Mapping):
-                calls.append(invalid_call(f"the tool call {format_value(each)} needs a name and an object of arguments"))
+                calls.append(invalid_call(f"the tool call {format_value(call)} needs a name and an object of arguments"))
             else:
                 calls.append({"type": "function", "function": {"name": name, "arguments": dict(arguments)}})
-        return ParsedMessage(content=str(found.get("content") or "") if calls else message.text, calls=calls)
+        return ParsedMessage(content=str(response.get("content") or "") if calls else message.text, calls=calls)
 
 
 def choose_parser(tokenizer: Any, name: str | None = None) -> ToolCallParser:

@@ -38,20 +38,20 @@ class TaskTools:
         Raises:
             DataError: The record offers a function that the environment of its task does not have.
         """
-        own: list[Any] | None = record.get("tools") or None
+        record_tools: list[Any] | None = record.get("tools") or None
         offered = self.offered.get(record.get("task_name", ""), ())
         if not offered:
-            return own
-        if own is None:
+            return record_tools
+        if record_tools is None:
             return list(offered)
         known = [tool["function"]["name"] for tool in offered]
-        for name in (tool["function"]["name"] for tool in own):
+        for name in (tool["function"]["name"] for tool in record_tools):
             if name not in known:
                 raise DataError(
                     f"the row offers the function {name!r}, but the environment of task {record['task_name']!r} has "
                     f"{', '.join(known)}. Remove it from the row, or set `tools_key: null` to offer those of the environment"
                 )
-        return own
+        return record_tools
 
 
 def tools_of_run(run: RunConfig, registry: Registry, tokenizer: Any) -> TaskTools:

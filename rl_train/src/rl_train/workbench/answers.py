@@ -182,9 +182,9 @@ class _SourceCheck:
 
     def _constant_answers(self) -> tuple[DiagnosisStatus, str]:
         answers = dict.fromkeys([*CONSTANTS, *(each.expected for each in self._solved)])
-        found = [self._paid(repr(_cut(answer)), partial(_always, answer)) for answer in answers]
-        found.append(self._paid("the question", lambda solved: str(solved.row.messages[-1]["content"])))
-        most, best = max(found, key=lambda each: each.paid / max(each.rows, 1)), max(found, key=lambda each: each.mean)
+        results = [self._paid(repr(_cut(answer)), partial(_always, answer)) for answer in answers]
+        results.append(self._paid("the question", lambda solved: str(solved.row.messages[-1]["content"])))
+        most, best = max(results, key=lambda each: each.paid / max(each.rows, 1)), max(results, key=lambda each: each.mean)
         if most.is_on_most:
             problem = (
                 f"the answer {most.label} is rewarded like the expected one on {most.paid} of {most.rows} problems for which "
@@ -195,7 +195,7 @@ class _SourceCheck:
             return DiagnosisStatus.NOTE, problem
         worst = f"{most.label} is, on {most.paid} of {most.rows}," if most.paid else "none is"
         detail = (
-            f"of {len(found)} answers that do not depend on the problem, if they are wrong, {worst} rewarded "
+            f"of {len(results)} answers that do not depend on the problem, if they are wrong, {worst} rewarded "
             f"like the expected one; the highest mean reward is {best.mean:g}, of {best.label}"
         )
         mean = sum(each.reward for each in self._solved) / len(self._solved)

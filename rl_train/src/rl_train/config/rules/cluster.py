@@ -100,19 +100,20 @@ def machine_has_the_cpus(config: CheckedConfig) -> Iterator[Problem]:
     is_here = cluster.backend == "ray" and cluster.num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
     if not is_here or cluster.use_gpus or (cluster.use_gpus is None and _has_gpu()):
         return
-    cpus, each = os.cpu_count() or 1, cluster.cpus_per_worker or 1
+    cpus, cpus_each = os.cpu_count() or 1, cluster.cpus_per_worker or 1
     generation = config.run.policy.generation
     engine = generation.resources if generation is not None else None
     if engine is not None:
         cpus -= engine.num_nodes * engine.workers_per_node * (engine.cpus_per_worker or 1)
-    if cluster.workers_per_node * each > cpus:
+    if cluster.workers_per_node * cpus_each > cpus:
         has = "1 CPU" if cpus == 1 else f"{cpus} CPUs"
         has += " next to those of policy.generation.resources" if engine is not None else ""
-        fitting = max(1, cpus // each)
+        fitting = max(1, cpus // cpus_each)
         yield Problem(
             ("cluster", "workers_per_node"),
-            f"{cluster.workers_per_node} workers with {each} CPU(s) each need {cluster.workers_per_node * each} CPUs, but "
-            f"this machine has {has}. Lower it to {fitting}, or set RAY_ADDRESS to the cluster that the run should use.",
+            f"{cluster.workers_per_node} workers with {cpus_each} CPU(s) each need {cluster.workers_per_node * cpus_each} "
+            f"CPUs, but this machine has {has}. Lower it to {fitting}, or set RAY_ADDRESS to the cluster that the run should "
+            "use.",
         )
 
 
