@@ -7,7 +7,7 @@ import pytest
 from cluster_workers import ContextFree, Scorer, Worker
 
 from rl_core.cluster import InProcessWorkerGroup, NamedSharding
-from rl_core.errors import UserError, WorkerError
+from rl_core.errors import UserError, WorkerError, frames_of
 from rl_train.pools.pool import InProcessPool
 from rl_train.weight_sync.waiting import wait_together
 
@@ -27,6 +27,19 @@ def test_arguments_and_results_are_passed_by_reference():
     batch = object()
     with InProcessWorkerGroup(Worker) as group:
         assert group.run_one("seen", batch)[1] is batch
+
+
+def test_the_last_frame_of_an_error_is_its_own_and_not_that_of_its_cause():
+    def fail():
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    with pytest.raises(ValueError, match="outer") as raised:
+        fail()
+    (_, inner), *_, (_, outer) = frames_of(raised.value)
+    assert inner < outer
 
 
 def test_an_error_keeps_the_frames_of_the_worker_for_a_debugger():

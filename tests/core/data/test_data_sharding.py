@@ -1,5 +1,6 @@
 """Sharding and microbatching: no row lost or duplicated, budgets respected, ranks in step."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.bin_packing import PACKERS
+from rl_core.data.row_planner import RowPlanner
 from rl_core.errors import DataError
 
 BUDGET = 24
@@ -132,6 +134,20 @@ def test_uneven_rows_shard_under_a_budget_or_say_that_they_are_too_few(lengths, 
             raise
         reject()
     check_plan(batch, parts, order, batch.size)
+
+
+def test_packed_microbatches_at_the_same_position_of_their_shards_cost_about_the_same():
+    batch = batch_of([4, 20, 8, 24, 16, 23, 12, 22])
+    shards = RowPlanner(rows=8, shards=2, batch_size=None).by_tokens(batch, packing("concatenative"), packed=True)
+    lengths = [shard.micro_batch_lengths[0] for shard in shards]
+    assert sorted(itertools.chain(*lengths), reverse=True) == [length for pair in zip(*lengths, strict=True) for length in pair]
+
+
+def test_rows_of_a_prompt_that_fill_a_microbatch_exactly_compute_their_prefix_once():
+    batch = BatchedDataDict({"input_ids": torch.ones(2, 16, dtype=torch.int64), "input_lengths": torch.tensor([16, 16])})
+    batch["input_ids"][1, 8:] = 2
+    [plan] = RowPlanner(rows=2, shards=1, batch_size=None, prompts=[0, 0]).by_tokens(batch, packing(), packed=True)
+    assert plan.micro_batch_lengths == [[BUDGET]]
 
 
 def test_a_row_over_the_budget_is_refused_with_its_number():

@@ -50,6 +50,11 @@ def test_metrics_are_the_means_of_facts_and_a_list_counts_with_each_of_its_numbe
     assert metrics_checked(environment, "t", batch) == {"accuracy": 2 / 3, "word_length": pytest.approx(4 / 3)}
 
 
+def test_a_fact_without_a_number_has_no_metric():
+    made = Lengths().step(asked(""), [{"words": 1}])
+    assert metrics_checked(Lengths(), "t", BatchedDataDict({"extra_env_info": made.metadata})) == {"accuracy": 1.0}
+
+
 def test_the_section_may_be_a_model_a_dict_or_missing():
     assert Lengths(LengthConfig(longest=5)).config.longest == 5
     assert Lengths({"longest": 5}).config.longest == 5

@@ -82,6 +82,14 @@ def test_after_a_sync_the_engine_computes_with_the_policys_weights(transport):
     assert (metrics["refit/bytes"] > 0) == (transport != "by_reference")
 
 
+def test_two_buckets_in_transit_fit_the_buffer(monkeypatch):
+    policy, sizes = make_policy(), []
+    prepare = policy.prepare_weights_for_ipc
+    monkeypatch.setattr(policy, "prepare_weights_for_ipc", lambda size, **given: sizes.append(size) or prepare(size, **given))
+    synchronizer(policy, make_engine()).sync()
+    assert sizes == [SMALL_BUCKETS // 2]
+
+
 def test_every_step_needs_a_new_sync():
     policy, engine = make_policy(), make_engine()
     sync = synchronizer(policy, engine)

@@ -297,6 +297,21 @@ def test_sections_that_training_does_not_use_are_refused_and_left_to_evaluations
     assert load_config(path, [f"++{generation}"], registry=files.registry, use=Use.EVAL).run.env
 
 
+@pytest.mark.parametrize("use", [Use.EVAL, Use.COMPARE, Use.SERVE])
+def test_a_command_that_samples_needs_an_engine_even_if_the_algorithm_does_not(files, use):
+    files.write(PAIR, "pairs.jsonl")
+    path = files.write(DPO + "    env:\n      math: {}\n")
+    with pytest.raises(InvalidConfigError, match=r"policy\.generation is required"):
+        load_config(path, registry=files.registry, use=use)
+
+
+def test_files_may_be_missing_if_no_stage_is_checked(files):
+    path = files.write(DPO)
+    with pytest.raises(InvalidConfigError, match=r"pairs\.jsonl"):
+        load_config(path, registry=files.registry)
+    assert load_config(path, registry=files.registry, stages=()).run.algorithm_name == "dpo"
+
+
 def test_supervised_training_that_scores_its_validation_uses_both_sections(files, good):
     sft = good.replace("grpo:\n  num_prompts_per_step: 8", "sft: {val_accuracy: true}")
     assert files.load(sft).run.env
@@ -379,6 +394,8 @@ def test_the_task_of_validation_data_is_checked_if_the_run_validates(files, good
     assert files.errors(text, "grpo.val_period=5") == [
         "config.yaml:11:53: data.validation.task_name: `env` has no task 'sums'. Tasks in `env`: arithmetic."
     ]
+    with pytest.raises(InvalidConfigError, match=r"data\.validation\.task_name"):
+        load_config(files.write(text), registry=files.registry, use=Use.EVAL)
 
 
 @pytest.mark.parametrize(

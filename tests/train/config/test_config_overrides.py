@@ -41,6 +41,11 @@ def test_a_key_that_only_the_model_has_needs_no_plus(files, good):
     assert files.load(good, "cluster.deadlines.train_s=5").run.cluster.deadlines.train_s == 5.0
 
 
+def test_a_section_of_the_schema_needs_no_plus_even_if_the_file_does_not_have_it(files, good):
+    data = files.load(good, "data.validation={dataset_name: arithmetic}").run.data
+    assert data.validation.dataset_name == "arithmetic"
+
+
 def test_one_keyword_of_the_default_optimizer_leaves_its_others(files, good):
     kwargs = files.load(good, "policy.optimizer.kwargs.lr=3e-4").run.policy.optimizer.kwargs
     assert kwargs == {"lr": 3e-4, "weight_decay": 0.0}

@@ -41,6 +41,16 @@ def test_python_values_are_loaded_like_a_file_and_a_model_is_kept_as_it_is():
     ]
 
 
+def test_a_cluster_counts_as_set_only_if_the_values_have_it():
+    assert "cluster" not in load_config({"sft": {}, **SECTIONS}, stages=()).run.model_fields_set
+    assert "cluster" in load_config({"sft": {}, **SECTIONS, "cluster": {"num_nodes": 2}}, stages=()).run.model_fields_set
+
+
+def test_null_selects_what_a_section_implies():
+    run = load_config({"sft": {}, **SECTIONS, "loss_fn": {"name": None}}, stages=()).run
+    assert run.loss_fn.name == "nll"
+
+
 def test_an_interpolation_in_python_values_is_plain_text():
     run = load_config({"sft": {}, **SECTIONS, "logger": {"run_name": "${oc.env:HOME}"}}, stages=()).run
     assert run.logger.run_name == "${oc.env:HOME}"

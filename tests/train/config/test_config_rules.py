@@ -11,6 +11,7 @@ from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.config.partial_sections import UnavailableError, unavailable_section
 from rl_train.config.rules import RULES
+from rl_train.config.rules.components import sections_of
 from rl_train.config.rules.rule import CheckedConfig, Stage, Use
 
 FOLDER = Path(__file__).parents[3] / "examples"
@@ -49,3 +50,8 @@ def test_a_rule_reads_only_the_sections_that_it_declares(rule, configs):
             except UnavailableError as error:
                 undeclared.add(str(error))
     assert undeclared == set()
+
+
+def test_rules_about_components_do_not_check_disabled_loggers(files, good):
+    run = files.load(good + "logger: {loggers: {mlflow: {enabled: false}, tensorboard: {}}}\n").run
+    assert [path for path, _ in sections_of(run) if path[0] == "logger"] == [("logger", "loggers", "tensorboard")]
