@@ -8,24 +8,30 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from copy import copy
-from enum import IntEnum
 from typing import Any
 
 import sympy
 
+from rl_envs.math import asked_names, formulas
 from rl_envs.math.asked_form import ANY_FORM, AskedForm
 from rl_envs.math.asked_notation import is_same_numeral, lacks_form, without_modulus
+from rl_envs.math.comparison_result import Comparison as Comparison
+from rl_envs.math.comparison_result import equal_if
 from rl_envs.math.forms import has_form_of
 from rl_envs.math.formulas import are_proportional, formula_of, has_same_value, is_verified, value_of, with_parameter_of
 from rl_envs.math.inequalities import ORDER, as_intervals, without_variable
 from rl_envs.math.lists import (
     EQUALS,
     as_vector,
+    both_signs,
     elements,
     in_order_of_names,
+    in_parentheses,
+    is_equation,
     is_named,
     kinds_agree,
     left_side,
+    parts_of,
     stated,
     without_name,
     without_point_names,
@@ -60,28 +66,7 @@ _UNION = r"\\cup(?![A-Za-z])"
 _APPROXIMATELY = r"\\approx(?![A-Za-z])"
 _DATE_OR_RANGE = re.compile(r"\d+(?:-\d+)+|\d+/\d+/\d+")
 """An expected answer that is not a difference or a quotient: `2024-01-05`, `3-4`, `1/5/2024`."""
-_AS_PERCENT = re.compile(r"\b(?:as|to|into|in) (?:an? )?percent", re.IGNORECASE)
-_EXACT = re.compile(r"\bexact|\bsimplif|\brationali[sz]|\bradical|\blogarithm", re.IGNORECASE)
-"""What asks for an exact value, which no decimal rounds to."""
-_ROOTS = re.compile(r"\b(?:solutions|roots|zeros|values|solve)\b", re.IGNORECASE)
-_PAIR = re.compile(
-    r"\b(?:pairs?|points?|coordinates|tuples?|system|vectors?)\b|\b[a-z]\$? and \$?[a-z]\b|\([A-Za-z], ?[A-Za-z]", re.IGNORECASE
-)
-_FACTOR = re.compile(r"\bfactor", re.IGNORECASE)
-_VARIABLE = re.compile(r"(?<![A-Za-z\\])[xyz](?![A-Za-z])")
-_SINGLE_LETTER = re.compile(r"[A-Za-z]")
 _ONE_MATRIX = re.compile(r"[(\[]?\s*\\begin\{\w+\}(?:(?!\\begin).)*\\end\{\w+\}\s*[)\]]?")
-
-
-class Comparison(IntEnum):
-    """How an answer compares with the expected one. A list has the result of its worst element, the largest value."""
-
-    EQUAL = 0
-    UNEVALUATED = 1
-    """It has unevaluated arithmetic that the expected answer does not have: `3 + 2` for 5."""
-    UNREADABLE = 2
-    """It is neither a formula that can be parsed nor the expected text."""
-    DIFFERENT = 3
 
 
 def compare(
@@ -106,7 +91,7 @@ def compare(
     if is_same_numeral(expected, answer, form):
         return Comparison.EQUAL
     if is_words(expected):
-        return _equal_if(has_same_words(expected, answer, kind=form.kind, question=form.question))
+        return equal_if(has_same_words(expected, answer, kind=form.kind, question=form.question))
     if plain(expected) == plain(answer) or (has_text(expected) and plain(expected).casefold() == plain(answer).casefold()):
         return Comparison.EQUAL
     is_same = is_same_choice(expected, answer, dict(form.choices)) or is_same_date(expected, answer)
@@ -127,8 +112,8 @@ class _Comparer:
 
     def __init__(self, *, allow_unevaluated: bool, form: AskedForm = ANY_FORM) -> None:
         self._units, self._form = form.units, form
-        self._are_roots = _ROOTS.search(form.question) is not None and _PAIR.search(form.question) is None
-        self._is_exact = _EXACT.search(form.question) is not None
+        self._are_roots = asked_names.asks_roots(form)
+        self._is_exact = asked_names.asks_exact(form)
         self._allow_unevaluated = allow_unevaluated
         kinds = {REDUCTION: not form.lowest_terms, "function": form.is_polar}  # a polar form is `\\cos\\frac{\\pi}{4} + ...`
         self._allowed = frozenset(kind for kind, is_allowed in kinds.items() if is_allowed)
@@ -140,7 +125,7 @@ class _Comparer:
         if compact(expected) == compact(answer):
             return Comparison.EQUAL
         if is_words(expected):
-            return _equal_if(has_same_words(expected, answer))
+            return equal_if(has_same_words(expected, answer))
         if "\\emptyset" in (expected, answer) or _DATE_OR_RANGE.fullmatch(compact(expected)):
             return Comparison.DIFFERENT
         if (
@@ -153,7 +138,7 @@ class _Comparer:
         expected, answer = as_intervals(without_variable(expected), without_variable(answer))
         expected, answer = without_point_names(expected, answer)
         vector = as_vector(expected)
-        if vector is not None and (given := as_vector(answer) or _in_parentheses(answer)).startswith("("):
+        if vector is not None and (given := as_vector(answer) or in_parentheses(answer)).startswith("("):
             found = self._collection(vector, given)
             return Comparison.DIFFERENT if found is None else found
         if any("\\begin" in text or ORDER.search(stated(text)) for text in (expected, answer)):
@@ -185,8 +170,10 @@ class _Comparer:
         return self.of(expected, given[-1] if is_decimal else exact)
 
     def _plus_minus(self, expected: str, answer: str) -> Comparison | None:
-        gold, given = _both_signs(expected), _both_signs(answer)
-        return None if gold is None and given is None else self._unordered(gold or _parts(expected), given or _parts(answer))
+        gold, given = both_signs(expected), both_signs(answer)
+        return (
+            None if gold is None and given is None else self._unordered(gold or parts_of(expected), given or parts_of(answer))
+        )
 
     def _collection(self, expected: str, answer: str) -> Comparison | None:
         r"""Tuples, intervals, sets, unions and bare lists; None if both are single."""
@@ -201,7 +188,7 @@ class _Comparer:
         gold, given = elements(expected), elements(answer)
         if len(gold[1]) == 1 and len(given[1]) == 1 and "\\{" not in (gold[0][:2], given[0][:2]):
             return None
-        if given[0] == "\\{\\}" and gold[0] == "()" and all(map(_is_equation, given[1])):
+        if given[0] == "\\{\\}" and gold[0] == "()" and all(map(is_equation, given[1])):
             given = "", given[1]
         is_bare_interval = self._form.is_interval and (gold[0], given[0]) == ("()", "")
         is_bare_interval |= self._are_roots and (gold[0], given[0]) == ("", "()") and "=" not in expected
@@ -213,7 +200,7 @@ class _Comparer:
         named = [any("=" in part for part in parts) for parts in (gold[1], given[1])]
         if named[0] != named[1]:
             values = in_order_of_names(gold[1] if named[0] else given[1], share_letter=gold[0] == "\\{\\}")
-            if values is None or (gold[0] == "" and not self._knows_names(given[1])):
+            if values is None or (gold[0] == "" and not asked_names.knows_names(given[1], self._form)):
                 return Comparison.DIFFERENT
             compared = self._unordered if gold[0] == "\\{\\}" else self._ordered
             return compared(values, given[1]) if named[0] else compared(gold[1], values)
@@ -221,15 +208,6 @@ class _Comparer:
             (self._form.in_order and gold[0] == "") or gold[0][:2] not in ("", "\\{") or given[0][:2] not in ("", "\\{")
         )
         return (self._ordered if is_ordered else self._unordered)(gold[1], given[1])
-
-    def _knows_names(self, parts: Sequence[str]) -> bool:
-        """Whether the question has the names of all values: not `x = 2, y = 3` for two solutions of one variable."""
-        names = {part.partition("=")[0].partition("_")[0].strip() for part in parts}
-        return (
-            not self._form.question
-            or len(names) == 1
-            or all(re.search(rf"(?<![A-Za-z]){re.escape(name)}(?![a-z])", self._form.question) for name in names)
-        )
 
     def _ordered(self, expected: Sequence[str], answers: Sequence[str]) -> Comparison:
         return max(self.of(one, other) for one, other in zip(expected, answers, strict=True))
@@ -254,7 +232,7 @@ class _Comparer:
         are_named = is_named(gold) and is_named(given)
         if are_named and left_side(gold) != left_side(given):
             return Comparison.DIFFERENT
-        if len(gold) == 1 and read_number(gold[0]) is not None and self._is_other_variable(given[0]):
+        if len(gold) == 1 and read_number(gold[0]) is not None and asked_names.is_other_variable(given[0], self._form):
             return Comparison.DIFFERENT
         if is_named(gold) and len(given) > 1 and not is_named(given) and self._same_equation(gold, given) is Comparison.EQUAL:
             return Comparison.EQUAL
@@ -262,15 +240,6 @@ class _Comparer:
         if len(gold) == 1:
             return (self._with_multiples() if are_named else self)._stated_value(gold[0], given)
         return Comparison.DIFFERENT if len(given) == 1 else self._same_equation(gold, given)
-
-    def _is_other_variable(self, name: str) -> bool:
-        """Whether the question asks for one variable or has one, and this is the name of another one; a slope is not `y`."""
-        name, target = name.strip(), (self._form.target or "").strip()
-        if not _SINGLE_LETTER.fullmatch(name):
-            return False
-        variables = set(_VARIABLE.findall(self._form.question))
-        is_foreign = name in "xyz" and variables and (name not in variables or "slope" in self._form.question)
-        return bool(is_foreign) or (_SINGLE_LETTER.fullmatch(target) is not None and target != name)
 
     def _with_multiples(self) -> _Comparer:
         """Accepts `y = 5 - 2(x - 1)` for `y = 7 - 2x`, which is how a line through a point is written."""
@@ -285,12 +254,12 @@ class _Comparer:
             last, given = self.of(expected, given[0]), given[::-1]  # `12 = 3 \times 4` states 12, too
         if last is Comparison.EQUAL and len(given) > 1:
             lenient = _Comparer(allow_unevaluated=True)
-            return _equal_if(all(lenient.of(given[-1], side) is Comparison.EQUAL for side in given[:-1]))
+            return equal_if(all(lenient.of(given[-1], side) is Comparison.EQUAL for side in given[:-1]))
         return last
 
     def _same_equation(self, gold: Sequence[str], given: Sequence[str]) -> Comparison:
         if len(gold) != 2 or len(given) != 2:
-            return _equal_if(list(map(compact, gold)) == list(map(compact, given)))
+            return equal_if(list(map(compact, gold)) == list(map(compact, given)))
         trees = [[formula_of(side) for side in sides] for sides in (gold, given)]
         if None in trees[1]:
             return Comparison.UNREADABLE
@@ -298,7 +267,7 @@ class _Comparer:
             return Comparison.DIFFERENT
         differences = [left - right for left, right in trees]
         is_equal = are_proportional(*differences) and has_same_letters("=".join(gold), "=".join(given))
-        return _equal_if(is_equal)
+        return equal_if(is_equal)
 
     def _ratio(self, expected: str, answer: str) -> Comparison | None:
         """Ratios of three or more numbers, such as `1:2:3`; None for anything else."""
@@ -309,7 +278,7 @@ class _Comparer:
         if not len(gold) == len(given) == len(numbers[0]) == len(numbers[1]):
             return Comparison.DIFFERENT
         pairs = list(zip(*numbers, strict=True))
-        found = _equal_if(all(one * pairs[0][1] == other * pairs[0][0] for one, other in pairs) and all(numbers[1]))
+        found = equal_if(all(one * pairs[0][1] == other * pairs[0][0] for one, other in pairs) and all(numbers[1]))
         undone = frozenset({REDUCTION}) if abs(pairs[0][1]) > abs(pairs[0][0]) else frozenset[str]()
         return self._undone_or(found, undone)
 
@@ -319,10 +288,10 @@ class _Comparer:
         clock = read_clock(expected)
         if clock is not None:
             given_clock = read_clock(answer) or (None if ":" in expected else read_clock(f"{answer}:00"))
-            return _equal_if(given_clock is not None and clock.is_same_time(given_clock))
+            return equal_if(given_clock is not None and clock.is_same_time(given_clock))
         numerals = read_numeral(expected), read_numeral(answer)
         if numerals[0] is not None or (numerals[1] is not None and read_number(expected) is not None):
-            return _equal_if(numerals[0] == (numerals[1] or self._numeral(answer)))
+            return equal_if(numerals[0] == (numerals[1] or self._numeral(answer)))
         gold = quantity(expected)
         given = quantity(answer, read_letters=read_number(gold.value) is not None, expected=gold, asked=self._units or ())
         if gold.parts is not None and given.unit is None:
@@ -354,34 +323,30 @@ class _Comparer:
         asks_percent = self._units is None or PERCENT in self._units
         if as_unit is Comparison.EQUAL and (expected_is_percent or (asks_percent and abs(gold.value) > 1)):
             return Comparison.EQUAL
-        if expected_is_percent and _AS_PERCENT.search(self._form.question):
+        if expected_is_percent and asked_names.asks_percent_form(self._form):
             return Comparison.DIFFERENT  # `\frac{1}{2}` may be the question
         if given.undone - gold.undone and not self._allow_unevaluated:
             return Comparison.UNEVALUATED
         factor = 100 if expected_is_percent else sympy.Rational(1, 100)
-        return _equal_if(given.value * factor == gold.value)
+        return equal_if(given.value * factor == gold.value)
 
     def _value(self, expected: str, answer: str) -> Comparison:
         if self._form.primes and (primes := prime_powers(expected)) is not None:
-            return _equal_if(primes == prime_powers(answer))
+            return equal_if(primes == prime_powers(answer))
         gold, given = read_number(expected), read_number(answer)
         if gold is not None and given is not None:
             is_equal = gold.value == given.value
             is_equal |= not self._is_exact and (is_rounded(given.value, gold) or is_rounded(gold.value, given))
-            if gold.places and REDUCTION in given.undone and self._is_of_question(answer):
+            if gold.places and REDUCTION in given.undone and asked_names.is_of_question(answer, self._form):
                 return Comparison.UNEVALUATED  # `150/20` for 7.5 metres per second
-            return self._undone_or(_equal_if(is_equal), given.undone - gold.undone)
+            return self._undone_or(equal_if(is_equal), given.undone - gold.undone)
         return self._formula(expected, answer, gold, given)
 
-    def _is_of_question(self, fraction: str) -> bool:
-        """Whether the question has both numbers of a fraction."""
-        return set(re.findall(r"\d+", fraction)) <= set(re.findall(r"\d+", self._form.question))
-
     def _formula(self, expected: str, answer: str, gold: Number | None, given: Number | None) -> Comparison:
-        answer_tree = _as_tree(answer, given)
+        answer_tree = formulas.tree_of(answer, given)
         if answer_tree is None:
             return Comparison.UNREADABLE
-        expected_tree = _as_tree(expected, gold)
+        expected_tree = formulas.tree_of(expected, gold)
         if expected_tree is None:
             return Comparison.DIFFERENT
         undone = given.undone if given else undone_arithmetic(answer, answer_tree)
@@ -393,11 +358,11 @@ class _Comparer:
         if not has_same_letters(expected, answer):
             return Comparison.DIFFERENT
         if not isinstance(expected_tree, sympy.Expr) or not isinstance(answer_tree, sympy.Expr):
-            return _equal_if(is_verified(expected_tree, answer_tree))
+            return equal_if(is_verified(expected_tree, answer_tree))
         answer_tree = with_parameter_of(expected_tree, answer_tree)
         if self._is_exact:
             gold = given = None  # no rounding
-        found = _equal_if(has_same_value(expected_tree, answer_tree, gold, given))
+        found = equal_if(has_same_value(expected_tree, answer_tree, gold, given))
         if found is Comparison.EQUAL and not self._has_form(expected_tree, answer_tree):
             return self._undone_or(found, frozenset({"form"}))
         return found
@@ -410,7 +375,7 @@ class _Comparer:
             expected,
             answer,
             lowest_terms=REDUCTION not in self._allowed,
-            factored=_FACTOR.search(self._form.question) is not None,
+            factored=asked_names.asks_factors(self._form),
         )
 
     def _whole(self, expected: str, answer: str) -> Comparison:
@@ -428,43 +393,7 @@ class _Comparer:
         undone = undone_arithmetic(answer, trees[1]) - undone_arithmetic(expected, trees[0])
         if _ONE_MATRIX.fullmatch(expected) and not _ONE_MATRIX.fullmatch(answer):
             undone |= {"matrix"}
-        return self._undone_or(_equal_if(has_same_letters(expected, answer) and is_verified(*trees)), undone)
+        return self._undone_or(equal_if(has_same_letters(expected, answer) and is_verified(*trees)), undone)
 
     def _undone_or(self, found: Comparison, undone: frozenset[str]) -> Comparison:
         return Comparison.UNEVALUATED if undone - self._allowed and not self._allow_unevaluated else found
-
-
-def _equal_if(condition: bool) -> Comparison:
-    return Comparison.EQUAL if condition else Comparison.DIFFERENT
-
-
-def _in_parentheses(vector: str) -> str:
-    """`(3,4)` for `[3,4]` and for `v = (3,4)`."""
-    text = stated(vector).removesuffix("^T")
-    return f"({text[1:-1]})" if text.startswith("[") and text.endswith("]") else text
-
-
-def _is_equation(part: str) -> bool:
-    return is_named(split_top(part, EQUALS))
-
-
-def _both_signs(text: str) -> list[str] | None:
-    """The elements of a list or set, two for each that has one plus-minus sign; None without such an element."""
-    parts = _parts(text)
-    if all(part.count("\\pm") != 1 for part in parts):
-        return None
-    return [
-        part.replace("\\pm", sign).strip().removeprefix("+").strip()
-        for part in parts
-        for sign in ("+-" if part.count("\\pm") == 1 else ["\\pm"])
-    ]
-
-
-def _parts(text: str) -> list[str]:
-    """The elements of a list or set; a tuple is one element."""
-    opening, parts = elements(text)
-    return parts if opening in ("", "\\{\\}") else [text]
-
-
-def _as_tree(text: str, number: Number | None) -> Any:
-    return formula_of(text) if number is None else sympy.Rational(number.value.numerator, number.value.denominator)

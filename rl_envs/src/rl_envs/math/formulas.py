@@ -139,3 +139,8 @@ def _exact(formula: Any) -> Any:
 def _as_fraction(value: Any) -> Fraction:
     rational = sympy.Rational(str(value))
     return Fraction(int(rational.p), int(rational.q))
+
+
+def tree_of(text: str, number: Number | None) -> Any:
+    """The formula of a text, which may be a number literal; None if it cannot be parsed."""
+    return formula_of(text) if number is None else sympy.Rational(number.value.numerator, number.value.denominator)

@@ -161,3 +161,32 @@ def _with_shared_name(parts: list[str]) -> list[str] | None:
     return [
         without_name(side)[0] if len(side) == 2 and is_named(side) else part for side, part in zip(sides, parts, strict=True)
     ]
+
+
+def in_parentheses(vector: str) -> str:
+    """`(3,4)` for `[3,4]` and for `v = (3,4)`."""
+    text = stated(vector).removesuffix("^T")
+    return f"({text[1:-1]})" if text.startswith("[") and text.endswith("]") else text
+
+
+def is_equation(part: str) -> bool:
+    """Whether a text is an equation with a name on its left side."""
+    return is_named(split_top(part, EQUALS))
+
+
+def both_signs(text: str) -> list[str] | None:
+    """The elements of a list or set, two for each that has one plus-minus sign; None without such an element."""
+    parts = parts_of(text)
+    if all(part.count("\\pm") != 1 for part in parts):
+        return None
+    return [
+        part.replace("\\pm", sign).strip().removeprefix("+").strip()
+        for part in parts
+        for sign in ("+-" if part.count("\\pm") == 1 else ["\\pm"])
+    ]
+
+
+def parts_of(text: str) -> list[str]:
+    """The elements of a list or set; a tuple is one element."""
+    opening, parts = elements(text)
+    return parts if opening in ("", "\\{\\}") else [text]
