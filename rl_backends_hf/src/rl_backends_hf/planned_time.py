@@ -216,7 +216,7 @@ class _Passes:
             length: tokens of its longest row.
         """
         few = self._fastest(1, min(length, _FEW))
-        affordable = max(min(length, _FEW), min(tokens, _MANY, int(_FEW * _BUDGET_S / sum(few[1]))))
+        affordable = max(min(length, _FEW), min(tokens, _MANY, max(4 * _FEW, int(_FEW * _BUDGET_S / sum(few[1])))))
         width = min(length, affordable)
         rows = affordable // width
         many = self._fastest(rows, width)
