@@ -40,6 +40,8 @@ from rl_train.rollouts.seeds import SampleStream, rollout_seed
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "grpo_addition.yaml"
 SEED, PROMPTS, GROUP = 3, 8, 4
+WARM_UP = 4
+"""Steps that are not counted: the first refit runs the canary, and up to three more stream it."""
 SMALL = [
     f"grpo.seed={SEED}",
     f"grpo.num_prompts_per_step={PROMPTS}",
@@ -71,7 +73,7 @@ class Result:
     """One run."""
 
     step_s: float
-    """Mean duration of a step, without the first two."""
+    """Mean duration of a step, without `WARM_UP`."""
     cpu_s: float
     """CPU-seconds of all processes, start-up included."""
     staleness: float
@@ -97,7 +99,7 @@ def run(overrides: Sequence[str], *, steps: int, k: int, ahead: int) -> Result:
                 time.sleep(1.0)
         if process.returncode != 0:
             raise SystemExit(f"exit code {process.returncode}")
-        rows = [row for row in read_jsonl(Path(folder) / "run" / "metrics.jsonl") if row["step"] > 2]
+        rows = [row for row in read_jsonl(Path(folder) / "run" / "metrics.jsonl") if row["step"] > WARM_UP]
     mean = {
         name: statistics.mean(row[name] for row in rows) for name in ("time/step_s", "trainer/idle_frac", "engine/idle_frac")
     }
@@ -113,7 +115,7 @@ def run(overrides: Sequence[str], *, steps: int, k: int, ahead: int) -> Result:
 
 
 def predicted(steps: int, k: int, ahead: int, refit_s: float) -> float:
-    """The seconds per step of `sleeping`, without the first two steps, for the row times of these very runs."""
+    """The seconds per step of `sleeping`, without the first ones, for the row times of these very runs."""
 
     def seconds(ordinal: int, sample: int) -> float:
         return row_seconds(rollout_seed(SEED, SampleStream.TRAINING, ordinal=ordinal, sample=sample, turn=0))
@@ -129,7 +131,7 @@ def predicted(steps: int, k: int, ahead: int, refit_s: float) -> float:
         prompts=PROMPTS,
         group_size=GROUP,
     )
-    return (run[-1].end - run[1].end) / (steps - 2)
+    return (run[-1].end - run[WARM_UP - 1].end) / (steps - WARM_UP)
 
 
 def compare(
@@ -167,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=("sleeping", "turns", "compute", "driver"))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
     chosen = parser.parse_args()
     started = time.strftime("%H:%M")
     if chosen.part == "driver":
