@@ -117,6 +117,15 @@ class NetworkNodes:
         _run("ip", "link", "set", f"{self._name}{number}", "down")
         self._end_processes(number)
 
+    def revive(self, number):
+        """Starts a node again that was killed, with its Ray."""
+        _run("ip", "link", "set", f"{self._name}{number}", "up")
+        self.start_ray(number)
+
+    def actors(self, number):
+        """The processes of Ray's actors on a node."""
+        return [process for process in self.processes(number) if process.name().startswith(("ray::ActorHost", "ray::rank"))]
+
     def close(self):
         """Ends all processes of the nodes, and removes the nodes."""
         for number, keeper in enumerate(self._keepers):

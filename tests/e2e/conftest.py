@@ -16,9 +16,9 @@ def train(tmp_path):
     """Start `rlcore train` with a changed tiny config; remaining processes are killed at the end."""
     started = []
 
-    def start(changes=None, *arguments, folder=tmp_path, environment=None):
+    def start(changes=None, *arguments, folder=tmp_path, **settings):
         folder.mkdir(exist_ok=True)
-        run = TrainingProcess(folder, merged(TINY, changes or {}), *arguments, environment=environment)
+        run = TrainingProcess(folder, merged(TINY, changes or {}), *arguments, **settings)
         started.append(run)
         return run
 

@@ -128,14 +128,15 @@ def merged(base, changes):
 class TrainingProcess:
     """One `rlcore train` with all its descendant processes."""
 
-    def __init__(self, folder, config, *arguments, environment=None):
+    def __init__(self, folder, config, *arguments, environment=None, before=()):
+        """`before` is what stands before the command in its command line, if anything."""
         self.folder = folder
         path = folder / "run.yaml"
         path.write_text(json.dumps(config))
         self.mark = uuid.uuid4().hex
         self.log = (folder / f"log-{self.mark}.txt").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlcore_cli.main", "train", str(path), *arguments],
+            [*before, sys.executable, "-m", "rlcore_cli.main", "train", str(path), *arguments],
             cwd=folder,
             stdout=self.log,
             stderr=subprocess.STDOUT,

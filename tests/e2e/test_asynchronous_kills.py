@@ -3,119 +3,25 @@
 The run continues or ends with a clear error, no process is left, the bound holds, and each prompt is trained once.
 """
 
-import json
 import os
+import random
 import signal
-import textwrap
-from collections import Counter
+import time
 
-import psutil
 import pytest
-from e2e_runs import TRAP_CALLS, checkpoint_of, metrics_of
+from e2e_runs import checkpoint_of, merged
+from held_runs import PHASES, Held, assert_history, holdable
 from killed_processes import kill
-
-from rl_train.metrics.jsonl import read_jsonl
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.full("test_asynchronous_runs.py kills one run; these runs take minutes"),
 ]
 
-TRAPPED = textwrap.dedent(
-    """
-    import sys
-
-    def pass_by(where):
-        '''Wait if the file `hold` names this phase, until it names another one or is taken away; `held` says so.'''
-        if held_in(where):
-            (FOLDER / "held").write_text(where)
-            while held_in(where):
-                time.sleep(0.02)
-            (FOLDER / "held").unlink(missing_ok=True)
-
-    def held_in(where):
-        try:
-            return (FOLDER / "hold").read_text() == where
-        except FileNotFoundError:
-            return False
-
-    if "rl_train.launch.train" in sys.modules:  # the driver
-        from rl_core.dispatch.policy import DistributedPolicy
-        from rl_train.checkpoints import store
-        from rl_train.rollouts.evaluate import Evaluation
-        from rl_train.weight_sync.synchronizer import WeightSynchronizer
-        trap(DistributedPolicy, "train", "train", after=True)  # weights have changed, and rollouts are in progress
-        trap(WeightSynchronizer, "_prove_fingerprint", "refit")
-        trap(WeightSynchronizer, "sync", "rollout", after=True)  # the step waits for its rollouts next
-        trap(Evaluation, "play", "validation")
-        trap(store, "write_manifest", "checkpoint")
-    """
-)
-PHASES = ("rollout", "train", "refit", "validation", "checkpoint")
-PROMPTS = GROUP_SIZE = 4
-"""Prompts per step, and rollouts per prompt."""
-
 
 @pytest.fixture
 def config(slow_turns, tmp_path):
-    with (tmp_path / "slow_turns.py").open("a") as module:
-        module.write(TRAP_CALLS + TRAPPED)
-    return slow_turns
-
-
-class Held:
-    """Holds a run in a phase of its step loop until it is released."""
-
-    def __init__(self, run, folder):
-        self.run, self.folder = run, folder
-
-    def wait_in(self, phase):
-        (self.folder / "held").unlink(missing_ok=True)  # of a run that was killed
-        (self.folder / "hold.tmp").write_text(phase)
-        (self.folder / "hold.tmp").replace(self.folder / "hold")
-        self.run.wait_for((self.folder / "held").exists)
-
-    def release(self):
-        (self.folder / "hold").unlink()
-
-    def wait_with(self, phase, name):
-        """Wait in the next step whose `phase` begins while a worker is alive, which may be in the middle of a restart."""
-        self.wait_in(phase)
-        while (pid := self.victim(name)) is None:
-            self.release()
-            self.run.wait_for(lambda: not (self.folder / "held").exists())
-            self.wait_in(phase)
-        return pid
-
-    def victim(self, name):
-        """The process id of a worker that is alive now."""
-        if name == "driver":
-            return self.run.process.pid
-        alive = {process.pid for process in self.run.descendants()}
-        if name == "environment":
-            pids = [int(path.name) for path in (self.folder / "environments").iterdir()]
-            return max(filter(psutil.pid_exists, pids), default=None)
-        group, rank = name.split()
-        workers = json.loads((self.folder / "runs/run/status.json").read_text()).get("workers", {})
-        pid = workers[group][int(rank)] if group in workers else None
-        return pid if pid in alive else None
-
-
-def assert_history(folder, steps):
-    """Every step is there once, no row exceeds the bound, and each prompt is trained once."""
-    metrics = metrics_of(folder)
-    assert [step for step in sorted(metrics) if step > 0] == list(range(1, steps + 1))
-    delivered, trained = {}, Counter()
-    for step in range(1, steps + 1):
-        delivered[metrics[step]["refit/weight_version"]] = step
-        rows = read_jsonl(folder / f"runs/run/rollouts/step_{step:06d}.jsonl")
-        assert len(rows) == PROMPTS * GROUP_SIZE
-        ages = [step - delivered[version] for row in rows for version in row["turn_versions"]]
-        assert max(ages) == metrics[step]["staleness/steps_max"] <= 2
-        trained.update(row["index"] for row in rows)
-    assert len(trained) == steps * PROMPTS
-    assert set(trained.values()) == {GROUP_SIZE}
-    return metrics
+    return holdable(slow_turns, tmp_path)
 
 
 @pytest.mark.timeout(3600)
@@ -167,3 +73,40 @@ def test_a_run_that_ends_with_its_driver_or_policy_resumes_without_losing_or_rep
     code, output = train(config(steps)).wait()
     assert code == 0, output
     assert_history(tmp_path, steps)
+
+
+@pytest.mark.timeout(3600)
+def test_kills_at_random_moments_lose_and_repeat_no_prompt(train, config, tmp_path):
+    chosen = random.Random(0)
+    victims = 5 * ["generation 0", "generation 1", "environment", "policy 1", "driver"]
+    chosen.shuffle(victims)
+    endless = merged(config(100_000), {"data": {"train": {"num_samples": 4_000}}})
+    checkpoints = tmp_path / "runs/run/checkpoints"
+
+    def newest():
+        return max((int(path.name[-6:]) for path in checkpoints.glob("step_??????")), default=0)
+
+    def wait_for_a_step(run):
+        saved = newest()
+        run.wait_for(lambda: newest() > saved)
+
+    run = train(endless)
+    for victim in victims:
+        wait_for_a_step(run)
+        time.sleep(chosen.uniform(0.0, 2.0))
+        held = Held(run, tmp_path)
+        run.wait_for(lambda victim=victim, held=held: held.victim(victim) is not None)
+        print(victim, "in step", newest() + 1)
+        os.kill(held.victim(victim), signal.SIGKILL)
+        if victim in ("driver", "policy 1"):
+            code, output = run.wait()
+            run.assert_gone()
+            assert "Traceback" not in output
+            assert code == (-signal.SIGKILL if victim == "driver" else 1)
+            run = train(endless)
+    wait_for_a_step(run)
+    run.kill(signal.SIGTERM)
+    code, output = run.wait()
+    assert code == 128 + signal.SIGTERM, output
+    run.assert_gone()
+    assert_history(tmp_path, newest())
