@@ -4,6 +4,7 @@ The driver is on the first node, which does not die. A run that lost a node of i
 nodes; one that lost the node of its engine continues on another one.
 """
 
+import json
 import signal
 
 import pytest
@@ -67,6 +68,13 @@ def test_a_run_whose_policy_lost_a_node_in_any_phase_resumes_on_one_node_or_on_t
     assert nodes.actors(0) == nodes.actors(1) == []
 
 
+def node_of_engine(nodes, folder):
+    """The number of the node that the engine's only replica is on."""
+    pid = json.loads((folder / "runs/run/status.json").read_text())["workers"]["generation"][0]
+    [number] = [number for number in range(3) if pid in {process.pid for process in nodes.processes(number)}]
+    return number
+
+
 def test_a_run_whose_engine_lost_its_node_in_any_phase_continues_on_another_one(start, slow_turns, tmp_path):
     config = holdable(slow_turns, tmp_path)
     nodes, train = start(3)
@@ -76,13 +84,14 @@ def test_a_run_whose_engine_lost_its_node_in_any_phase_continues_on_another_one(
         "data": {"train": {"num_samples": 4_000}},
     }
     run = train(merged(config(100_000), changes))
+    run.wait_for(checkpoint_of(1, tmp_path).exists, timeout=600)
     held = Held(run, tmp_path)
     for phase in PHASES:
-        engine = held.wait_with(phase, "generation 0")
-        [dying] = [number for number in (1, 2) if engine in {process.pid for process in nodes.processes(number)}]
+        held.wait_in(phase)
+        dying = node_of_engine(nodes, tmp_path)
         nodes.kill(dying)
         held.release()
-        before = max(metrics_of(tmp_path), default=0)
+        before = max(metrics_of(tmp_path))
         run.wait_for(lambda before=before: max(metrics_of(tmp_path)) > before + 2, timeout=900)
         nodes.revive(dying)
     run.kill(signal.SIGTERM)

@@ -191,8 +191,9 @@ def _find(node: Any) -> list[_Daemon]:
     daemons = []
     for process in psutil.process_iter(["name", "cmdline"]):
         name, command = process.info["name"], process.info["cmdline"] or ()
-        if name == "raylet":  # if several run on one host, as in tests, the one of this process's node
-            is_ours = f"--raylet_socket_name={node.raylet_socket_name}" in command
+        if name == "raylet":  # of several that this process sees, the one of its node
+            own = {f"--raylet_socket_name={node.raylet_socket_name}", f"--node_ip_address={node.node_ip_address}"}
+            is_ours = own <= set(command)
         else:
             is_ours = name in _DAEMONS and any(session in argument for argument in command)
         if is_ours:
