@@ -103,6 +103,7 @@ class RayWorkerGroup(WorkerGroup):
         return [actor.is_alive() for actor in self._actors]
 
     def restart(self, rank: int | None = None) -> None:
+        self._cluster.check_others(self)
         ranks = range(self.world_size) if rank is None else [rank]
         for one in ranks:
             self._sharding.get_worker_coords(one)

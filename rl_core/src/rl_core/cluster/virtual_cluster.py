@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -17,15 +17,12 @@ from rl_core.cluster import daemons
 from rl_core.cluster.placement import Node, Request, insufficient, plan
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.ray_runtime import RayLease
-from rl_core.errors import ResourceInsufficientError, UserError
+from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.errors import ResourceInsufficientError, UserError, WorkerError
 
 # Ray frees resources a moment after a shutdown.
 _SETTLE_S = 5.0
 _PLACE_S = 30.0
-
-
-class _Tenant(Protocol):
-    def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class RayVirtualCluster:
         self.seed = seed
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self._cpus = cpus_per_bundle
-        self._tenants: list[_Tenant] = []
+        self._tenants: list[WorkerGroup] = []
         self._groups: list[PlacementGroup] = []
         self._bundles: list[Bundle] = []
         self._lease = RayLease()
@@ -121,7 +118,7 @@ class RayVirtualCluster:
         )
         return node.address, int(ray.get(find.remote(), timeout=_PLACE_S))
 
-    def attach(self, tenant: _Tenant, name: str) -> None:
+    def attach(self, tenant: WorkerGroup, name: str) -> None:
         """Reserve a share of the bundles for a worker group.
 
         Raises:
@@ -137,10 +134,21 @@ class RayVirtualCluster:
             )
         self._tenants.append(tenant)
 
-    def detach(self, tenant: _Tenant) -> None:
+    def detach(self, tenant: WorkerGroup) -> None:
         """Release the share. Idempotent."""
         with suppress(ValueError):
             self._tenants.remove(tenant)
+
+    def check_others(self, tenant: WorkerGroup) -> None:
+        """Refuse to restart a rank of a group in vain: only engines restart theirs, so the death of another one ends the run.
+
+        Raises:
+            WorkerError: a rank of another group that shares the bundles has died, as after the loss of a node.
+        """
+        for group in self._tenants:
+            for rank, is_alive in enumerate(group.workers_alive()):
+                if group is not tenant and not is_alive:
+                    raise WorkerError(f"{group.describe_rank(rank)}, has died. Run the same command again to resume.")
 
     def shutdown(self) -> None:
         """Shut down the worker groups, free the bundles, and stop Ray if it was started here. Idempotent."""
