@@ -74,6 +74,16 @@ def test_a_death_in_one_group_explains_the_failure_that_another_saw_first(cluste
     trio.restart(1)
 
 
+def test_a_rank_is_not_restarted_while_one_of_another_group_is_dead(cluster, trio):
+    with RayWorkerGroup(cluster, Worker, name="peers", num_workers=1) as peers:
+        os.kill(peers.pids()[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            peers.run_all("add", 1)
+        with pytest.raises(WorkerError, match=r"^rank 0 \(data=0\) of 'peers', .*has died\. Run the same command again"):
+            trio.restart(1)
+    trio.restart(1)
+
+
 def test_an_actor_killed_before_it_ran_is_a_death_whose_process_has_not_started(cluster):
     actor = RemoteActor("actor 0 of 'pool'", options={}, env={}, runtime_env={})
     actor.kill()

@@ -140,11 +140,7 @@ class RayVirtualCluster:
             self._tenants.remove(tenant)
 
     def check_others(self, tenant: WorkerGroup) -> None:
-        """Refuse to restart a rank of a group in vain: only engines restart theirs, so the death of another one ends the run.
-
-        Raises:
-            WorkerError: a rank of another group that shares the bundles has died, as after the loss of a node.
-        """
+        """Raise `WorkerError` if a rank of another group has died: only engines restart ranks, so this ends the run."""
         for group in self._tenants:
             for rank, is_alive in enumerate(group.workers_alive()):
                 if group is not tenant and not is_alive:
