@@ -131,6 +131,22 @@ def test_the_default_rule_rewards_no_wrong_answer_of_24_answer_types(grader, spl
             ],
             {(True, True): 142, (True, False): 3, (False, True): 2, (False, False): 332},
         ),
+        ("seventh_open.jsonl", [], {(True, True): 121, (False, False): 173}),
+        (  # graded once, after the grader was finished with the other half
+            "seventh_frozen.jsonl",
+            [
+                (
+                    r"4.2\times 10^{-4}",
+                    "**Solution.** Move the point four places.\n\n**Final answer:** $\\boxed{4.2 \\times {10}^{-4}}$",
+                ),
+                (
+                    "1",
+                    "**Solution.** $7\\equiv 2\\pmod 5$ and $2^4\\equiv 1$, so $7^{100}\\equiv (2^4)^{25}\\equiv 1$.\n\n"
+                    "**Final answer:** $\\boxed{\\text{remainder } 1}$",
+                ),
+            ],
+            {(True, True): 121, (True, False): 2, (False, False): 172},
+        ),
         ("asked_forms.jsonl", [], {(True, True): 48, (False, False): 61}),
         ("forms.jsonl", [], {(True, True): 83, (False, False): 193}),
     ],
