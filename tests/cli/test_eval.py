@@ -130,8 +130,8 @@ def test_a_run_is_evaluated_with_its_own_config_and_newest_checkpoint(config, ru
 
 
 def test_a_config_that_prompts_otherwise_than_the_run_is_a_warning(config, run):
-    same = evaluate(config, "--checkpoint", run)
-    other = evaluate(config, "policy.generation.max_new_tokens=4", "--checkpoint", run)
+    same = evaluate(config, "--checkpoint", run, "--json", "same.json")
+    other = evaluate(config, "policy.generation.max_new_tokens=4", "--checkpoint", run, "--json", "other.json")
     assert "warning" not in same.stderr
     assert (
         "warning: the run of the checkpoint had other values of policy.generation.max_new_tokens, so its accuracy may differ. "

@@ -129,7 +129,7 @@ class TrainingProcess:
     """One `rlcore train` with all its descendant processes."""
 
     def __init__(self, folder, config, *arguments, environment=None, before=()):
-        """`before` is what stands before the command in its command line, if anything."""
+        """`before` is the command that starts it, such as `nsenter` with its options."""
         self.folder = folder
         path = folder / "run.yaml"
         path.write_text(json.dumps(config))

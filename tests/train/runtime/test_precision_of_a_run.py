@@ -62,7 +62,7 @@ def test_each_gpu_of_a_cluster_is_asked(local_ray, monkeypatch):
         cluster.use_gpus = True
         assert precisions(resolve_precision(run_with(), cluster)) == {"policy": "float32"}
         # The probing workers have left: both groups of the run still fit.
-        assert not cluster._tenants
+        assert not cluster.tenants
 
 
 @pytest.fixture(scope="module")

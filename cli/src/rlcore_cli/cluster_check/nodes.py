@@ -13,9 +13,8 @@ from typing import Any
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.placement import Node
-from rl_core.cluster.ray_runtime import RayLease
+from rl_core.cluster.ray_runtime import RayLease, live_nodes
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker
-from rl_core.cluster.virtual_cluster import live_nodes
 from rl_core.errors import RLCoreError
 from rl_core.interfaces.worker_context import WorkerContext
 from rlcore_cli.cluster_check.node_probe import NodeProbe, NodeReport, report

@@ -192,8 +192,7 @@ def _find(node: Any) -> list[_Daemon]:
     for process in psutil.process_iter(["name", "cmdline"]):
         name, command = process.info["name"], process.info["cmdline"] or ()
         if name == "raylet":  # of several that this process sees, the one of its node
-            own = {f"--raylet_socket_name={node.raylet_socket_name}", f"--node_ip_address={node.node_ip_address}"}
-            is_ours = own <= set(command)
+            is_ours = all(f"--{key}={getattr(node, key)}" in command for key in ("raylet_socket_name", "node_ip_address"))
         else:
             is_ours = name in _DAEMONS and any(session in argument for argument in command)
         if is_ours:

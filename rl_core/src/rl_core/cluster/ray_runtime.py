@@ -22,7 +22,7 @@ from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.job_config import JobConfig
 
-from rl_core.cluster import daemons, orphan_reaper
+from rl_core.cluster import daemons, orphan_reaper, placement
 from rl_core.errors import RayDiedError, UserError
 from rl_core.plugins.import_path import MODULE_FOLDERS
 from rl_core.rendezvous import interfaces
@@ -218,3 +218,22 @@ def _object_store_bytes() -> int:
     if os.path.isdir("/dev/shm"):
         limits.append(shutil.disk_usage("/dev/shm").free * 4 // 5)
     return int(max(min(limits), 80 * 2**20))
+
+
+def live_nodes() -> list[placement.Node]:
+    """The live nodes, the driver's own first."""
+    free: dict[str, dict[str, Any]] = ray._private.state.available_resources_per_node()
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [
+        placement.Node(
+            node_id=row["NodeID"],
+            address=row["NodeManagerAddress"],
+            cpus=row["Resources"].get("CPU", 0.0),
+            gpus=row["Resources"].get("GPU", 0.0),
+            free_cpus=free.get(row["NodeID"], {}).get("CPU", 0.0),
+            free_gpus=free.get(row["NodeID"], {}).get("GPU", 0.0),
+        )
+        for row in ray.nodes()
+        if row["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: node.node_id != here)

@@ -103,7 +103,7 @@ class RayWorkerGroup(WorkerGroup):
         return [actor.is_alive() for actor in self._actors]
 
     def restart(self, rank: int | None = None) -> None:
-        self._cluster.check_others(self)
+        self._check_others()
         ranks = range(self.world_size) if rank is None else [rank]
         for one in ranks:
             self._sharding.get_worker_coords(one)
@@ -121,6 +121,13 @@ class RayWorkerGroup(WorkerGroup):
             raise
         for one, actor in actors.items():
             self._actors[one] = actor
+
+    def _check_others(self) -> None:
+        """Raise `WorkerError` if a rank of another group has died: only engines restart ranks, so this ends the run."""
+        for group in self._cluster.tenants:
+            for rank, is_alive in enumerate(group.workers_alive()):
+                if group is not self and not is_alive:
+                    raise WorkerError(f"{group.describe_rank(rank)}, has died. Run the same command again to resume.")
 
     def shutdown(self) -> None:
         if not self._actors:

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.cluster import daemons, orphan_reaper, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
-from rl_core.cluster.virtual_cluster import live_nodes
+from rl_core.cluster.ray_runtime import live_nodes
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 

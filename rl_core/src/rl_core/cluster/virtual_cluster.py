@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -16,9 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_core.cluster import daemons
 from rl_core.cluster.placement import Node, Request, insufficient, plan
 from rl_core.cluster.ports import free_port
-from rl_core.cluster.ray_runtime import RayLease
+from rl_core.cluster.ray_runtime import RayLease, live_nodes
 from rl_core.cluster.worker_group import WorkerGroup
-from rl_core.errors import ResourceInsufficientError, UserError, WorkerError
+from rl_core.errors import ResourceInsufficientError, UserError
 
 # Ray frees resources a moment after a shutdown.
 _SETTLE_S = 5.0
@@ -74,7 +74,7 @@ class RayVirtualCluster:
         self.seed = seed
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self._cpus = cpus_per_bundle
-        self._tenants: list[WorkerGroup] = []
+        self.tenants: list[WorkerGroup] = []
         self._groups: list[PlacementGroup] = []
         self._bundles: list[Bundle] = []
         self._lease = RayLease()
@@ -126,29 +126,22 @@ class RayVirtualCluster:
         """
         if not self._bundles:
             raise UserError(f"{self.name} was shut down; create a new one for '{name}'")
-        if len(self._tenants) >= self.max_colocated_worker_groups:
+        if len(self.tenants) >= self.max_colocated_worker_groups:
             raise ResourceInsufficientError(
                 f"worker group '{name}' does not fit in {self.name}, which already has max_colocated_worker_groups="
                 f"{self.max_colocated_worker_groups} groups. Shut one down, or create the "
                 f"cluster with max_colocated_worker_groups={self.max_colocated_worker_groups + 1}."
             )
-        self._tenants.append(tenant)
+        self.tenants.append(tenant)
 
     def detach(self, tenant: WorkerGroup) -> None:
         """Release the share. Idempotent."""
         with suppress(ValueError):
-            self._tenants.remove(tenant)
-
-    def check_others(self, tenant: WorkerGroup) -> None:
-        """Raise `WorkerError` if a rank of another group has died: only engines restart ranks, so this ends the run."""
-        for group in self._tenants:
-            for rank, is_alive in enumerate(group.workers_alive()):
-                if group is not tenant and not is_alive:
-                    raise WorkerError(f"{group.describe_rank(rank)}, has died. Run the same command again to resume.")
+            self.tenants.remove(tenant)
 
     def shutdown(self) -> None:
         """Shut down the worker groups, free the bundles, and stop Ray if it was started here. Idempotent."""
-        for tenant in list(self._tenants):
+        for tenant in list(self.tenants):
             tenant.shutdown()
         groups, self._groups, self._bundles = self._groups, [], []
         if ray.is_initialized() and not daemons.is_dead():
@@ -194,22 +187,3 @@ def _choose_nodes(request: Request) -> list[Node]:
         time.sleep(0.1)
         nodes = live_nodes()
     return chosen
-
-
-def live_nodes() -> list[Node]:
-    """The live nodes, the driver's own first."""
-    free: dict[str, dict[str, Any]] = ray._private.state.available_resources_per_node()
-    here = ray.get_runtime_context().get_node_id()
-    nodes = [
-        Node(
-            node_id=row["NodeID"],
-            address=row["NodeManagerAddress"],
-            cpus=row["Resources"].get("CPU", 0.0),
-            gpus=row["Resources"].get("GPU", 0.0),
-            free_cpus=free.get(row["NodeID"], {}).get("CPU", 0.0),
-            free_gpus=free.get(row["NodeID"], {}).get("GPU", 0.0),
-        )
-        for row in ray.nodes()
-        if row["Alive"]
-    ]
-    return sorted(nodes, key=lambda node: node.node_id != here)
