@@ -25,7 +25,7 @@ from rl_train.plan.planner import memory_planner, planner_of, ranks_of, replicas
 from rl_train.plan.rows import longest_prompt, longest_row, microbatch, rows_of_step
 
 _COPIED_PER_S: Final = 1e9
-"""Bytes of weights that a refit between two processes transfers and checks per second, measured on two cores."""
+"""Bytes of weights that a refit between two processes transfers and checks per second; an assumption, not measured."""
 
 
 class ModelTime(Protocol):
