@@ -7,7 +7,6 @@ To add a command: write `rlcore_cli/NAME.py` with a function that has Typer anno
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from contextlib import suppress
@@ -161,9 +160,11 @@ def _print_usage_error(error: typer.TyperException) -> None:
         print(message, file=sys.stderr)
     else:
         hint = f"\nSee `{context.command_path} --help`." if context is not None else ""
-        unknown = re.fullmatch(r"No such option: --(\w+)", message)
-        if context is not None and unknown and any(each.name == "overrides" for each in context.command.params):
-            hint = f"\nKeys of the config have no dashes: `rlcore explain {unknown[1]}` finds one, and key=value sets it.{hint}"
+        key = str(getattr(error, "option_name", "")).lstrip("-")
+        # The class of unknown options is private; the possibilities are options with a similar name.
+        is_unknown = hasattr(error, "possibilities") and not error.possibilities
+        if context is not None and is_unknown and any(each.name == "overrides" for each in context.command.params):
+            hint = f"\nKeys of the config have no dashes: `rlcore explain {key}` finds one, and key=value sets it.{hint}"
         print(f"error: {message}{hint}", file=sys.stderr)
 
 

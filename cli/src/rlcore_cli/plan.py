@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from rl_train.sizes import format_size, parse_size
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
+    from rl_train.config.schema import RunConfig
     from rl_train.plan.memory_plan import MemoryPlan, ProcessPlan
     from rl_train.plan.suggestions import Suggestion
     from rl_train.plan.time_plan import TimePlan
@@ -35,16 +37,18 @@ def plan(
         typer.Option(metavar="SIZE", help="Plan for CPUs and this much memory; by default, what this machine has available."),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Length of prompts for the time of a step.", show_default=False)
+        int | None,
+        typer.Option(min=1, metavar="N", help="Mean length of prompts, for the time of a step.", show_default=False),
     ] = None,
     completion_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Length of completions for the time of a step.", show_default=False)
+        int | None,
+        typer.Option(min=1, metavar="N", help="Mean length of completions, for the time of a step.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory of a run by process, phase and part, and the time of a step, without loading weights.
 
-    The time is measured on this machine with two layers and random weights, for a second or two.
+    The time is measured on this machine with two layers and random weights, which takes at most a few seconds.
 
     If the run does not fit, overrides to copy are printed, each tried by planning again. What the plan cannot know is listed.
     Exit code: 1 if the run does not fit.
@@ -70,15 +74,16 @@ def plan(
     registry = Registry(discover())
     files, changes = config_files(config, bases, overrides)
 
-    def planned(more: Sequence[str]) -> MemoryPlan:
-        run = load_config(files, [*changes, *more], registry=registry).run
-        return plan_memory(run, registry, on_gpu=gpu is not None, limit=limit)
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_config(files, [*changes, *more], registry=registry).run
 
+    plan_of = partial(plan_memory, registry=registry, on_gpu=gpu is not None, limit=limit)
     print("tracing a forward and a backward pass without weights; this takes seconds to a minute", file=sys.stderr)
-    first, run = planned([]), load_config(files, changes, registry=registry).run
+    run = load([])
+    first = plan_of(run)
     if not first.fits:
         print("the run does not fit; looking for overrides", file=sys.stderr)
-    suggestion = None if first.fits else suggest(run, registry, first, planned)
+    suggestion = None if first.fits else suggest(run, registry, first, lambda more: plan_of(load(more)))
     step = None if gpu else plan_time(run, registry, prompt=prompt_tokens, completion=completion_tokens)
     if as_json:
         print(json.dumps(_values(first, suggestion, step), indent=2))
