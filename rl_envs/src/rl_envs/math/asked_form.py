@@ -26,7 +26,7 @@ _BASE = re.compile(
 )
 _BASE_NAMES = {"binary": 2, "octal": 8, "hexadecimal": 16}
 _MODULUS = re.compile(r"\b(?:divided by|mod(?:ulo)?\b|\\[bp]?mod\s*\{?)\s*\$?(\d+)", re.IGNORECASE)
-_POLAR = re.compile(r"\b(?:polar|exponential) form\b", re.IGNORECASE)
+POLAR_FORM = r"\b(?:polar|exponential) form\b"
 _TARGET = re.compile(r"\b(?:find|what is|compute|evaluate|determine) (?:the value of )?\$([^$=]+)\$", re.IGNORECASE)
 _CHOICE = re.compile(r"\(([A-Z])\)\s*((?:(?!\([A-Z]\))[^\n]){1,80})")
 _WORD = re.compile(r"[A-Za-z]{3}")
@@ -85,7 +85,7 @@ def asked_form(question: str) -> AskedForm:
         is_free=_WORD.search(question) is not None and not _FORMULA.search(question) and not _ASKS_FORM.search(question),
         base=_base(base[-1]) if base else None,
         modulus=int(modulus.group(1)) if (modulus := _MODULUS.search(question)) else None,
-        is_polar=_POLAR.search(question) is not None,
+        is_polar=re.search(POLAR_FORM, question, re.IGNORECASE) is not None,
         kind=kind.group(1).lower() if kind else None,
         target=target.group(1) if (target := _TARGET.search(question)) else None,
         question=" ".join(question.split()),

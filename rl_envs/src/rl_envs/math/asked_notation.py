@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rl_envs.math.asked_form import AskedForm
+from rl_envs.math.asked_form import POLAR_FORM, AskedForm
 from rl_envs.math.formulas import formula_of
 from rl_envs.math.notation import plain
 from rl_envs.math.number_literals import read_numeral
@@ -22,7 +22,7 @@ _FORMS = [
     (re.compile(asked, re.IGNORECASE), re.compile(written))
     for asked, written in (
         (
-            r"\b(?:polar|exponential) form\b",
+            POLAR_FORM,
             r"(?<![A-Za-z\\])e\s*\^|\\(?:exp|cos|angle)(?![A-Za-z])|(?<![A-Za-z])cis(?![A-Za-z])",
         ),
         (r"\bscientific notation\b|\bstandard form\b", r"10\s*(?:\^|\*\*)|\d\s*(?:\\\w+\{)?[eE]"),
