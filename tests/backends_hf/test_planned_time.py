@@ -27,13 +27,15 @@ def folder(tmp_path):
     return write
 
 
-def policy_flops(monkeypatch, model, *, tokens=256, scored=256, length=32, training=True, **fields):
+def policy_flops(monkeypatch, model, *, tokens=256, scored=256, length=32, training=True, ranks=1, **fields):
     counter = FlopCounterMode(display=False)
     monkeypatch.setattr(time, "thread_time", lambda: counter.get_total_flops() / 1e9 + 1e-9)
     monkeypatch.setattr(planned_time, "_BUDGET_S", 1.0)
     config = HFPolicyConfig(model_name=model, **fields)
     with counter:
-        return PolicyTime(config).seconds(tokens=tokens, scored=scored, length=length, training=training)
+        return PolicyTime(config).seconds(
+            tokens=tokens, scored=scored, length=length, training=training, ranks=ranks, microbatches=1
+        )
 
 
 def flops_of(layers, *, tokens=256, length=32, vocab=160):

@@ -66,7 +66,9 @@ class PolicyTime:
     def __init__(self, config: HFPolicyConfig) -> None:
         self._config = config
 
-    def seconds(self, *, tokens: int, scored: int, length: int, training: bool) -> dict[str, float]:
+    def seconds(
+        self, *, tokens: int, scored: int, length: int, training: bool, ranks: int, microbatches: float
+    ) -> dict[str, float]:
         """Seconds of the passes over one microbatch, `score` and `train` (forward and backward), and of an `update`.
 
         Args:
@@ -74,6 +76,8 @@ class PolicyTime:
             scored: tokens that are trained.
             length: tokens of its longest row.
             training: whether the model is trained; otherwise, only `score` is returned.
+            ranks: ranks of the policy, over which FSDP2 shards the update.
+            microbatches: not used, because a rank does not wait for others between microbatches.
 
         Raises:
             NotSupportedError: the model cannot be measured here.
@@ -97,7 +101,8 @@ class PolicyTime:
         if training:
             seconds["train"] = depth * sum(layer) + sum(rest)
             trained = sum(each.numel() for each in full.parameters() if each.requires_grad)
-            seconds["update"] = trained * passes.update_per_weight()
+            shards = (config.hf_cfg.fsdp_num_shards or ranks) if config.hf_cfg.data_parallel == "fsdp2" else 1
+            seconds["update"] = trained // shards * passes.update_per_weight()
         return seconds
 
 

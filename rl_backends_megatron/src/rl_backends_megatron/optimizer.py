@@ -33,6 +33,7 @@ class TrainableModel:
     Args:
         chunks: this rank's model chunks; their config gets the hooks of the data-parallel wrapper.
         config: the section `policy`.
+        has_gloo: whether there are groups of the backend gloo, which gather the optimizer's state for checkpoints.
 
     Attributes:
         models: the wrapped chunks, which schedules run.
@@ -40,7 +41,7 @@ class TrainableModel:
         weight_version: number of optimizer steps taken.
     """
 
-    def __init__(self, chunks: Chunks, config: MegatronPolicyConfig) -> None:
+    def __init__(self, chunks: Chunks, config: MegatronPolicyConfig, *, has_gloo: bool = True) -> None:
         megatron = config.megatron_cfg
         wrapping = DistributedDataParallelConfig(
             grad_reduce_in_fp32=megatron.grad_reduce_in_fp32,
@@ -62,7 +63,10 @@ class TrainableModel:
         self._proxy = _proxy(config.optimizer)
         self._proxy_settings = OptimizerSettings(self._proxy, config.optimizer, config.scheduler)
         self.optimizer = get_megatron_optimizer(
-            _settings(config), self.models, config_overrides=_no_decay_overrides(config.optimizer)
+            _settings(config),
+            self.models,
+            config_overrides=_no_decay_overrides(config.optimizer),
+            use_gloo_process_groups=has_gloo,
         )
         self.weight_version = 0
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rl_backends_megatron.cpu_shim import check_megatron, cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
-from rl_backends_megatron.model import DTYPES, build_chunks
+from rl_backends_megatron.model import DTYPES, Chunks, build_chunks
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
 from rl_backends_megatron.scalar_head import with_scalar_head
@@ -49,7 +49,7 @@ class PolicyMemory:
 
     def __init__(self, config: MegatronPolicyConfig) -> None:
         self._config = config
-        self._hf = read_config(find_folder(config.model_name, weights=False))
+        self.hf: Any = read_config(find_folder(config.model_name, weights=False))
 
     def by_phase(
         self,
@@ -83,7 +83,7 @@ class PolicyMemory:
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""
         megatron, left_out = self._config.megatron_cfg, []
-        if self._is_mixture:
+        if self.is_mixture:
             left_out.append("activations, because which tokens an expert gets depends on the data")
         if megatron.pipeline_model_parallel_size > 1:
             left_out.append("differences of pipeline stages: each is counted with embedding and output layer")
@@ -96,8 +96,9 @@ class PolicyMemory:
         return ["++policy.megatron_cfg.use_distributed_optimizer=true"]
 
     @property
-    def _is_mixture(self) -> bool:
-        return bool(getattr(self._hf, "num_experts", None) or getattr(self._hf, "num_local_experts", None))
+    def is_mixture(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return bool(getattr(self.hf, "num_experts", None) or getattr(self.hf, "num_local_experts", None))
 
     def _state(self, weights: int, ranks: int) -> dict[str, int]:
         """Bytes of weights, gradients, masters and optimizer state.
@@ -128,23 +129,32 @@ class PolicyMemory:
         megatron = self._config.megatron_cfg
         if shape is not None:
             shape = (shape[0], -(-shape[1] // megatron.context_parallel_size))
-        with _lone_rank(megatron, ranks) as joined:
+        with lone_rank(megatron, ranks) as joined:
             few, more = (self._trace(joined, shape, layers, training=training) for layers in _DEPTHS)
-        layers = _layers_of_stage(self._hf.num_hidden_layers, megatron)
+        layers = layers_of_stage(self.hf.num_hidden_layers, megatron)
         steps = (layers - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
         return {part: round(few[part] + steps * (more[part] - few[part])) for part in more}
 
-    def _trace(self, ranks: Ranks, shape: tuple[int, int] | None, layers: int, *, training: bool) -> dict[str, int]:
-        hf = type(self._hf)(**{**self._hf.to_dict(), **_fewer(self._hf, layers)})
+    @property
+    def on_one_stage(self) -> MegatronPolicyConfig:
+        """The section with the same parallelism, but without stages."""
+        return self._config.model_copy(update={"megatron_cfg": _without_stages(self._config.megatron_cfg)})
+
+    def few_layers(self, ranks: Ranks, layers: int) -> Chunks:
+        """A model of `layers` layers with uninitialized weights; call it inside `lone_rank` and `cpu_shim`."""
+        hf = type(self.hf)(**{**self.hf.to_dict(), **_fewer(self.hf, layers)})
         family = family_of(hf, model_name=self._config.model_name)
         family = with_scalar_head(family) if self._config.head == "scalar" else family
-        config = self._config.model_copy(update={"megatron_cfg": _without_stages(self._config.megatron_cfg)})
+        return build_chunks(hf, family, self.on_one_stage, device=ranks.device.type)
+
+    def _trace(self, ranks: Ranks, shape: tuple[int, int] | None, layers: int, *, training: bool) -> dict[str, int]:
+        config = self.on_one_stage
         given = _microbatch(config, ranks, shape or (1, 1))
-        head = make_head(config, ranks, vocab_size=hf.vocab_size)
+        head = make_head(config, ranks, vocab_size=self.hf.vocab_size)
         with FakeTensorMode(allow_non_fake_inputs=True), cpu_shim():
-            [module] = build_chunks(hf, family, config, device=ranks.device.type).modules
+            [module] = self.few_layers(ranks, layers).modules
             weights = sum(parameter.numel() for parameter in module.parameters())
-            if shape is None or self._is_mixture:
+            if shape is None or self.is_mixture:
                 return {"weights": weights, "activations": 0, "logits and temporary tensors": 0}
             with MemTracker() as tracker:
                 if training:
@@ -175,7 +185,7 @@ def _without_stages(megatron: MegatronConfig) -> MegatronConfig:
     return megatron.model_copy(update=stages)
 
 
-def _layers_of_stage(layers: int, megatron: MegatronConfig) -> int:
+def layers_of_stage(layers: int, megatron: MegatronConfig) -> int:
     """Number of layers of the stage with the most."""
     ends = [megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage]
     fixed = [each for each in ends if each is not None]
@@ -193,7 +203,7 @@ def _microbatch(config: MegatronPolicyConfig, ranks: Ranks, shape: tuple[int, in
 
 
 @contextmanager
-def _lone_rank(megatron: MegatronConfig, ranks: int) -> Iterator[Ranks]:
+def lone_rank(megatron: MegatronConfig, ranks: int) -> Iterator[Ranks]:
     """Rank 0 of a stage, in groups whose other ranks do not exist.
 
     Raises:
@@ -201,7 +211,7 @@ def _lone_rank(megatron: MegatronConfig, ranks: int) -> Iterator[Ranks]:
     """
     check_megatron()
     if dist.is_initialized():
-        raise UserError("The memory of a Megatron policy can only be planned in a process without a torch.distributed group.")
+        raise UserError("A Megatron policy can only be planned in a process without a torch.distributed group.")
     size = max(megatron.tensor_model_parallel_size, ranks // megatron.pipeline_model_parallel_size)
     with torch.random.fork_rng(devices=[]):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

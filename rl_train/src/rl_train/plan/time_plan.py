@@ -31,7 +31,9 @@ _COPIED_PER_S: Final = 1e9
 class ModelTime(Protocol):
     """Measures a policy; created with its section. A backend names its class in the attribute `time_planner` of its policy."""
 
-    def seconds(self, *, tokens: int, scored: int, length: int, training: bool) -> Mapping[str, float]:
+    def seconds(
+        self, *, tokens: int, scored: int, length: int, training: bool, ranks: int, microbatches: float
+    ) -> Mapping[str, float]:
         """Seconds of `score` and, if it is trained, `train` for one microbatch, and of `update`, an optimizer step.
 
         Args:
@@ -39,6 +41,8 @@ class ModelTime(Protocol):
             scored: those that are trained.
             length: tokens of its longest row.
             training: whether it is trained.
+            ranks: ranks of the model.
+            microbatches: mean number of microbatches of an optimizer step on a rank.
 
         Raises:
             NotSupportedError: it cannot be measured, with the reason.
@@ -176,7 +180,8 @@ def _passes(run: RunConfig, registry: Registry, name: str, model: PolicyConfig) 
         if memory_planner(registry, "policy", model).shares_prefixes(on_gpu=False) and shared <= MAX_SHARE * tokens:
             tokens = shared
     planner = _planner(registry, "policy", model)
-    seconds = planner.seconds(tokens=tokens, scored=scored, length=length, training=steps is not None)
+    together = {"ranks": ranks_of(run), "microbatches": count / (1 if steps is None else steps.per_pass)}
+    seconds = planner.seconds(tokens=tokens, scored=scored, length=length, training=steps is not None, **together)
     ranks = min(ranks_of(run), run.cluster.workers_per_node)
     count *= max(1.0, ranks * _worker_threads(run) / (os.cpu_count() or 1))  # ranks that share cores
     times = dict.fromkeys(_scoring(run, registry, name, steps), count * seconds["score"])
