@@ -207,3 +207,17 @@ def test_a_missing_model_that_two_sections_name_is_one_error(validate):
     assert code == 2
     assert "has 1 error:" in output, output
     assert "policy.model_name: 'nobody/none-such' is neither a local path nor in the hub's cache, and " in output
+
+
+@pytest.mark.parametrize("key", ["model", "data"])
+def test_a_mistake_in_files_that_the_quick_checks_report_is_one_error(validate, tmp_path, key):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "empty.jsonl").touch()
+    changes, says = {
+        "model": ({"policy": {"model_name": str(tmp_path / "bare")}}, "has no config.json, so it is not a model folder."),
+        "data": ({"data": {"train": {"dataset_name": "preference", "path": "empty.jsonl"}}}, "empty.jsonl is empty: "),
+    }[key]
+    code, output = validate(changes, "--deep")
+    assert code == 2
+    assert "has 1 error:" in output, output
+    assert says in output

@@ -73,7 +73,8 @@ def _check_deep(draft: ConfigDraft) -> list[Problem]:
     from rl_train.assembly.rules.run_facts import RunFacts
     from rl_train.config.rules.rule import Stage, run_rules
 
-    return draft.add(run_rules(RULES, RunFacts.of(draft.checked, located=draft), Stage.IMPORTED, Stage.DATA))
+    facts = RunFacts.of(draft.checked, located=draft, reported=[problem.path for problem in draft.problems.found])
+    return draft.add(run_rules(RULES, facts, Stage.IMPORTED, Stage.DATA))
 
 
 def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> None:

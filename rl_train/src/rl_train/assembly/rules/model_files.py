@@ -39,6 +39,7 @@ def _each_source(config: RunFacts) -> Iterator[tuple[KeyPath, str]]:
 @rule(*_FILES, stage=Stage.IMPORTED, applies_to=CONFIG_FILE, each=_each_source)
 def model_exists(config: RunFacts, path: KeyPath, source: str) -> Iterator[Problem]:
     """A model or tokenizer is a path that exists, or a name on the hub."""
+    config.require_unreported(path)
     if (problem := config.missing_source(source)) is not None:
         yield Problem(path, problem)
 
@@ -46,6 +47,7 @@ def model_exists(config: RunFacts, path: KeyPath, source: str) -> Iterator[Probl
 @rule("every component", stage=Stage.IMPORTED, each=each_section)
 def component_supports_what_it_names(config: RunFacts, path: KeyPath, section: ComponentSection) -> Iterator[Problem]:
     """What backends and other components check with torch or with the files of a model: `deep_conflicts` of their sections."""
+    config.require_unreported((*path, "model_name"))
     for name, model in models_of(config.run).items():
         if path[0] == name:
             config.require_model(name, model)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 from rl_core.config.schema import PolicyConfig
+from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.data.hub import require_model
 from rl_core.errors import DataError, UserError
 from rl_core.interfaces.loss import LossFunction
@@ -35,16 +36,23 @@ class RunFacts(CheckedConfig):
     Attributes:
         prepared: Tokenizer, tools and data, each loaded when it is first read.
         located: The config with its source locations; None if the sections do not come from a file.
+        reported: Keys with a problem that an earlier stage reported.
     """
 
     prepared: Preparation
     located: LocatedConfig | None = None
+    reported: frozenset[KeyPath] = frozenset()
     _failed: set[str] = field(default_factory=set, init=False, repr=False)
     _missing: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(
-        cls, config: CheckedConfig, *, located: LocatedConfig | None = None, prepared: Preparation | None = None
+        cls,
+        config: CheckedConfig,
+        *,
+        located: LocatedConfig | None = None,
+        prepared: Preparation | None = None,
+        reported: Iterable[KeyPath] = (),
     ) -> RunFacts:
         """The facts of a config, loaded when they are first read: those of a training run, unless `prepared` is given."""
         return cls(
@@ -54,6 +62,7 @@ class RunFacts(CheckedConfig):
             layout=config.layout,
             prepared=prepared or Preparation(config.run, config.registry),
             located=located,
+            reported=frozenset(reported),
         )
 
     @cached_property
@@ -79,6 +88,7 @@ class RunFacts(CheckedConfig):
     @property
     def data(self) -> RunData:
         """The datasets."""
+        self.require_unreported(*(("data", *key.split("."), "path") for key in self.run.data.sections()))
         return self._load("the data", lambda: self.prepared.data)
 
     @property
@@ -103,6 +113,15 @@ class RunFacts(CheckedConfig):
                 self._missing[source] = f"{error}."
         return self._missing[source]
 
+    def require_unreported(self, *keys: KeyPath) -> None:
+        """Stop a rule that reads files whose problem an earlier stage reported.
+
+        Raises:
+            UnavailableError: One of the keys has a problem.
+        """
+        for key in self.reported.intersection(keys):
+            raise UnavailableError(dotted(key))
+
     def require_model(self, section: str, model: PolicyConfig) -> None:
         """Stop a rule that needs the files of a model that does not exist, which another rule reports.
 
@@ -111,6 +130,7 @@ class RunFacts(CheckedConfig):
         Raises:
             UnavailableError: It does not exist.
         """
+        self.require_unreported((section, "model_name"))
         if self.use is not Use.PYTHON and self.missing_source(model.tokenizer.name or model.model_name) is not None:
             raise UnavailableError(f"{section}.{tokenizer_key(model)}")
 
