@@ -179,6 +179,25 @@ def test_fields_can_be_named(tmp_path):
     assert "row 1 has no field 'Antwrt'" in wrong.stderr
 
 
+def test_fields_of_preference_pairs_can_be_named(tmp_path):
+    path = write(tmp_path / "odd.jsonl", [{"q": f"{a}+{b}=", "good": str(c), "bad": str(c + 1)} for a, b, c in SUMS])
+    named = ("init", path, "--model", MODEL, "--chosen", "good")
+    done = rlcore(*named, "--rejected", "bad", "--question", "q", "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert "Algorithm: dpo" in done.stdout
+    train = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())["data"]["train"]
+    assert (train["prompt_key"], train["chosen_key"], train["rejected_key"]) == ("q", "good", "bad")
+    assert rlcore("validate", tmp_path / "new" / "config.yaml", "--deep").returncode == 0
+    for options, reason in {
+        ("--rejected", "bed", "--question", "q"): "row 1 has no field 'bed': it has ['bad', 'good', 'q']",
+        ("--question", "q"): "need --chosen and --rejected",
+        ("--rejected", "bad"): "with the prompt in a field that --question names",
+    }.items():
+        wrong = rlcore(*named, *options, "--output", tmp_path / "other")
+        assert wrong.returncode == 2
+        assert reason in wrong.stderr
+
+
 @pytest.mark.parametrize(("output", "name"), [("capitals", "capitals"), (".", "train")])
 def test_a_run_is_named_after_the_new_folder_or_the_data_file(tmp_path, monkeypatch, output, name):
     monkeypatch.chdir(tmp_path)

@@ -43,12 +43,18 @@ def init(
         typer.Option("--validation", metavar="FILE", help="Validation data; by default a share of DATA.", show_default=False),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the new files.")] = Path(),
-    question: Annotated[str | None, typer.Option(metavar="FIELD", help="Field with the question.", show_default=False)] = None,
+    question: Annotated[str | None, typer.Option(metavar="FIELD", help="Field with the question or prompt.", show_default=False)] = None,
     answer: Annotated[
         str | None, typer.Option(metavar="FIELD", help="Field with the expected answer.", show_default=False)
     ] = None,
     response: Annotated[
         str | None, typer.Option(metavar="FIELD", help="Field with a response to imitate.", show_default=False)
+    ] = None,
+    chosen: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field with the better answer of a pair.", show_default=False)
+    ] = None,
+    rejected: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field with the worse answer of a pair.", show_default=False)
     ] = None,
     gpus: Annotated[
         str | None,
@@ -72,6 +78,7 @@ def init(
         rlcore init questions.jsonl --model path/to/model
         rlcore init conversations.parquet --output chat
         rlcore init table.csv --question Frage --answer Antwort
+        rlcore init pairs.jsonl --question query --chosen better --rejected worse
         rlcore init questions.jsonl --model path/to/model --gpus 8x80GiB
     """
     from rl_core.data.hub import require_model
@@ -82,24 +89,22 @@ def init(
     hardware = None if gpus is None else parse_hardware(gpus)
     train = read_data_file(data)
     held_out = None if validation is None else read_data_file(validation)
-    if question is None and (answer or response):
-        raise ConfigError("--answer and --response need --question: name the field with the question as well.")
-    if question is not None:
-        form = named_fields(train.rows, str(data), question=question, answer=answer, response=response)
-    else:
-        form = recognize(train.rows, str(data))
-    chosen = _chosen(algorithm, form, data)
+    named = named_fields(
+        train.rows, str(data), question=question, answer=answer, response=response, chosen=chosen, rejected=rejected
+    )
+    form = named or recognize(train.rows, str(data))
+    algorithm = _algorithm(algorithm, form, data)
     _reject_existing([_CONFIG], output)
     require_model(model)
     print(f"measuring the rows with the tokenizer of {model}", file=sys.stderr)
     files, starter = _files(
-        train, held_out, form, model=model, algorithm=chosen, output=output, own_reward=own_reward, hardware=hardware
+        train, held_out, form, model=model, algorithm=algorithm, output=output, own_reward=own_reward, hardware=hardware
     )
     _write(files, output)
     _report(starter, form, train, files, output)
 
 
-def _chosen(algorithm: str | None, form: RowFormat, data: Path) -> str:
+def _algorithm(algorithm: str | None, form: RowFormat, data: Path) -> str:
     if algorithm is None:
         return form.algorithms[0]
     if algorithm not in form.algorithms:
@@ -275,7 +280,7 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
     if starter.samples and form.answer_key is None:
         print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")
         if len(train.rows[0]) > 2:
-            print("If the rows are preference pairs, name their fields `chosen` and `rejected`")
+            print("If the rows are preference pairs, name their fields: --question FIELD --chosen FIELD --rejected FIELD")
     others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
     print(f"Algorithm: {starter.algorithm}" + (f" (also possible: {others})" if others else ""))
     if not starter.validates:

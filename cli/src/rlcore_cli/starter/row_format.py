@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 
 Row = Mapping[str, Any]
 
@@ -54,21 +54,43 @@ def recognize(rows: Sequence[Row], path: str) -> RowFormat:
         f"{path}: the rows have no known format. Their fields:\n{fields}\n"
         "Known formats: a question with an answer or a response, `prompt`, `messages`, ShareGPT (`conversations`), Alpaca "
         "(`instruction`, `output`), and `chosen` with `rejected`. Name the fields yourself: --question FIELD and, if the rows "
-        "have it, --answer FIELD (what a reward compares with) or --response FIELD (what the model should write)."
+        "have it, --answer FIELD (what a reward compares with) or --response FIELD (what the model should write); for "
+        "preference pairs --question FIELD, --chosen FIELD and --rejected FIELD."
     )
 
 
-def named_fields(rows: Sequence[Row], path: str, *, question: str, answer: str | None, response: str | None) -> RowFormat:
-    """The format of rows whose fields the user names.
+def named_fields(
+    rows: Sequence[Row],
+    path: str,
+    *,
+    question: str | None,
+    answer: str | None,
+    response: str | None,
+    chosen: str | None,
+    rejected: str | None,
+) -> RowFormat | None:
+    """The format of rows whose fields the user names; None if no field is named.
 
     Raises:
         DataError: A row lacks one of the fields.
+        ConfigError: These fields together are no format.
     """
-    for name in filter(None, (question, answer, response)):
+    for name in filter(None, (question, answer, response, chosen, rejected)):
         missing = next((number for number, row in enumerate(rows, start=1) if row.get(name) is None), None)
         if missing is not None:
             raise DataError(f"{path}: row {missing} has no field {name!r}: it has {sorted(rows[missing - 1])}")
-    return _question_format(question, answer, response)
+    if chosen or rejected:
+        if not chosen or not rejected or answer or response:
+            raise ConfigError("Preference pairs need --chosen and --rejected, without --answer and --response.")
+        if (pairs := _pairs(rows, chosen=chosen, rejected=rejected, question=question)) is None:
+            raise ConfigError(
+                f"{path}: {chosen!r} and {rejected!r} must be texts, with the prompt in a field that --question names, or lists "
+                "of messages."
+            )
+        return pairs
+    if question is None and (answer or response):
+        raise ConfigError("--answer and --response need --question: name the field with the question as well.")
+    return None if question is None else _question_format(question, answer, response)
 
 
 def _question_format(question: str, answer: str | None, response: str | None) -> RowFormat:
@@ -91,14 +113,20 @@ def _question_format(question: str, answer: str | None, response: str | None) ->
     )
 
 
-def _pairs(rows: Sequence[Row]) -> RowFormat | None:
-    if not _all_have(rows, "chosen", str, list) or not _all_have(rows, "rejected", str, list):
+def _pairs(
+    rows: Sequence[Row], *, chosen: str = "chosen", rejected: str = "rejected", question: str | None = None
+) -> RowFormat | None:
+    if not _all_have(rows, chosen, str, list) or not _all_have(rows, rejected, str, list):
         return None
-    prompt = next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
-    if prompt is None and not _all_have(rows, "chosen", list):
+    prompt = question or next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
+    if prompt is None and not _all_have(rows, chosen, list):
         return None  # without a prompt, both must be whole conversations
-    keys = {"prompt_key": prompt} if prompt not in (None, "prompt") else {}
-    return RowFormat(name="a prompt with a chosen and a rejected answer", algorithms=PAIRS, keys=keys)
+    keys = {"prompt_key": prompt or "prompt", "chosen_key": chosen, "rejected_key": rejected}
+    return RowFormat(
+        name="a prompt with a chosen and a rejected answer",
+        algorithms=PAIRS,
+        keys={key: name for key, name in keys.items() if key != f"{name}_key"},
+    )
 
 
 def _sharegpt(rows: Sequence[Row]) -> RowFormat | None:
