@@ -258,31 +258,57 @@ def test_data_show_measures_lengths_finds_duplicates_and_answers_that_cannot_be_
     assert rlcore(
         "init", tmp_path / "train.jsonl", "--validation", tmp_path / "validation.jsonl", "--model", MODEL, "--output", tmp_path
     ).returncode in (0, 2)
-    done = rlcore("data", "show", tmp_path / "config.yaml", "--json", "policy.max_total_sequence_length=100")
+    shorter = ("policy.max_total_sequence_length=7", "policy.generation.max_new_tokens=1")
+    done = rlcore("data", "show", tmp_path / "config.yaml", "--json", *shorter)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     train, validation = shown["datasets"]
     assert (train["rows"], train["repeated"]) == (52, 1)
     assert (validation["rows"], validation["shared_with_training"]) == (4, 3)
-    assert train["too_long"] == sum(length > 99 for length in train["lengths"])
+    assert train["too_long"] == sum(length > 6 for length in train["lengths"]) > 0
     assert shown["answers"][0]["unrewarded"] == ["\\boxed{"]
     text = rlcore("data", "show", tmp_path / "config.yaml").stdout
     assert "same prompt as a training row: 3 of 4" in text
 
 
 def test_data_show_counts_text_that_the_tokenizer_cannot_represent(prepared):
-    # The model's tokenizer has no letters: the template of `numbers` is text, the rows of `messages` are sums.
+    # The model's tokenizer has no letters: the template is text, the rows are sums.
+    template = "data.prompt.prompt_config=generic/math"
+    command = ("data", "show", prepared / "numbers" / "config.yaml", "--graded", 0)
     shown = {
-        name: json.loads(rlcore("data", "show", prepared / name / "config.yaml", "--json", "--graded", 0).stdout)["datasets"][0]
-        for name in ("numbers", "messages")
+        "numbers": json.loads(rlcore(*command, "--json", template).stdout)["datasets"][0],
+        "messages": json.loads(rlcore(*command, "--json").stdout)["datasets"][0],
     }
     assert shown["numbers"]["unknown_token"] == "<unk>"
     first = shown["numbers"]["samples"][0]
     assert shown["numbers"]["unknown"][first["index"]] == first["text"].count("<unk>") > 0
     assert not any(shown["messages"]["unknown"])
-    text = rlcore("data", "show", prepared / "numbers" / "config.yaml", "--graded", 0).stdout
+    in_each_row = shown["numbers"]["unknown_in_prompt"]
+    assert set(shown["numbers"]["unknown"]) == {in_each_row}
+    text = rlcore(*command, template).stdout
+    assert f"    {in_each_row} of them in each row come from the prompt that the config adds" in text
+    assert "the others" not in text
     rows = len(shown["numbers"]["unknown"])
     assert f"rows with <unk>: {rows} of {rows} (100.0 %), {sum(shown['numbers']['unknown'])} tokens." in text
+
+
+def test_unknown_text_of_the_data_is_not_blamed_on_the_prompt(tmp_path):
+    write(tmp_path / "words.jsonl", [{"question": "one+1=", "expected_answer": "2"}] * 4)
+    assert rlcore("init", tmp_path / "words.jsonl", "--model", MODEL, "--output", tmp_path).returncode == 0
+    text = rlcore("data", "show", tmp_path / "config.yaml", "--graded", 0).stdout
+    assert "rows with <unk>: 4 of 4 (100.0 %), 12 tokens." in text
+    assert "It comes from the data or the chat template." in text
+    assert "data.prompt" not in text
+
+
+def test_no_prompt_is_written_that_the_tokenizer_cannot_represent(prepared, tmp_path):
+    for name in ("numbers", "texts", "gsm8k"):
+        config = yaml.safe_load((prepared / name / "config.yaml").read_text())
+        assert "prompt" not in config["data"]
+        assert name == "texts" or config["env"]["math"] == {"require_box": False}
+    path = write(tmp_path / "numbers.jsonl", FORMATS["numbers"])
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    assert "Prompt: none, because the model's tokenizer has no tokens for its words" in done.stdout
 
 
 def test_data_show_marks_the_tokens_that_are_trained(prepared):

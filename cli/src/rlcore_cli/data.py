@@ -103,12 +103,22 @@ def _described(view: DatasetView) -> list[str]:
     if total := sum(view.unknown):
         lines += [
             f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {counted(total, 'token')}.",
-            "    The tokenizer has no token for this text, so the model cannot read it. Change the text or use another model.",
+            *_origin_of_unknown(view, total),
         ]
     lines += [f"  same prompt as an earlier row: {_share(view.repeated, view.rows)}"]
     if view.name != "train":
         lines += [f"  same prompt as a training row: {_share(view.shared_with_training, view.rows)}"]
     return [*lines, ""]
+
+
+def _origin_of_unknown(view: DatasetView, total: int) -> list[str]:
+    lines = ["The tokenizer has no token for this text, so the model cannot read it. Change the text or use another model."]
+    if view.unknown_in_prompt:
+        lines += [f"{view.unknown_in_prompt} of them in each row come from the prompt that the config adds (`data.prompt`)."]
+    if total > view.unknown_in_prompt * len(view.unknown):
+        of_rows = "The others come from" if view.unknown_in_prompt else "It comes from"
+        lines += [f"{of_rows} the data or the chat template."]
+    return [f"    {line}" for line in lines]
 
 
 def _described_row(row: RenderedRow) -> list[str]:

@@ -43,7 +43,9 @@ def init(
         typer.Option("--validation", metavar="FILE", help="Validation data; by default a share of DATA.", show_default=False),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the new files.")] = Path(),
-    question: Annotated[str | None, typer.Option(metavar="FIELD", help="Field with the question or prompt.", show_default=False)] = None,
+    question: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Field with the question or prompt.", show_default=False)
+    ] = None,
     answer: Annotated[
         str | None, typer.Option(metavar="FIELD", help="Field with the expected answer.", show_default=False)
     ] = None,
@@ -198,6 +200,8 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
         prepared = Preparation(load_config(values, registry=registry, stages=()).run, registry)
         prepared.tokenizer = tokenizer
         views = view_datasets(prepared, measured=_MEASURED, shown=0)
+    if any(view.unknown_in_prompt for view in views):
+        return _measured(replace(starter, reads_requests=False), train, validation, model=model)
     limit = position_limit(model)
     return replace(
         starter,
@@ -283,6 +287,10 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
             print("If the rows are preference pairs, name their fields: --question FIELD --chosen FIELD --rejected FIELD")
     others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
     print(f"Algorithm: {starter.algorithm}" + (f" (also possible: {others})" if others else ""))
+    if not starter.reads_requests:
+        print(
+            "Prompt: none, because the model's tokenizer has no tokens for its words; the model reads the questions as they are"
+        )
     if not starter.validates:
         print(f"Validation: none, because fewer than {FEWEST_ROWS} rows are not split (--validation FILE names held-out rows)")
     check = f"rlcore check env {starter.task} --config {config}" if starter.samples else f"rlcore validate {config} --deep"

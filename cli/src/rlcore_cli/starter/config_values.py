@@ -36,6 +36,7 @@ COMMENTS = {
     "data.split.validation": "chance of each row to be held out and never trained on",
     "data.prompt.prompt_config": "asks for the answer in \\boxed{}, which `math` reads",
     "data.prompt.system_prompt": "what the reward function reads",
+    "env.math.require_box": "the tokenizer has no tokens for a prompt that asks for \\boxed{}",
     "checkpointing.save_period": "steps between checkpoints; a stopped run continues from the last one",
     "logger.run_name": "name of the folder in `runs`",
 }
@@ -69,6 +70,8 @@ class Starter:
     """Most tokens that the model reads; None if unknown."""
     run_name: str
     """Name of the run."""
+    reads_requests: bool = True
+    """Whether the tokenizer has tokens for a prompt that asks for the answer in a format."""
 
     @property
     def samples(self) -> bool:
@@ -110,7 +113,9 @@ def config_values(starter: Starter) -> dict[str, Any]:
     values: dict[str, Any] = {starter.algorithm: _algorithm(starter), "policy": _policy(starter), "data": _data(starter)}
     if starter.samples:
         section: dict[str, Any] = (
-            {} if starter.math else {"reward_fn": reward_function(has_answers=starter.form.answer_key is not None)}
+            ({} if starter.reads_requests else {"require_box": False})
+            if starter.math
+            else {"reward_fn": reward_function(has_answers=starter.form.answer_key is not None)}
         )
         if not starter.math and starter.form.answer_key is not None:
             section["correct_above"] = 0.5
@@ -166,7 +171,7 @@ def _data(starter: Starter) -> dict[str, Any]:
         data["validation"] = _dataset(starter, starter.validation)
     elif starter.validates:
         data["split"] = {"validation": _held_out(starter.rows)}
-    takes_prompt = starter.samples and starter.form.answer_key is not None
+    takes_prompt = starter.samples and starter.form.answer_key is not None and starter.reads_requests
     if (
         takes_prompt
         and starter.math

@@ -84,8 +84,8 @@ def named_fields(
             raise ConfigError("Preference pairs need --chosen and --rejected, without --answer and --response.")
         if (pairs := _pairs(rows, chosen=chosen, rejected=rejected, question=question)) is None:
             raise ConfigError(
-                f"{path}: {chosen!r} and {rejected!r} must be texts, with the prompt in a field that --question names, or lists "
-                "of messages."
+                f"{path}: {chosen!r} and {rejected!r} must be texts, with the prompt in a field that --question names, or "
+                "lists of messages."
             )
         return pairs
     if question is None and (answer or response):

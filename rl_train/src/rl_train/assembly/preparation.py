@@ -110,8 +110,8 @@ class DataLoaders:
         if counts.fraction > WARN_ABOVE:
             _log.warning(
                 "%.1f %% of the tokens of %s are %s, the tokenizer's unknown token; the first such "
-                "message is %r. The model cannot learn from this text. Use data that the tokenizer covers, or a model with "
-                "another tokenizer.",
+                "message is %r. The model cannot learn from this text. Use a prompt (`data.prompt`) and data that the "
+                "tokenizer covers, or a model with another tokenizer.",
                 100 * counts.fraction,
                 first,
                 tokenizer.unk_token,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader
 from rl_train.assembly.preparation import Preparation
+from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import RunConfig
 from rl_train.data.holdout import prompt_digest
+from rl_train.prompts.prompt_files import read_prompt
 
 _UNLIMITED = 1_000_000_000
 """A row limit that no row reaches, so that lengths are measured before rows are cut."""
@@ -42,6 +45,8 @@ class DatasetView:
     """The token that stands for text that the tokenizer cannot represent; None if it has no such token."""
     unknown: tuple[int, ...]
     """Number of these tokens in each measured row; of a pair, in both conversations."""
+    unknown_in_prompt: int
+    """Number of these tokens in the texts that the config adds to each row: its prompt config and its system prompt."""
     limit: int
     """Longest row in tokens that is used."""
     repeated: int
@@ -84,6 +89,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
                 lengths=lengths,
                 unknown_token=reader.unknown_token,
                 unknown=unknown,
+                unknown_in_prompt=max(map(reader.unknown_tokens, _prompt_texts(prepared.config, name)), default=0),
                 limit=reader.limit,
                 repeated=len(digests) - len(set(digests)),
                 shared_with_training=0 if is_training else sum(digest in training for digest in digests),
@@ -121,7 +127,14 @@ class _RowMeasure:
         row = self._rows[index]
         length = row["length"] if self.kind != "pairs" else max(row["length_chosen"], row["length_rejected"])
         tokens = [token for log in self._logs(row) for part in log for token in part["token_ids"].tolist()]
-        return int(length), 0 if self.unknown_token is None else tokens.count(self._tokenizer.unk_token_id)
+        return int(length), self._unknown(tokens)
+
+    def unknown_tokens(self, texts: Sequence[str]) -> int:
+        """Number of unknown tokens in some texts."""
+        return sum(self._unknown(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+    def _unknown(self, tokens: list[int]) -> int:
+        return 0 if self.unknown_token is None else tokens.count(self._tokenizer.unk_token_id)
 
     def rendered(self, index: int) -> RenderedRow:
         """The text of a row, and the parts that are trained."""
@@ -143,6 +156,19 @@ class _RowMeasure:
         if mask is None or not bool(mask.any()):
             return []
         return [self._tokenizer.decode(message["token_ids"][mask.bool()].tolist())]
+
+
+def _prompt_texts(run: RunConfig, name: str) -> Iterator[list[str]]:
+    """The texts that the config adds to each row of a dataset, without placeholders; a mixture has several datasets."""
+    sections = run.data.sections()
+    named = [section for key, section in sections.items() if key == name or key.startswith(f"{name}.")]
+    for section in named or sections.values():  # a share of the training data, if none has this name
+        effective = with_prompt(section, run.data)
+        texts = [getattr(effective, "system_prompt", None)]
+        if (prompt := getattr(effective, "prompt", None)) is not None:
+            file = read_prompt(prompt)
+            texts += ["".join(part for part, *_ in Formatter().parse(text or "")) for text in (file.system, file.user)]
+        yield [text for text in texts if text]
 
 
 def _without_limits(run: RunConfig) -> RunConfig:
