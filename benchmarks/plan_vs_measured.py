@@ -1,16 +1,11 @@
-"""Compares the memory and the time of a step that `rlcore plan` predicts with measurements.
+"""Compares the memory that `rlcore plan` predicts with measurements; see plan_time_vs_measured.py for the time of a step.
 
     python benchmarks/plan_vs_measured.py              # all configs; writes results/plan_vs_measured.json and .md
     python benchmarks/plan_vs_measured.py full lora    # some of them; replaces their rows
-    python benchmarks/plan_vs_measured.py --time       # the time of a step; writes results/plan_vs_measured_time.json and .md
 
 Each config trains two steps of a randomly initialized model, whose completions have full length, in a separate process. The
 measured peak of a process is the largest proportional set size (`Pss` in `/proc/PID/smaps_rollup`) of samples
 taken every 0.2 s, so a shorter peak can be missed. Needs Linux.
-
-With `--time`, four steps are trained by processes of one thread each. Seconds are the median of the steps after the first.
-CPU-seconds are the mean of these steps, of driver, policy and engine, and differ less if the machine does other work, too. The
-time is predicted before the run and after it, and the smaller prediction counts.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -38,7 +31,6 @@ from rl_train.config.loader import load_config
 from rl_train.plan.memory_plan import MemoryPlan
 from rl_train.plan.planner import plan_memory
 from rl_train.plan.suggestions import suggest
-from rl_train.plan.time_plan import plan_time
 from rl_train.sizes import parse_size
 
 ROOT = Path(__file__).parents[1]
@@ -209,13 +201,12 @@ def write_inputs(case: Case, folder: Path) -> list[str]:
     return ["run.yaml", *(f"{key}={str(value).lower()}" for key, value in case.overrides.items())]
 
 
-def measure(command: list[str], folder: Path, spent: list[float] | None = None) -> dict[str, int]:
+def measure(command: list[str], folder: Path) -> dict[str, int]:
     """Peak proportional set size in bytes of the command's process (`driver`) and of its policy and engine.
 
     Args:
         command: the command.
         folder: where it runs.
-        spent: if given, the CPU-seconds of these processes after each step are appended to it.
 
     Raises:
         RuntimeError: the command failed.
@@ -231,9 +222,6 @@ def measure(command: list[str], folder: Path, spent: list[float] | None = None) 
             for pid in [process.pid, *_descendants(process.pid)]:
                 titles.setdefault(pid, set()).add(_title(pid))
                 peaks[pid] = max(peaks.get(pid, 0), _proportional_size(pid) or 0)
-            if spent is not None and len(_steps(folder)) > len(spent):
-                works = {process.pid, *(pid for pid, seen in titles.items() if seen & set(TITLES.values()))}
-                spent.append(sum(map(_cpu_seconds, works)))
             time.sleep(SAMPLE_S)
     if process.returncode:
         raise RuntimeError((folder / "output").read_text(encoding="utf-8", errors="replace")[-3000:])
@@ -269,21 +257,6 @@ def _proportional_size(pid: int) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
-
-
-def _steps(folder: Path) -> list[dict[str, float]]:
-    """The metrics of the steps that a run has logged."""
-    path = folder / "runs" / "run" / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [metrics for metrics in map(json.loads, lines) if "time/step_s" in metrics]
-
-
-def _cpu_seconds(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def predict(arguments: list[str], registry: Registry) -> dict[str, int]:
@@ -338,53 +311,6 @@ def repeat(case: Case, registry: Registry) -> dict[str, dict[str, int]]:
     return {name: {"predicted": size} for name, size in predicted.items() if name != "environments"}
 
 
-def predict_time(arguments: list[str], registry: Registry) -> dict[str, Any]:
-    """Predicted seconds of a step, and of its phases."""
-    run = load_config([Path(arguments[0])], arguments[1:], registry=registry).run
-    plan = plan_time(run, registry)
-    return {"predicted": plan.seconds, "phases": dict(plan.phases), "not_predicted": dict(plan.not_predicted)}
-
-
-def compare_time(case: Case, registry: Registry) -> dict[str, Any]:
-    """Predicted and measured seconds of a step."""
-    with TemporaryDirectory() as temporary, contextlib.chdir(temporary):
-        folder, spent = Path(temporary), list[float]()
-        section = "ppo" if "ppo" in case.sections else "grpo"
-        given = [*with_suggestions(case, write_inputs(case, folder), registry), f"{section}.max_num_steps=4"]
-        if case.overrides.get("cluster.backend") == "ray":
-            given.append("++cluster.cpus_per_worker=1")
-        before = predict_time(given, registry)
-        measure([str(Path(sys.executable).with_name("rlcore")), "train", *given], folder, spent)
-        after = predict_time(given, registry)
-        steps = _steps(folder)[1:]
-    best = min(before, after, key=lambda prediction: prediction["predicted"] or 0.0)
-    phases = {name for step in steps for name in step if name.startswith("time/")}
-    return best | {
-        "seconds": median(step["time/step_s"] for step in steps),
-        "cpu_seconds": (spent[-1] - spent[0]) / (len(spent) - 1),
-        "measured_phases": {name: median(step.get(name, 0.0) for step in steps) for name in sorted(phases)},
-        "load": os.getloadavg()[0],
-        "predictions": [before["predicted"], after["predicted"]],
-    }
-
-
-def time_table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The results as Markdown, in seconds."""
-    lines = ["| config | predicted | seconds | ratio | CPU-seconds | ratio | load |", "|---|---|---|---|---|---|---|"]
-    within = []
-    for case, row in results.items():
-        measured = (row["seconds"], row["cpu_seconds"])
-        ratios = [row["predicted"] / value for value in measured] if row["predicted"] is not None else []
-        within += [1 / TIME_FACTOR <= ratios[1] <= TIME_FACTOR] if ratios else []
-        predicted, *shown = [f"{row['predicted']:.2f}", *(f"{each:.2f}" for each in ratios)] if ratios else ["-", "-", "-"]
-        values = f"{measured[0]:.2f} | {shown[0]} | {measured[1]:.2f} | {shown[1]}"
-        lines.append(f"| {case} | {predicted} | {values} | {row['load']:.1f} |")
-    reasons = {reason for row in results.values() for reason in row["not_predicted"].values()}
-    lines.append(f"\n{sum(within)} of {len(within)} predictions are within a factor of {TIME_FACTOR} of the CPU-seconds.")
-    return "\n".join([*lines, *(f"\nNot predicted: {reason}." for reason in sorted(reasons))]) + "\n"
-
-
-TIME_FACTOR = 1.5
 TITLES = {"policy": "ray::train", "engine": "ray::generate"}
 """A title that the process of each component has while it works."""
 
@@ -403,11 +329,6 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-TIME_HEAD = """# Predicted and measured time of a step
-
-Written by `benchmarks/plan_vs_measured.py --time`; see there for the configs and how they are measured.
-
-"""
 HEAD = """# Predicted and measured memory
 
 Peak proportional set size in MiB, written by `benchmarks/plan_vs_measured.py`; see there for the configs. Measured on CPUs.
@@ -416,32 +337,16 @@ The measuring process has imported torch, too, and so shares its libraries.
 """
 
 
-def compare_times(chosen: Sequence[str], registry: Registry) -> None:
-    """Compare the time of a step of the chosen configs, and write the results after each."""
-    path = RESULTS.with_name(RESULTS.name + "_time.json")
-    for name in chosen:
-        found = compare_time(CASES[name], registry)
-        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        results = {case: (results | {name: found})[case] for case in CASES if case in results | {name: found}}
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(TIME_HEAD + time_table(results), encoding="utf-8")
-        print(name, found, flush=True)
-
-
 def main() -> None:
     """Compare the chosen configs, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CONFIG", help=f"any of {', '.join(CASES)}; all by default")
     parser.add_argument("--predict", action="store_true", help="only predict again, and keep what was measured")
-    parser.add_argument("--time", action="store_true", help="compare the time of a step")
     options = parser.parse_args()
     chosen = options.cases or list(CASES)
     if unknown := set(chosen) - set(CASES):
         parser.error(f"unknown configs: {', '.join(sorted(unknown))}")
     registry = Registry(discover())
-    if options.time:
-        compare_times(chosen, registry)
-        return
     path = RESULTS.with_suffix(".json")
     for name in chosen:
         found = (repeat if options.predict else compare)(CASES[name], registry)

@@ -201,6 +201,23 @@ def test_the_time_of_a_step_is_not_predicted_without_that_of_each_phase(monkeypa
     assert (overlapping.seconds, set(overlapping.not_predicted)) == (None, {"step"})
 
 
+def test_threads_that_wait_on_a_busy_machine_take_at_most_the_time_of_one(monkeypatch):
+    import torch
+
+    class Waiting(_Clockwork):
+        def seconds(self, **given):
+            return 1.0 if "rows" in given else dict.fromkeys(("score", "train", "update"), 9.0 ** (torch.get_num_threads() - 1))
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(time_plan, "_worker_threads", lambda run: 2)
+    times = {}
+    for load in (0.0, 3.0):
+        monkeypatch.setattr(time_plan, "_load", lambda load=load: load)
+        times[load] = planned_time(monkeypatch, "cluster.backend=ray", planner=Waiting).phases["update"]
+    assert times == {0.0: 9.0, 3.0: 1.0}
+    assert torch.get_num_threads() == before
+
+
 def test_sizes_have_binary_and_decimal_units():
     assert parse_size("1.5 gib", "--gpu") == 3 * 2**29
     assert parse_size("80GB", "--gpu") == 80 * 10**9

@@ -42,6 +42,7 @@ class VllmGeneration(DistributedGeneration):
     """
 
     memory_planner = "rl_backends_vllm.planned_memory:EngineMemory"
+    time_planner = "rl_backends_vllm.planned_time:EngineTime"
     config: VllmConfig
 
     def __init__(

@@ -24,6 +24,8 @@ from rl_train.config.schema import RunConfig
 from rl_train.plan.planner import memory_planner, planner_of, ranks_of, replicas_of, resolved
 from rl_train.plan.rows import longest_prompt, longest_row, microbatch, rows_of_step
 
+_BUSY: Final = 0.5
+"""Load per CPU above which threads may have to wait for other processes."""
 _COPIED_PER_S: Final = 1e9
 """Bytes of weights that a refit between two processes transfers and checks per second; an assumption, not measured."""
 
@@ -97,12 +99,11 @@ def plan_time(run: RunConfig, registry: Registry, *, prompt: int | None = None, 
         components["rollout"] = partial(_sampling, run, registry, generation)
     for name, model in models_of(run).items():
         components[f"passes of {name}"] = partial(_passes, run, registry, name, model)
-    with _threads(run):
-        for name, measure in components.items():
-            try:
-                phases |= measure()
-            except NotSupportedError as error:
-                reasons[name] = str(error)
+    for name, measure in components.items():
+        try:
+            phases |= _measured(run, measure)
+        except NotSupportedError as error:
+            reasons[name] = str(error)
     if run.rollout.max_staleness:
         reasons["step"] = "rollouts and training overlap, because rollout.max_staleness is above 0"
     rollouts = run.algorithm.runtime_needs.rollouts
@@ -113,7 +114,7 @@ def plan_time(run: RunConfig, registry: Registry, *, prompt: int | None = None, 
         prompt=longest_prompt(run),
         completion=0 if generation is None else generation.max_new_tokens,
         not_predicted=reasons,
-        load=psutil.getloadavg()[0] / (psutil.cpu_count() or 1),
+        load=_load(),
     )
 
 
@@ -129,17 +130,35 @@ def _with_lengths(run: RunConfig, prompt: int | None, completion: int | None) ->
     return run.model_copy(update={"policy": run.policy.model_copy(update=changed)})
 
 
+def _measured(run: RunConfig, measure: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+    """Seconds by phase with as many threads as a worker of the run; on a busy machine, at most those with one thread.
+
+    Threads wait for each other in each operation, which takes many times as long if other processes compute on their CPUs.
+    """
+    with _threads(_worker_threads(run) if run.cluster.backend == "ray" else None) as threads:
+        seconds = measure()
+    if threads == 1 or _load() <= _BUSY:
+        return seconds
+    with _threads(1):
+        alone = measure()
+    return {phase: min(value, alone[phase]) for phase, value in seconds.items()}
+
+
+def _load() -> float:
+    load: float = psutil.getloadavg()[0]
+    return load / (os.cpu_count() or 1)
+
+
 @contextmanager
-def _threads(run: RunConfig) -> Iterator[None]:
-    """Compute with as many threads as a worker of the run."""
+def _threads(count: int | None) -> Iterator[int]:
+    """Compute with `count` threads, or as many as before; yields their number."""
     import torch
 
     return_large_blocks()  # as in the run, where a tensor's memory is mapped again each time
     before = torch.get_num_threads()
-    if run.cluster.backend == "ray":
-        torch.set_num_threads(_worker_threads(run))
+    torch.set_num_threads(count or before)
     try:
-        yield
+        yield torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
 
