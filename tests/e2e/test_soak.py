@@ -37,7 +37,7 @@ def memory_of(run: TrainingProcess) -> int:
     [
         pytest.param({"cluster": {"backend": "in_process"}}, id="in process"),
         pytest.param(
-            {"cluster": {"backend": "ray"}, "loss_fn": {"ratio_to": "sampler"}, "rollout": {"max_staleness": 1, "ahead": 1}},
+            {"cluster": {"backend": "ray"}, "loss_fn": {"ratio_to": "sampler"}, "rollout": {"max_staleness": 2, "ahead": 2}},
             id="asynchronous over Ray",
             marks=pytest.mark.ray,
         ),
