@@ -75,14 +75,14 @@ class Variant:
 
 ADDITION = ROOT / "examples" / "grpo_addition.yaml"
 SMALL = ["grpo.max_num_steps=40", "grpo.num_prompts_per_step=32", "grpo.val_period=5"]
+PPO = ROOT / "examples" / "ppo_addition.yaml"
+PPO_STEPS = ["ppo.max_num_steps=40", "ppo.val_period=5"]
+ONE_OPTIMIZER_STEP = ["ppo.ppo_epochs=1", "policy.train_global_batch_size=256", "value.train_global_batch_size=256"]
 VARIANTS: Mapping[str, Variant] = {
     "grpo": Variant(config=ADDITION, overrides=SMALL, modes=((0, True), (1, True), (2, True), (4, True), (4, False))),
     "dynamic_sampling": Variant(config=ADDITION, overrides=[*SMALL, "grpo.use_dynamic_sampling=true"]),
-    "ppo": Variant(
-        config=ROOT / "examples" / "ppo_addition.yaml",
-        overrides=["ppo.max_num_steps=40", "ppo.val_period=5"],
-        algorithm="ppo",
-    ),
+    "ppo": Variant(config=PPO, overrides=[*PPO_STEPS, *ONE_OPTIMIZER_STEP], algorithm="ppo"),
+    "ppo_four_optimizer_steps": Variant(config=PPO, overrides=PPO_STEPS, algorithm="ppo"),
     "guess": Variant(config=HERE / "guess.yaml", overrides=["grpo.max_num_steps=30", "grpo.val_period=5"], task=TASKS["guess"]),
     "agents": Variant(
         config=HERE / "agents.yaml", overrides=["grpo.max_num_steps=20", "grpo.val_period=5"], task=TASKS["agents"]
@@ -269,10 +269,9 @@ def main() -> None:
             results[run.label] = {**facts, **summary(run, work)}
             write_results(output, results)
             print(run.label, results[run.label]["held_out"], results[run.label]["training"], flush=True)
-    runs = [run for run in runs if (run.folder(work) / "cost.json").exists()]
-    write_review(work / "review.md", [run.folder(work) for run in runs])
+    write_review(work / "review.md", [run.folder(work) for run in runs if (run.folder(work) / "cost.json").exists()])
     if not chosen.no_results:
-        draw(results, runs)
+        draw(results, [run for run in runs if run.label in results])
 
 
 if __name__ == "__main__":
