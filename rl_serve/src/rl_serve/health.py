@@ -78,6 +78,8 @@ def read_engine_state(generation: GenerationInterface, death: Exception | None =
             f"{dead} of {len(alive)} generation replicas exited, and policy.generation.max_restarts ({limit}) does not allow "
             "another restart. Check the log of the server and restart it."
         )
+    elif dead and death is not None:
+        reasons.append(f"{dead} of {len(alive)} generation replicas exited, and restarting them failed: {death}")
     if empty:
         reasons.append(
             f"Generation replica {', '.join(map(str, empty))} was restarted and has not received the weights of the run yet. "

@@ -10,6 +10,7 @@ from cluster_workers import Worker
 
 from rl_core.cluster import InProcessWorkerGroup, RayVirtualCluster, RayWorkerGroup, pending_call
 from rl_core.cluster.remote_actor import RemoteActor
+from rl_core.dispatch.worker_restarts import WorkerRestarter
 from rl_core.errors import UserError, WorkerDiedError, WorkerError
 from rl_train.weight_sync.waiting import wait_together
 
@@ -74,13 +75,19 @@ def test_a_death_in_one_group_explains_the_failure_that_another_saw_first(cluste
     trio.restart(1)
 
 
-def test_a_rank_is_not_restarted_while_one_of_another_group_is_dead(cluster, trio):
+def test_a_rank_is_not_restarted_and_not_counted_while_one_of_another_group_is_dead(cluster, trio):
+    restarter = WorkerRestarter(trio, max_restarts=1, key="max_restarts", start_s=60)
     with RayWorkerGroup(cluster, Worker, name="peers", num_workers=1) as peers:
         os.kill(peers.pids()[0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             peers.run_all("add", 1)
-        with pytest.raises(WorkerError, match=r"^rank 0 \(data=0\) of 'peers', .*has died\. Run the same command again"):
-            trio.restart(1)
+        os.kill(trio.pids()[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            trio.run_all("add", 1)
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError, match=r"^rank 0 \(data=0\) of 'peers', .*has died\. Run the same"):
+                restarter.restart_dead([{}] * 3)
+    assert restarter.count == 0
     trio.restart(1)
 
 

@@ -20,7 +20,7 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.compute_variables import compute_variables
-from rl_core.errors import DeadlineExceededError, UserError, WorkerError
+from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,6 @@ class RayWorkerGroup(WorkerGroup):
         return [actor.is_alive() for actor in self._actors]
 
     def restart(self, rank: int | None = None) -> None:
-        self._check_others()
         ranks = range(self.world_size) if rank is None else [rank]
         for one in ranks:
             self._sharding.get_worker_coords(one)
@@ -122,12 +121,11 @@ class RayWorkerGroup(WorkerGroup):
         for one, actor in actors.items():
             self._actors[one] = actor
 
-    def _check_others(self) -> None:
-        """Raise `WorkerError` if a rank of another group has died: only engines restart ranks, so this ends the run."""
+    def check_others(self) -> None:
         for group in self._cluster.tenants:
             for rank, is_alive in enumerate(group.workers_alive()):
                 if group is not self and not is_alive:
-                    raise WorkerError(f"{group.describe_rank(rank)}, has died. Run the same command again to resume.")
+                    raise WorkerDiedError(f"{group.describe_rank(rank)}, has died. Run the same command again to resume.")
 
     def shutdown(self) -> None:
         if not self._actors:

@@ -117,6 +117,9 @@ class WorkerGroup(ABC):
     def workers_alive(self) -> list[bool]:
         """For each rank, whether its process is alive."""
 
+    def check_others(self) -> None:  # noqa: B027 - a group in one process has no others
+        """Raise `WorkerDiedError` if a rank of another group has died: only engines restart ranks, so this ends the run."""
+
     @abstractmethod
     def restart(self, rank: int | None = None) -> None:
         """Restart the worker of a rank, or all workers, without their state.

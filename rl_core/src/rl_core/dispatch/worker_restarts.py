@@ -46,14 +46,14 @@ class WorkerRestarter:
             The ranks of the new workers, which have none of the old ones' state.
 
         Raises:
-            WorkerDiedError: the limit does not allow another restart; names the dead workers.
+            WorkerDiedError: the limit does not allow another restart, or a worker of another group died; names them.
             WorkerError: a new worker cannot load, or reports facts that differ from its predecessor's.
             DeadlineExceededError: the restart took longer than `start_s`.
         """
-        replaced: set[int] = set()
-        waiting: set[int] = set()
+        replaced, waiting = set[int](), set[int]()
         while (dead := self.dead()) or waiting:
             waiting.update(dead)
+            self._group.check_others()
             self._count(dead, cause)
             try:
                 for rank in dead:
