@@ -93,7 +93,18 @@ def test_a_backend_that_does_not_describe_its_memory_is_named(tmp_path):
     result = rlcore("plan", GRPO, *engine, "--gpu", "80GiB")
     assert result.returncode == 0, result.stderr
     assert "all of the engine: its backend openai does not describe its memory" in result.stdout
-    assert "time per step: not predicted for GPUs" in result.stdout
+    assert "time per step: not predicted for GPUs that are given by their size" in result.stdout
+
+
+def test_the_time_on_a_named_gpu_is_computed_and_marked():
+    code, planned = plan("--gpu", "h100", "--completion-tokens", "4")
+    step = planned["step"]
+    assert (code, planned["computed_not_run"], planned["limit"], step["gpu"]) == (0, True, 80 * 2**30, "H100")
+    assert set(step["phases"]) == {"rollout", "refit", "train", "update"}
+    assert (step["completion_tokens"], step["seconds"]) == (4, pytest.approx(sum(step["phases"].values())))
+    printed = rlcore("plan", GRPO, "--gpu", "H100").stdout
+    assert "on H100 GPUs, computed, not run on a GPU" in printed
+    assert "passes reach 40% of the peak" in printed
 
 
 @pytest.mark.slow
@@ -111,6 +122,7 @@ def test_ranks_of_megatron_are_planned_without_other_ranks():
     [
         (("--memory", "24"), "--memory 24 is not a size"),
         (("--gpu", "0GiB"), "--gpu 0GiB is not a size"),
+        (("--gpu", "h1000"), "one of: a10, a40, a100"),
         (("--gpu", "80GiB", "--memory", "24GiB"), "not both"),
         (("policy.model_name=nowhere/at/all",), "nowhere/at/all"),
         (("policy.nothing=1",), "nothing"),

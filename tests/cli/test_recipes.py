@@ -133,6 +133,7 @@ def test_hardware_is_nodes_gpus_and_the_size_of_a_gpu():
     assert parse_hardware("2x8x80GiB") == Hardware(nodes=2, gpus=8, size=80 * 2**30)
     assert parse_hardware("8 x 80GB") == Hardware(nodes=1, gpus=8, size=80 * 10**9)
     assert parse_hardware("24GiB") == Hardware(nodes=1, gpus=1, size=24 * 2**30)
-    for wrong in ("8x", "0x24GiB", "3x2x1x24GiB", "24", "8x80GiBx2"):
+    assert parse_hardware("2x8xrtx4090") == Hardware(nodes=2, gpus=8, size=24 * 2**30)
+    for wrong in ("8xh1000", "8x", "0x24GiB", "3x2x1x24GiB", "24", "8x80GiBx2"):
         with pytest.raises(UserError, match="--gpus"):
             parse_hardware(wrong)

@@ -30,7 +30,12 @@ def plan(
     overrides: Overrides = None,
     bases: Bases = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Plan for GPUs of this size, such as 80GiB.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME|SIZE",
+            help="Plan for GPUs such as h100, or of a size such as 80GiB (memory only).",
+            show_default=False,
+        ),
     ] = None,
     memory: Annotated[
         str | None,
@@ -48,7 +53,8 @@ def plan(
 ) -> None:
     """Predict the memory of a run by process, phase and part, and the time of a step, without loading weights.
 
-    The time is measured on this machine with two layers and random weights, which takes at most a few seconds.
+    For CPUs, the time is measured on this machine with two layers and random weights, which takes at most a few seconds. For
+    GPUs, it is computed from the speed of the GPU and published formulas.
 
     If the run does not fit, overrides to copy are printed, each tried by planning again. What the plan cannot know is listed.
     Exit code: 1 if the run does not fit.
@@ -56,6 +62,7 @@ def plan(
     Example:
         rlcore plan config.yaml
         rlcore plan config.yaml --memory 24GiB
+        rlcore plan config.yaml --gpu h100
         rlcore plan config.yaml --gpu 80GiB policy.activation_checkpointing=true
         rlcore plan config.yaml --prompt-tokens 100 --completion-tokens 300
         rlcore plan config.yaml --json
@@ -63,6 +70,7 @@ def plan(
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
     from rl_train.config.loader import load_config
+    from rl_train.plan.gpus import Gpu, parse_gpu
     from rl_train.plan.machine import available_memory
     from rl_train.plan.planner import plan_memory
     from rl_train.plan.suggestions import suggest
@@ -70,7 +78,9 @@ def plan(
 
     if gpu is not None and memory is not None:
         raise typer.BadParameter("give --gpu or --memory, not both.", param_hint="--gpu")
-    limit = parse_size(gpu, "--gpu") if gpu else parse_size(memory, "--memory") if memory else available_memory()
+    hardware = parse_gpu(gpu, "--gpu") if gpu else parse_size(memory, "--memory") if memory else available_memory()
+    known = hardware if isinstance(hardware, Gpu) else None
+    limit = hardware.memory if isinstance(hardware, Gpu) else hardware
     registry = Registry(discover())
     files, changes = config_files(config, bases, overrides)
 
@@ -84,7 +94,8 @@ def plan(
     if not first.fits:
         print("the run does not fit; looking for overrides", file=sys.stderr)
     suggestion = None if first.fits else suggest(run, registry, first, lambda more: plan_of(load(more)))
-    step = None if gpu else plan_time(run, registry, prompt=prompt_tokens, completion=completion_tokens)
+    timed = known is not None or gpu is None
+    step = plan_time(run, registry, gpu=known, prompt=prompt_tokens, completion=completion_tokens) if timed else None
     if as_json:
         print(json.dumps(_values(first, suggestion, step), indent=2))
     else:
@@ -114,6 +125,8 @@ def _values(planned: MemoryPlan, suggestion: Suggestion | None, step: TimePlan |
             "completion_tokens": step.completion,
             "not_predicted": step.not_predicted,
             "load_per_cpu": step.load,
+            "gpu": step.gpu,
+            "assumed": step.assumed,
         },
         "suggestion": None
         if suggestion is None
@@ -164,14 +177,17 @@ def _described_suggestion(planned: MemoryPlan, suggestion: Suggestion) -> list[s
 
 def _described_time(step: TimePlan | None) -> list[str]:
     if step is None:
-        return ["time per step: not predicted for GPUs"]
+        return ["time per step: not predicted for GPUs that are given by their size; name the GPU: --gpu h100"]
     phases = ", ".join(f"{phase} {_seconds(value)}" for phase, value in step.phases.items())
     if step.seconds is None:
         lines = [f"time per step: not predicted. {name}: {reason}" for name, reason in step.not_predicted.items()]
         return [*lines, *([f"  predicted: {phases}"] if phases else [])]
-    lines = [f"time per step: about {_seconds(step.seconds)} on CPUs like those of this machine ({phases})"]
+    hardware = "CPUs like those of this machine" if step.gpu is None else f"{step.gpu} GPUs, computed, not run on a GPU"
+    lines = [f"time per step: about {_seconds(step.seconds)} on {hardware} ({phases})"]
     if step.completion:
         lines.append(f"  if prompts have {step.prompt} and completions {step.completion} tokens, in one turn")
+    if step.gpu is not None:
+        return [*lines, *(f"  {text}" for text in step.assumed)]
     lines.append("  without environments, validation, checkpoints and communication between ranks")
     busy = f"  This machine is busy (load {step.load:.1f} per CPU), so the time may be too long: plan again when it is idle."
     return [*lines, *([busy] if step.load > _BUSY else [])]

@@ -20,15 +20,17 @@ from transformers import PreTrainedModel
 
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
+from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import DTYPES, checkpoint_activations, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.sampling.cache_budget import token_bytes
+from rl_backends_hf.sampling.cache_budget import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
+from rl_core.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
@@ -58,6 +60,11 @@ _STATE_BYTES: Final = {
 of 8 bits with a float32 scale for each block of 256 (https://arxiv.org/abs/2110.02861)."""
 
 
+_GPU_LAYER_S: Final = 1 / 25.5 / 32
+"""Assumed minimum seconds of a layer in a step of sampling on a GPU, whose operations Python starts one by one: 25.5 tokens per
+second with the 32 layers of Llama-2-7B, not compiled (https://pytorch.org/blog/accelerating-generative-ai-2/)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
     """Numbers of weights, and of those that are trained."""
@@ -75,9 +82,20 @@ class PolicyMemory:
 
     libraries = _LIBRARIES
     """Bytes of a process after its imports."""
+    stages = 1
+    """Number of pipeline stages."""
 
     def __init__(self, config: HFPolicyConfig) -> None:
         self._config = config
+
+    def matrix_sizes(self) -> dict[str, float]:
+        """Sizes of the matrices; see `rl_backends_hf.matrix_sizes`."""
+        config = self._config
+        if config.hf_cfg.load_in_4bit or config.hf_cfg.load_in_8bit:
+            raise NotSupportedError("the speed of quantized weights is unknown")
+        model = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
+        adapt(model, config)
+        return matrix_sizes(model)
 
     def by_phase(
         self,
@@ -173,10 +191,7 @@ class EngineMemory:
             shares_weights: whether it computes with the policy's tensors.
         """
         config, options = self._config, self._config.hf_cfg
-        assert config.model_name is not None
-        dtype = DTYPES[options.precision or "float32"]
-        model = model_without_weights(config.model_name, options=options).to(dtype)
-        weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        model, weights = self._model()
         longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
         per_token, together = token_bytes(model), rows_together(config, model, rows=rows, longest=longest)
         vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -184,6 +199,21 @@ class EngineMemory:
         if not on_gpu:
             rollout["packed weights"] = packed_bytes(model, steps=config.max_new_tokens)
         return {"held": {} if shares_weights else {"weights": weights}, "rollout": rollout}
+
+    def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
+        """What a step of sampling reads on a GPU; see `EngineMemory` in `rl_train.plan.planner`."""
+        model, weights = self._model()
+        free = SHARE_OF_FREE_MEMORY * max(0, limit - weights)
+        together = min(rows_together(self._config, model, rows=rows, longest=length), int(free / length / token_bytes(model)))
+        step_s = depth_of(model) * _GPU_LAYER_S
+        return {"rows": max(1, together), "weights": weights, "token": token_bytes(model), "step_s": step_s}
+
+    def _model(self) -> tuple[PreTrainedModel, int]:
+        """The model without weights, and the bytes of its weights."""
+        options = self._config.hf_cfg
+        assert self._config.model_name is not None
+        model = model_without_weights(self._config.model_name, options=options).to(DTYPES[options.precision or "float32"])
+        return model, sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize
 
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""

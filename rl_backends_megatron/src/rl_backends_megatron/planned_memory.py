@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rl_backends_megatron.cpu_shim import check_megatron, cpu_shim
 from rl_backends_megatron.families import family_of
 from rl_backends_megatron.hf_folder import find_folder, read_config
-from rl_backends_megatron.model import DTYPES, Chunks, build_chunks
+from rl_backends_megatron.matrix_sizes import matrix_sizes
+from rl_backends_megatron.model import DTYPES, Chunks, build_chunks, is_tied
 from rl_backends_megatron.model_inputs import Microbatcher, ModelInput
 from rl_backends_megatron.parallel import Ranks, create_groups, leave
 from rl_backends_megatron.scalar_head import with_scalar_head
@@ -75,6 +76,22 @@ class PolicyMemory:
                 phases["train"]["activations"] *= self._config.megatron_cfg.pipeline_model_parallel_size
             phases["update"] = {}
         return phases
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self._config.megatron_cfg.pipeline_model_parallel_size
+
+    def matrix_sizes(self) -> dict[str, float]:
+        """Sizes of the matrices of the whole model; see `rl_backends_megatron.matrix_sizes`."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.hf)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if self._config.head == "scalar":
+            shapes.pop("lm_head.weight", None)
+        return matrix_sizes(shapes, self.hf, tied=is_tied(self.hf, self._config))
 
     def shares_prefixes(self, *, on_gpu: bool) -> bool:
         """False: rows of the same prompt are computed separately."""

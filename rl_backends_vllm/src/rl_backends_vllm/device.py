@@ -154,8 +154,8 @@ def _head_dim(hf_config: Any) -> int:
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
-def row_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
-    """Bytes of the keys and values of one row at full length in one process, in whole blocks.
+def token_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
+    """Bytes of the keys and values of one token in one process.
 
     Args:
         config: the section.
@@ -164,9 +164,19 @@ def row_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
     text = hf_config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     itemsize = 4 if config.precision == "float32" else 2
-    token: int = 2 * text.num_hidden_layers * heads * _head_dim(hf_config) * itemsize // config.processes
-    length = config.max_model_len or text.max_position_embeddings
-    return token * (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
+    size: int = 2 * text.num_hidden_layers * heads * _head_dim(hf_config) * itemsize // config.processes
+    return size
+
+
+def row_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:
+    """Bytes of the keys and values of one row at full length in one process, in whole blocks.
+
+    Args:
+        config: the section.
+        hf_config: the model's configuration.
+    """
+    length = config.max_model_len or hf_config.get_text_config(decoder=True).max_position_embeddings
+    return token_kv_bytes(config, hf_config) * (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
 
 
 def cpu_kv_bytes(config: VllmEngineConfig, hf_config: Any) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from rl_backends_vllm.device import cpu_kv_bytes, row_kv_bytes
+from rl_backends_vllm.device import cpu_kv_bytes, row_kv_bytes, token_kv_bytes
 from rl_backends_vllm.model_folder import read_config
 
 if TYPE_CHECKING:
     from rl_backends_vllm.config import VllmConfig
+
+
+_LARGE: Final = 70 * 2**30
+"""Bytes of a GPU from which on vLLM 0.32 decodes 1024 rows together by default, not 256; its exception for the A100 is not
+considered."""
 
 
 class EngineMemory:
@@ -62,6 +67,16 @@ class EngineMemory:
             # vLLM does not start if its share is too small, so the GPU would have to be larger.
             unused = 0 if size > row else int((weights + row) * (1 / share - 1))
         return {"held": {"weights": weights}, "rollout": {"keys and values": size, "outside the engine's share": unused}}
+
+    def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
+        """What a step of sampling reads on a GPU; see `EngineMemory` in `rl_train.plan.planner`."""
+        vllm_cfg = self._config.vllm_cfg
+        hf_config = read_config(str(self._config.model_name), trust_remote_code=vllm_cfg.trust_remote_code)
+        phases = self.by_phase(rows=rows, prompt=length, on_gpu=True, limit=limit, shares_weights=False)
+        token = token_kv_bytes(vllm_cfg, hf_config)
+        most = vllm_cfg.max_num_seqs or (1024 if limit >= _LARGE else 256)
+        together = max(1, min(rows, most, phases["rollout"]["keys and values"] // (length * token)))
+        return {"rows": together, "weights": phases["held"]["weights"], "token": token, "step_s": 0.0}
 
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""

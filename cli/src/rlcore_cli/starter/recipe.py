@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from rl_core.errors import ConfigError
-from rl_train.sizes import format_size, parse_size
+from rl_train.sizes import format_size
 
 if TYPE_CHECKING:
     from rl_core.plugins.registry import Registry
@@ -77,16 +77,19 @@ class Recipe:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Hardware such as `24GiB`, `8x80GiB` or `2x8x80GiB`: nodes, GPUs of a node, memory of a GPU.
+    """Hardware such as `24GiB`, `8xh100` or `2x8x80GiB`: nodes, GPUs of a node, memory or name of a GPU.
 
     Raises:
-        ConfigError: It has another form.
+        UserError: It has another form.
     """
-    matched = re.fullmatch(r"(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([\d.]+\s*[a-zA-Z]+)", text.strip())
+    from rl_train.plan.gpus import Gpu, parse_gpu
+
+    matched = re.fullmatch(r"(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?(\S.*)", text.strip())
     numbers = (1, 1) if matched is None else (int(matched[1] or 1), int(matched[2] or 1))
     if matched is None or 0 in numbers:
         raise ConfigError(f"--gpus {text} is not a number of GPUs with their size. Write [[NODES x] GPUS x] SIZE: 2x8x80GiB.")
-    return Hardware(nodes=numbers[0], gpus=numbers[1], size=parse_size(matched[3], "--gpus"))
+    gpu = parse_gpu(matched[3], "--gpus")
+    return Hardware(nodes=numbers[0], gpus=numbers[1], size=gpu.memory if isinstance(gpu, Gpu) else gpu)
 
 
 def fit(values: Mapping[str, Any], hardware: Hardware, registry: Registry, *, model: str) -> Recipe:

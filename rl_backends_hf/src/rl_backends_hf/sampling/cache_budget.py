@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-_SHARE_OF_FREE_MEMORY: Final = 0.8
+SHARE_OF_FREE_MEMORY: Final = 0.8
 """The rest of a GPU's memory is for the prompts that are being computed, activations and logits."""
 
 
@@ -36,7 +36,7 @@ class CacheBudget:
         """Read the free memory of the GPU, if the limit depends on it; to be called while there are no keys and values."""
         if self._given is None and self._device.type == "cuda":
             unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-            self._max_bytes = int(_SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(self._device)[0] + unused))
+            self._max_bytes = int(SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(self._device)[0] + unused))
 
     def rows(self, *, longest: int) -> int:
         """Number of rows of at most `longest` tokens that may be decoded together; at least one."""

@@ -59,6 +59,13 @@ class ModelMemory(Protocol):
     def shares_prefixes(self, *, on_gpu: bool) -> bool:
         """Whether rows of the same prompt compute its common prefix once."""
 
+    def matrix_sizes(self) -> Mapping[str, float]:
+        """Numbers of weights that a token is multiplied with, by kind; see `rl_train.metrics.model_flops`."""
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+
     @property
     def is_shared(self) -> bool:
         """Whether an engine in the same process can compute with its tensors."""
@@ -81,6 +88,13 @@ class EngineMemory(Protocol):
 
     def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool) -> Mapping[str, Parts]:
         """Bytes of one process by phase (`held`, `rollout`, `refit`) and part; `limit`: size of a GPU, None if unknown."""
+
+    def decoding(self, *, rows: int, length: int, limit: int) -> Mapping[str, float]:
+        """What a step of sampling reads on a GPU of `limit` bytes, in one process.
+
+        `rows`: how many of the rows, of `length` tokens, are decoded together; `weights`: bytes of the weights; `token`: bytes
+        of the keys and values of a token; `step_s`: minimum seconds of a step.
+        """
 
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""

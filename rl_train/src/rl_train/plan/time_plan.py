@@ -1,4 +1,4 @@
-"""Predicts the time of a step on CPUs like those of this machine. Backends time a small model; this module counts passes."""
+"""Predicts the time of a step. On CPUs, backends time a small model; on GPUs, it is computed. This module counts passes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from rl_train.assembly.losses import loss_of
 from rl_train.config.optimizer_steps import OptimizerSteps, optimizer_steps
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
+from rl_train.plan.gpu_time import assumptions, gpu_planner
+from rl_train.plan.gpus import Gpu
 from rl_train.plan.planner import memory_planner, planner_of, ranks_of, replicas_of, resolved
 from rl_train.plan.rows import longest_prompt, longest_row, microbatch, rows_of_step
 
@@ -28,6 +30,8 @@ _BUSY: Final = 0.5
 """Load per CPU above which threads may have to wait for other processes."""
 _COPIED_PER_S: Final = 1e9
 """Bytes of weights that a refit between two processes transfers and checks per second; an assumption, not measured."""
+_Find = Callable[[str, PolicyConfig | GenerationConfig], Any]
+"""Returns the `ModelTime` or `EngineTime` of a kind of section."""
 
 
 class ModelTime(Protocol):
@@ -68,6 +72,8 @@ class TimePlan:
         completion: Assumed tokens of each completion.
         not_predicted: Phases without a prediction, each with the reason.
         load: Processes that wanted to compute when it was measured, per CPU of this machine.
+        gpu: Name of the GPU that it was computed for; None if it was measured on CPUs.
+        assumed: What a computed time assumes and leaves out, one sentence fragment each.
     """
 
     phases: Mapping[str, float]
@@ -75,6 +81,8 @@ class TimePlan:
     completion: int
     not_predicted: Mapping[str, str]
     load: float
+    gpu: str | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float | None:
@@ -82,26 +90,33 @@ class TimePlan:
         return None if self.not_predicted else sum(self.phases.values())
 
 
-def plan_time(run: RunConfig, registry: Registry, *, prompt: int | None = None, completion: int | None = None) -> TimePlan:
-    """The time of a step on CPUs like those of this machine, without environments, validation and checkpoints.
+def plan_time(
+    run: RunConfig, registry: Registry, *, gpu: Gpu | None = None, prompt: int | None = None, completion: int | None = None
+) -> TimePlan:
+    """The time of a step, without environments, validation and checkpoints.
 
     Args:
         run: The config.
         registry: Used to look up backends and the loss.
+        gpu: Computes the time on GPUs like this one; by default, it is measured on the CPUs of this machine.
         prompt: Tokens of each prompt; by default as many as leave room for the completion.
         completion: Tokens of each completion; at most, and by default, `max_new_tokens`.
     """
-    run = _with_lengths(resolved(run, on_gpu=False), prompt, completion)
+    longest = 0 if run.policy.generation is None else min(run.policy.generation.max_new_tokens, longest_row(run) - 1)
+    run = _with_lengths(resolved(run, on_gpu=gpu is not None), prompt, completion)
     generation = run.policy.generation
+    find: _Find = partial(_planner, registry)
+    if gpu is not None:
+        find = partial(gpu_planner, run, registry, gpu, longest)
     phases, reasons = dict[str, float](), dict[str, str]()
     components: dict[str, Callable[[], Mapping[str, float]]] = {}
     if generation is not None and run.algorithm.runtime_needs.samples:
-        components["rollout"] = partial(_sampling, run, registry, generation)
+        components["rollout"] = partial(_sampling, run, registry, generation, find, on_gpu=gpu is not None)
     for name, model in models_of(run).items():
-        components[f"passes of {name}"] = partial(_passes, run, registry, name, model)
+        components[f"passes of {name}"] = partial(_passes, run, registry, name, model, find, on_gpu=gpu is not None)
     for name, measure in components.items():
         try:
-            phases |= _measured(run, measure)
+            phases |= _measured(run, measure) if gpu is None else measure()
         except NotSupportedError as error:
             reasons[name] = str(error)
     if run.rollout.max_staleness:
@@ -115,6 +130,8 @@ def plan_time(run: RunConfig, registry: Registry, *, prompt: int | None = None, 
         completion=0 if generation is None else generation.max_new_tokens,
         not_predicted=reasons,
         load=_load(),
+        gpu=None if gpu is None else gpu.name,
+        assumed=() if gpu is None else assumptions(gpu),
     )
 
 
@@ -167,27 +184,30 @@ def _worker_threads(run: RunConfig) -> int:
     return run.cluster.cpus_per_worker or max(1, (os.cpu_count() or 1) // run.cluster.workers_per_node)
 
 
-def _sampling(run: RunConfig, registry: Registry, section: GenerationConfig) -> dict[str, float]:
+def _sampling(run: RunConfig, registry: Registry, section: GenerationConfig, find: _Find, *, on_gpu: bool) -> dict[str, float]:
     """Seconds of sampling and of a refit."""
     rollouts = run.algorithm.runtime_needs.rollouts
     assert rollouts is not None
-    planner = _planner(registry, "generation", section)
-    replicas = replicas_of(run, section, processes=1)
+    planner = find("generation", section)
+    policy, memory = (memory_planner(registry, *given) for given in (("policy", run.policy), ("generation", section)))
+    replicas = replicas_of(run, section, processes=memory.processes if on_gpu else 1)
     prompts, each = -(-rollouts.prompts_per_draw // replicas), rollouts.samples_per_prompt
     lengths = {"prompt": longest_prompt(run), "completion": section.max_new_tokens}
     found = {"rollout": rollouts.sampled_fraction * planner.seconds(rows=prompts * each, prompts=prompts, **lengths)}
-    policy, memory = (memory_planner(registry, *given) for given in (("policy", run.policy), ("generation", section)))
     if memory is not None and (run.cluster.backend == "ray" or policy is None or not policy.is_shared):
         held = memory.by_phase(rows=1, prompt=1, on_gpu=False, limit=None, shares_weights=False)["held"]
-        found["refit"] = held["weights"] / _COPIED_PER_S
+        found["refit"] = planner.refit() if on_gpu else held["weights"] / _COPIED_PER_S
     return found
 
 
-def _passes(run: RunConfig, registry: Registry, name: str, model: PolicyConfig) -> dict[str, float]:
+def _passes(
+    run: RunConfig, registry: Registry, name: str, model: PolicyConfig, find: _Find, *, on_gpu: bool
+) -> dict[str, float]:
     """Seconds of a model's passes and optimizer steps."""
     steps = None if model.frozen else optimizer_steps(run, name)
     if steps is None and not model.frozen:
         raise NotSupportedError(f"{run.algorithm_name} does not declare its number of optimizer steps")
+    planner = find("policy", model)
     batch, rollouts = microbatch(run, model, training=not model.frozen), run.algorithm.runtime_needs.rollouts
     length, tokens = min(longest_row(run), model.max_total_sequence_length), batch.rows * batch.length
     rows, scored = max(1, tokens // length), tokens
@@ -196,12 +216,11 @@ def _passes(run: RunConfig, registry: Registry, name: str, model: PolicyConfig) 
         prompt = min(longest_prompt(run), length - 1)
         scored = rows * (length - prompt)
         shared = scored + prompt * -(-rows // rollouts.samples_per_prompt)
-        if memory_planner(registry, "policy", model).shares_prefixes(on_gpu=False) and shared <= MAX_SHARE * tokens:
+        if memory_planner(registry, "policy", model).shares_prefixes(on_gpu=on_gpu) and shared <= MAX_SHARE * tokens:
             tokens = shared
-    planner = _planner(registry, "policy", model)
     together = {"ranks": ranks_of(run), "microbatches": count / (1 if steps is None else steps.per_pass)}
     seconds = planner.seconds(tokens=tokens, scored=scored, length=length, training=steps is not None, **together)
-    ranks = min(ranks_of(run), run.cluster.workers_per_node)
+    ranks = 0 if on_gpu else min(ranks_of(run), run.cluster.workers_per_node)
     count *= max(1.0, ranks * _worker_threads(run) / (os.cpu_count() or 1))  # ranks that share cores
     times = dict.fromkeys(_scoring(run, registry, name, steps), count * seconds["score"])
     if steps is not None:
