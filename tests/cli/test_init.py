@@ -11,6 +11,8 @@ import pytest
 import yaml
 from command_line import rlcore
 
+from rlcore_cli.starter.row_format import has_system_messages, recognize
+
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
 SUMS = [(a, a + 7, 2 * a + 7) for a in range(10, 60)]
 FORMATS = {
@@ -167,6 +169,42 @@ def test_rows_of_no_known_format_are_refused_with_their_fields(tmp_path):
     assert "Antwort: int, missing in 1 of 2 rows" in done.stderr
     assert "--question" in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["sums.jsonl", "sums.json"])
+def test_a_prompt_that_leaves_no_room_for_a_completion_is_named(tmp_path, name):
+    rows = [*FORMATS["numbers"], {"question": "+".join(["11"] * 200) + "=", "expected_answer": "2200"}]
+    path = tmp_path / name
+    path.write_text(json.dumps(rows)) if path.suffix == ".json" else write(path, rows)
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 2
+    location = f"{path}:51" if path.suffix == ".jsonl" else f"{path}, row 51"
+    assert f"error: {location} has 600 tokens and {MODEL} reads 128, which leaves no room" in done.stderr
+    assert "Token indices" not in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_empty_answers_are_reported_and_do_not_change_the_environment(tmp_path):
+    rows = [*FORMATS["numbers"], {"question": "1+1=", "expected_answer": ""}]
+    path = write(tmp_path / "sums.jsonl", rows)
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert "Empty answers (expected_answer): 1 of 51 rows, the first is row 51." in done.stdout
+    assert "math" in yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())["env"]
+
+
+def test_no_system_prompt_is_added_to_rows_that_have_one(tmp_path):
+    system = {"role": "system", "content": "1+1=2"}
+    rows = [{"messages": [system, *row["messages"]], "answer": row["messages"][1]["content"]} for row in FORMATS["messages"]]
+    form = recognize(rows, "chats.jsonl")
+    assert has_system_messages(rows, form)
+    assert not has_system_messages(FORMATS["messages"], recognize(FORMATS["messages"], "chats.jsonl"))
+    done = rlcore("init", write(tmp_path / "chats.jsonl", rows), "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())
+    assert "Prompt: as in the rows, because they have system messages" in done.stdout
+    assert "prompt" not in config["data"]
+    assert config["env"]["math"] == {"require_box": False}
 
 
 def test_fields_can_be_named(tmp_path):

@@ -99,7 +99,8 @@ def _described(view: DatasetView) -> list[str]:
     measured = len(view.lengths)
     of_all = "" if measured == view.rows else f" of {measured} evenly spaced rows"
     lines += ["", f"  tokens per row{of_all}, limit {view.limit}:", *_histogram(view.lengths)]
-    lines += [f"  too long: {_share(view.too_long, measured)}"]
+    longest = f", the longest is {view.longest_row}" if view.too_long else ""
+    lines += [f"  too long: {_share(view.too_long, measured)}{longest}"]
     if total := sum(view.unknown):
         lines += [
             f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {counted(total, 'token')}.",

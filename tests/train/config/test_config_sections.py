@@ -224,6 +224,11 @@ WRONG_IN_GOOD = {
         "config.yaml:12:3: env.climate: No environment named 'climate'. Installed: .... (A task may have any name: set "
         "`name:` or `env_cls:` to choose its environment, or `reward_fn:`.)"
     ],
+    ("arithmetic: {}", "sums: {reward_funcs: [rewards.correct], reward_weights: {}}"): [
+        "config.yaml:12:3: env.sums: No environment named 'sums'. Installed: .... (A task may have any name: set "
+        "`name:` or `env_cls:` to choose its environment, or `reward_fn:`.) Did you mean 'reward_fns' instead of "
+        "'reward_funcs'?"
+    ],
     ("arithmetic: {}", "arithmetic: {env_cls: a.B}"): [
         "config.yaml:12:25: env.arithmetic.env_cls: Environment 'a.B' cannot be imported: there is no package 'a'. Install it, "
         "or put its folder on PYTHONPATH.",

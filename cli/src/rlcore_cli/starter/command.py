@@ -131,8 +131,10 @@ def _files(
     from rlcore_cli.starter.config_values import Starter, are_mathematical
     from rlcore_cli.starter.data_file import json_lines_text
     from rlcore_cli.starter.reward_files import reward_files
+    from rlcore_cli.starter.row_format import has_system_messages
 
-    answers = [row[form.answer_key] for row in train.rows] if form.answer_key is not None else []
+    key = form.answer_key
+    answers = [row[key] for row in train.rows if str(row[key]).strip()] if key is not None else []
     is_math = not own_reward and ("record_fn" in form.keys or are_mathematical(answers)) and _has_math()
     files = {_converted_name(file): json_lines_text(file.rows) for file in (train, validation) if file and file.converted}
     starter = _measured(
@@ -149,6 +151,7 @@ def _files(
             is_small=False,
             longest_row=1,
             positions=None,
+            has_system_messages=has_system_messages(train.rows, form),
             run_name=train.path.stem if output.resolve() == Path.cwd() else output.resolve().name,
         ),
         train,
@@ -203,10 +206,12 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     if any(view.unknown_in_prompt for view in views):
         return _measured(replace(starter, reads_requests=False), train, validation, model=model)
     limit = position_limit(model)
+    longest = max(views, key=lambda view: max(view.lengths))
     return replace(
         starter,
         is_small=has_few_parameters(read_model_config(model)),
-        longest_row=max(length for view in views for length in view.lengths),
+        longest_row=max(longest.lengths),
+        longest_location=_in_given_file(longest.longest_row, train, validation),
         positions=None if limit is None else limit.tokens,
     )
 
@@ -226,6 +231,15 @@ def _readable(train: DataFile, validation: DataFile | None) -> Iterator[tuple[Ma
             return {"dataset_name": file.dataset, "path": str(path)}
 
         yield source(train, "train"), None if validation is None else source(validation, "validation")
+
+
+def _in_given_file(location: str, *files: DataFile | None) -> str:
+    """The location of a row; a row of a converted file, which was read from a temporary folder, by its number."""
+    path, _, line = location.rpartition(":")
+    for name, file in zip(("train", "validation"), files, strict=True):
+        if file is not None and file.converted and Path(path).name == f"{name}.jsonl":
+            return f"{file.path}, row {line}"
+    return location
 
 
 def _has_math() -> bool:
@@ -276,7 +290,7 @@ def _reject_existing(names: Iterable[str], folder: Path) -> None:
 
 def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[str, str], output: Path) -> None:
     from rlcore_cli.starter.config_values import FEWEST_ROWS
-    from rlcore_cli.starter.row_format import ANSWERS
+    from rlcore_cli.starter.row_format import ANSWERS, empty_answers
 
     config = output / _CONFIG
     print(f"{train.path}: {counted(len(train.rows), 'row')}, each {form.name}")
@@ -285,12 +299,19 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
         print(f"Answers: none, because no field is named {', '.join(ANSWERS)} (fields: {', '.join(train.rows[0])})")
         if len(train.rows[0]) > 2:
             print("If the rows are preference pairs, name their fields: --question FIELD --chosen FIELD --rejected FIELD")
+    if empty := empty_answers(train.rows, form):
+        print(
+            f"Empty answers ({form.answer_key}): {len(empty)} of {len(train.rows)} rows, the first is row {empty[0]}. "
+            "Remove these rows: only an empty completion could match."
+        )
     others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
     print(f"Algorithm: {starter.algorithm}" + (f" (also possible: {others})" if others else ""))
     if not starter.reads_requests:
         print(
             "Prompt: none, because the model's tokenizer has no tokens for its words; the model reads the questions as they are"
         )
+    elif starter.samples and form.answer_key is not None and starter.has_system_messages:
+        print("Prompt: as in the rows, because they have system messages; none is added that asks for the answer in a format")
     if not starter.validates:
         print(f"Validation: none, because fewer than {FEWEST_ROWS} rows are not split (--validation FILE names held-out rows)")
     check = f"rlcore check env {starter.task} --config {config}" if starter.samples else f"rlcore validate {config} --deep"

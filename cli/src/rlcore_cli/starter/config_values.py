@@ -36,7 +36,7 @@ COMMENTS = {
     "data.split.validation": "chance of each row to be held out and never trained on",
     "data.prompt.prompt_config": "asks for the answer in \\boxed{}, which `math` reads",
     "data.prompt.system_prompt": "what the reward function reads",
-    "env.math.require_box": "the tokenizer has no tokens for a prompt that asks for \\boxed{}",
+    "env.math.require_box": "no prompt asks for \\boxed{}",
     "checkpointing.save_period": "steps between checkpoints; a stopped run continues from the last one",
     "logger.run_name": "name of the folder in `runs`",
 }
@@ -66,17 +66,26 @@ class Starter:
     """Whether the model has less than a billion parameters."""
     longest_row: int
     """Number of tokens of the longest prompt, conversation or answer."""
+    longest_location: str = ""
+    """Location of that row; empty if it was not measured."""
     positions: int | None
     """Most tokens that the model reads; None if unknown."""
     run_name: str
     """Name of the run."""
     reads_requests: bool = True
     """Whether the tokenizer has tokens for a prompt that asks for the answer in a format."""
+    has_system_messages: bool = False
+    """Whether conversations of the data begin with a system message, which one of the config would not replace."""
 
     @property
     def samples(self) -> bool:
         """Whether the algorithm samples completions and scores them."""
         return self.algorithm == "grpo"
+
+    @property
+    def asks_for_format(self) -> bool:
+        """Whether the config may add a prompt that asks for the answer in a format."""
+        return self.reads_requests and not self.has_system_messages
 
     @property
     def validates(self) -> bool:
@@ -113,7 +122,7 @@ def config_values(starter: Starter) -> dict[str, Any]:
     values: dict[str, Any] = {starter.algorithm: _algorithm(starter), "policy": _policy(starter), "data": _data(starter)}
     if starter.samples:
         section: dict[str, Any] = (
-            ({} if starter.reads_requests else {"require_box": False})
+            ({} if starter.asks_for_format else {"require_box": False})
             if starter.math
             else {"reward_fn": reward_function(has_answers=starter.form.answer_key is not None)}
         )
@@ -152,8 +161,8 @@ def _policy(starter: Starter) -> dict[str, Any]:
         room = NEW_TOKENS if starter.positions is None else starter.positions - starter.longest_row - 1
         if room < 1:
             raise ConfigError(
-                f"The longest prompt has {starter.longest_row} tokens and {starter.model} reads {starter.positions}, which "
-                "leaves no room for a completion. Remove the longest rows (`rlcore data show`), or use a model that reads more."
+                f"{starter.longest_location} has {starter.longest_row} tokens and {starter.model} reads {starter.positions}, "
+                "which leaves no room for a completion. Remove the rows that are this long, or use a model that reads more."
             )
         new_tokens = min(NEW_TOKENS, room)
         limit += new_tokens
@@ -171,7 +180,7 @@ def _data(starter: Starter) -> dict[str, Any]:
         data["validation"] = _dataset(starter, starter.validation)
     elif starter.validates:
         data["split"] = {"validation": _held_out(starter.rows)}
-    takes_prompt = starter.samples and starter.form.answer_key is not None and starter.reads_requests
+    takes_prompt = starter.samples and starter.form.answer_key is not None and starter.asks_for_format
     if (
         takes_prompt
         and starter.math

@@ -140,7 +140,7 @@ def _messages(rows: Sequence[Row]) -> RowFormat | None:
         return None
     if not all(isinstance(message, Mapping) and "role" in message for row in rows for message in row["messages"]):
         return None
-    answer = next((name for name in ANSWERS if _all_have(rows, name, str, int, float)), None)
+    answer = _answer_field(rows)
     ends = all(row["messages"][-1]["role"] == "assistant" for row in rows)
     if answer is None and not ends:
         return RowFormat(
@@ -169,7 +169,7 @@ def _questions(rows: Sequence[Row]) -> RowFormat | None:
     question = next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
     if question is None:
         return None
-    answer = next((name for name in ANSWERS if _all_have(rows, name, str, int, float)), None)
+    answer = _answer_field(rows)
     response = next((name for name in _RESPONSES if _all_have(rows, name, str, list)), None)
     return _question_format(question, answer, response)
 
@@ -183,6 +183,27 @@ _FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
     _questions,
 )
 """In the order in which they are tried: a later format may accept the rows of an earlier one."""
+
+
+def empty_answers(rows: Sequence[Row], form: RowFormat) -> list[int]:
+    """The numbers of the rows, from 1, whose expected answer is empty."""
+    key = form.answer_key
+    return [] if key is None else [number for number, row in enumerate(rows, start=1) if not str(row[key]).strip()]
+
+
+def has_system_messages(rows: Sequence[Row], form: RowFormat) -> bool:
+    """Whether the messages of a row begin with a system message."""
+    prompts = [row.get(form.keys.get("input_key") or "question") for row in rows]
+    firsts = [prompt[0] for prompt in prompts if isinstance(prompt, list) and prompt]
+    return any(isinstance(first, Mapping) and first.get("role") in ("system", "developer") for first in firsts)
+
+
+def _answer_field(rows: Sequence[Row]) -> str | None:
+    """The field with the expected answers: preferably without empty values, else empty in less than half of the rows."""
+    named = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
+    empty = {name: sum(row[name] == "" for row in rows) for name in named}
+    best = min(named, key=lambda name: empty[name] > 0, default=None)
+    return best if best is not None and 2 * empty[best] < len(rows) else None
 
 
 def _all_have(rows: Sequence[Row], name: str, *kinds: type) -> bool:

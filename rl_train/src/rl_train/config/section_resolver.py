@@ -16,7 +16,7 @@ from rl_core.config.introspection import Model
 from rl_core.config.schema import ClusterConfig
 from rl_core.config.source_tree import KeyPath, Node
 from rl_core.errors import PluginError
-from rl_core.plugins.component import Component, Kind, is_path
+from rl_core.plugins.component import Component, Kind, is_path, nearest
 from rl_core.plugins.registry import Registry
 from rl_train.config import schema
 from rl_train.config.algorithm import AlgorithmPathConfig, choose_algorithm, report_unknown_section
@@ -190,6 +190,8 @@ class _SectionResolver:
             hint = ""
             if slot.kind is Kind.ENVIRONMENT and key is None:
                 hint = " (A task may have any name: set `name:` or `env_cls:` to choose its environment, or `reward_fn:`.)"
+                keys = {written: nearest(str(written), slot.selected_by, cutoff=0.7) for written in self._values_at(path) or {}}
+                hint += "".join(f" Did you mean {meant!r} instead of {written!r}?" for written, meant in keys.items() if meant)
             self._problems.add(f"{error}{hint}", location=location, path=where)
             return None
 

@@ -11,7 +11,7 @@ from rl_train.assembly.data import Source, conversation_loader, preference_loade
 from rl_train.assembly.preparation import Preparation
 from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import RunConfig
-from rl_train.data.holdout import prompt_digest
+from rl_train.data.holdout import prompt_digest, row_location
 from rl_train.prompts.prompt_files import read_prompt
 
 _UNLIMITED = 1_000_000_000
@@ -41,6 +41,8 @@ class DatasetView:
     rows: int
     lengths: tuple[int, ...]
     """Length in tokens of each measured row; of a pair, the length of its longer conversation."""
+    longest_row: str
+    """Location of the longest measured row."""
     unknown_token: str | None
     """The token that stands for text that the tokenizer cannot represent; None if it has no such token."""
     unknown: tuple[int, ...]
@@ -80,13 +82,15 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
         is_training = name == "train"
         reader = _RowMeasure(prepared, source, is_training=is_training)
         digests = _digests(source)
-        lengths, unknown = zip(*(reader.measured(index) for index in _spaced(len(digests), measured)), strict=True)
+        indices = _spaced(len(digests), measured)
+        lengths, unknown = zip(*map(reader.measured, indices), strict=True)
         views.append(
             DatasetView(
                 name=name,
                 kind=reader.kind,
                 rows=len(digests),
                 lengths=lengths,
+                longest_row=row_location(source.records, indices[lengths.index(max(lengths))]),
                 unknown_token=reader.unknown_token,
                 unknown=unknown,
                 unknown_in_prompt=max(map(reader.unknown_tokens, _prompt_texts(prepared.config, name)), default=0),
@@ -107,6 +111,8 @@ class _RowMeasure:
         needs = run.algorithm.runtime_needs
         unlimited, self.limit = _without_limits(run), run.policy.max_total_sequence_length
         self._tokenizer = tokenizer
+        # Long rows are counted here, so Transformers need not warn about the first one.
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         # Some tokenizers use their end or padding token as the unknown token: those of a template are not unknown text.
         others = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
         self.unknown_token: str | None = None if tokenizer.unk_token in others else tokenizer.unk_token
