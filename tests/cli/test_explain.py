@@ -126,6 +126,8 @@ def test_sections_with_user_chosen_names_can_be_explained(key, heading):
         ("grpo.max_steps", "grpo.max_num_steps"),
         ("grpo.temprature", "policy.generation.temperature"),
         ("grpo.num_prompt_per_step", "grpo.num_prompts_per_step"),
+        ("max_prompt_length", "data.max_input_seq_length"),
+        ("eval_strategy", "grpo.val_period"),
     ],
 )
 @pytest.mark.parametrize("config", [(), ("--config", GRPO)])
@@ -170,3 +172,9 @@ def test_a_resolved_default_of_megatron():
     megatron = ("policy.backend=megatron", "--config", GRPO)
     lines = explain("policy.megatron_cfg.use_distributed_optimizer", *megatron).stdout.splitlines()
     assert lines[2] == "  resolved  false on CPUs, true on GPUs"
+
+
+def test_a_name_that_means_something_else_in_another_library_suggests_both_keys():
+    assert "Did you mean env.<name>.max_length or policy.max_total_sequence_length?" in explain("max_length").stderr
+    assert "Did you mean policy.sequence_packing?" in explain("packing").stderr
+    assert "Did you mean loss_fn.beta or loss_fn.reference_policy_kl_penalty?" in explain("beta").stderr

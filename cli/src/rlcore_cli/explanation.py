@@ -218,18 +218,24 @@ def _reader(section: SectionSchema) -> str:
 
 
 def _no_key(key: str, known: list[str], *, where: str) -> Exception:
-    section, _, last = key.rpartition(".")
+    section, _, given = key.rpartition(".")
     ends = [name.rpartition(".")[2] for name in known]
-    last = last if last in ends else MEANINGS.get(last, last)
+    last = given if given in ends else MEANINGS.get(given, given)
     in_section = [end for name, end in zip(known, ends, strict=True) if name.rpartition(".")[0] == section]
     end = last if last in ends else nearest(last, in_section) or nearest(last, ends)
-    same_end = [name for name in known if name.rpartition(".")[2] == end]
-    # Those in the same section first, then those of the most common sections.
     top = key.partition(".")[0]
-    same_end.sort(key=lambda name: ("<" in name, name.partition(".")[0] not in ("grpo", "policy"), name.count("."), name))
-    same_end.sort(key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top))
+
+    def ending_in(end: str | None) -> list[str]:
+        # Those in the same section first, then those of the most common sections.
+        same_end = [name for name in known if name.rpartition(".")[2] == end]
+        same_end.sort(key=lambda name: ("<" in name, name.partition(".")[0] not in ("grpo", "policy"), name.count("."), name))
+        return sorted(same_end, key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top))
+
+    same_end = ending_in(end)
     suggestion = same_end[0] if same_end else nearest(key, known)
-    hint = f" Did you mean {suggestion}?" if suggestion else ""
+    # A name of ours may mean something else in another library.
+    others = ending_in(MEANINGS.get(given)) if last == given else []
+    hint = f" Did you mean {' or '.join([suggestion, *others[:1]])}?" if suggestion else ""
     return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
 
 

@@ -32,7 +32,8 @@ MEANINGS = {
     "num_train_epochs": "max_num_epochs",
     "max_length": "max_total_sequence_length",
     "max_seq_length": "max_total_sequence_length",
-    "max_prompt_length": "max_total_sequence_length",
+    "max_prompt_length": "max_input_seq_length",
+    "packing": "sequence_packing",
     "max_tokens": "max_new_tokens",
     "max_completion_length": "max_new_tokens",
     "num_generations": "num_generations_per_prompt",
@@ -63,7 +64,10 @@ MEANINGS = {
     "logging_dir": "log_dir",
     "save_steps": "save_period",
     "save_total_limit": "keep_latest_k",
+    "save_strategy": "save_period",
     "eval_steps": "val_period",
+    "eval_strategy": "val_period",
+    "evaluation_strategy": "val_period",
 }
 """Names of other libraries, and our name for the same setting."""
 
