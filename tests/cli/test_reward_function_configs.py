@@ -34,6 +34,9 @@ def of_a_batch(prompts, completions, **kwargs):
     assert kwargs["expected_answer"]
     return [1.0 if isinstance(completion, FORM) else "no" for completion in completions]
 
+def no_return(completion, expected_answer):
+    completion == expected_answer
+
 def broken(completion):
     return 1 / len(completion)
 
@@ -103,6 +106,7 @@ def test_a_module_that_cannot_be_imported_is_one_error_with_the_line(check, tmp_
         {"mine": {"reward_fns": {"right": "MODULE.right", "brief": "MODULE.short"}, "reward_weights": {"brief": 0.1}}},
         {"mine": {"reward_fn": "MODULE.parts", "reward_weights": {"length": 0.1}}},
         {"mine": {"reward_fn": "MODULE.of_a_batch"}},
+        {"mine": {"reward_fns": {"none": "MODULE.no_return", "brief": "MODULE.short"}}},
     ],
 )
 def test_functions_that_accept_the_first_row_are_valid(check, env):
@@ -130,6 +134,11 @@ ERRORS = {
         "`completions` were texts; `completion_format: messages` changes that.",
     ),
     "a text as a reward": ({"reward_fn": "MODULE.as_text"}, "returned 'good' (str)", "called with", "rows.jsonl:1 of the data"),
+    "None for every row": (
+        {"reward_fn": "MODULE.no_return"},
+        "env.mine.reward_fn: no_return returned None for the expected answers of the first 4 rows",
+        "return a number",
+    ),
     "an exception": ({"reward_fns": {"x": "MODULE.broken"}}, "env.mine.reward_fns.x", "raised ZeroDivisionError at ", ".py:"),
     "a weight without a reward": (
         {"reward_fn": "MODULE.short", "reward_weights": {"shrot": 1}},

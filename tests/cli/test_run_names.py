@@ -27,7 +27,7 @@ def test_report_and_compare_accept_names_of_runs(two_runs):
     assert "runs/sums-2" in result.stdout
 
 
-COMMANDS = [["report"], ["watch"], ["compare", "sums-2"], ["convert", "--to", "hf"], ["chat"], ["serve"]]
+COMMANDS = [["report"], ["eval"], ["watch"], ["compare", "sums-2"], ["convert", "--to", "hf"], ["chat"], ["serve"]]
 ids = [command[0] for command in COMMANDS]
 
 

@@ -82,6 +82,8 @@ def evaluate(
     """
     if config is not None and not config.is_file() and is_run(run := run_path(config)):
         config, checkpoint = run / "config.yaml", checkpoint or run
+    elif config is not None and not config.suffix and "=" not in str(config):
+        existing_run_path(config)  # a config has a suffix: what is missing here was meant as a run
     files, changes = config_files(config, bases, overrides)
     ks = integers(k, "--k", "1,4,8") or []
     if engine is not None:

@@ -18,6 +18,9 @@ from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import load_functions, row_of
 from rl_train.rewards.functions import RewardFunction, RewardFunctionError
 
+_TRIED_ROWS = 16
+"""Number of rows that are tried if no function gives a reward for the first one."""
+
 
 def resolve_completion_formats(config: RunConfig, *sources: Source | None) -> RunConfig:
     """The config with `completion_format: auto` replaced by the format that fits the data of each task.
@@ -107,16 +110,28 @@ def _loaded(section: FunctionEnvironmentConfig, task: str) -> list[RewardFunctio
 
 
 def _try_all(functions: Sequence[RewardFunction], section: FunctionEnvironmentConfig, task: str, source: Source) -> None:
-    names = set(section.reward_names)
+    names: set[str] = set()
+    as_messages = section.completion_format == "messages"
     for function in functions:
         with with_key(".".join(["env", task, *map(str, section.key_of(function.name))])):
-            names |= _try(function, source, as_messages=section.completion_format == "messages")
+            names |= _try(function, source, as_messages=as_messages)
+    others = range(1, min(_TRIED_ROWS, len(source.records)))
+    if not names and not any(
+        _try(function, source, as_messages=as_messages, row=row) for row in others for function in functions
+    ):
+        with with_key(".".join(["env", task, *map(str, section.key_of(functions[0].name))])):
+            raise ConfigError(
+                f"{' and '.join(function.name for function in functions)} returned None for the expected answers of the first "
+                f"{1 + len(others)} rows and for an empty completion, so nothing would be scored. A function without `return` "
+                "returns None: return a number."
+            )
+    names |= set(section.reward_names)
     with with_key(f"env.{task}.reward_weights"):
         check_weights(section.reward_weights, names)
 
 
-def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[str]:
-    record = source.records[0]
+def _try(function: RewardFunction, source: Source, *, as_messages: bool, row: int = 0) -> set[str]:
+    record = source.records[row]
     info = record.get("extra_env_info")
     expected = info.get("expected_answer") if isinstance(info, Mapping) else None
     texts = ["" if expected is None else str(expected), ""]
@@ -134,7 +149,7 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool) -> set[
         formats = " `completions` were lists of messages" if as_messages else " `completions` were texts"
         other = "text" if as_messages else "messages"
         hint = f"{formats}; `completion_format: {other}` changes that." if function.is_batched else ""
-        location = row_location(source.records, 0)
+        location = row_location(source.records, row)
         raise ConfigError(f"{str(error).rstrip('.')}. It was called with {location} of the data.{hint}") from error
     return {name for rewards in scores for name in rewards or ()}
 
