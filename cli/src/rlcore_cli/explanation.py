@@ -233,7 +233,7 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
 
     same_end = ending_in(end)
     suggestion = same_end[0] if same_end else nearest(key, known)
-    # A name of ours may mean something else in another library.
+    # A key may mean something else in another library.
     others = ending_in(MEANINGS.get(given)) if last == given else []
     hint = f" Did you mean {' or '.join([suggestion, *others[:1]])}?" if suggestion else ""
     return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
