@@ -73,7 +73,7 @@ def named_fields(
 
     Raises:
         DataError: A row lacks one of the fields.
-        ConfigError: These fields together are no format.
+        ConfigError: These fields do not make up a format.
     """
     for name in filter(None, (question, answer, response, chosen, rejected)):
         missing = next((number for number, row in enumerate(rows, start=1) if row.get(name) is None), None)
