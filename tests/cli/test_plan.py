@@ -12,6 +12,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.loader import load_config
 from rl_train.plan import time_plan, warning
+from rl_train.plan.gpus import GPUS
 from rl_train.plan.rows import microbatch, with_shared_prefixes
 from rl_train.sizes import parse_size
 
@@ -228,6 +229,15 @@ def test_threads_that_wait_on_a_busy_machine_take_at_most_the_time_of_one(monkey
         times[load] = planned_time(monkeypatch, "cluster.backend=ray", planner=Waiting).phases["update"]
     assert times == {0.0: 9.0, 3.0: 1.0}
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("gpu", [None, "h100"])
+def test_sft_that_samples_in_validation_only_is_timed_without_a_rollout(gpu):
+    registry = Registry(discover())
+    overrides = [f"policy.model_name={MODEL}", IN_PROCESS, "sft.global_batch_size=4"]
+    run = load_config(EXAMPLES / "sft_addition.yaml", overrides, registry=registry).run
+    plan = time_plan.plan_time(run, registry, gpu=None if gpu is None else GPUS[gpu])
+    assert (set(plan.phases), plan.not_predicted) == ({"train", "update"}, {})
 
 
 def test_sizes_have_binary_and_decimal_units():

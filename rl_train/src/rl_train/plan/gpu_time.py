@@ -31,7 +31,7 @@ def assumptions(gpu: Gpu) -> tuple[str, ...]:
         f"passes reach {gpu.utilization:.0%} of the peak in FLOP/s, sampling reads {_READ:.0%} of the memory bandwidth",
         f"GPUs of two nodes exchange {_NETWORK / 1e9:.0f} GB/s each",
         "sampling ends with a completion of max_new_tokens tokens, and all GPUs have the same number of tokens",
-        "not counted: environments, validation, checkpoints, models that move to host memory and back, "
+        "not counted: environments, validation, checkpoints, models that move to host memory and back, starts of kernels, "
         "exchange within a pass (tensor, context and expert parallelism, gathers of FSDP2)",
     )
 

@@ -110,7 +110,7 @@ def plan_time(
         find = partial(gpu_planner, run, registry, gpu, longest)
     phases, reasons = dict[str, float](), dict[str, str]()
     components: dict[str, Callable[[], Mapping[str, float]]] = {}
-    if generation is not None and run.algorithm.runtime_needs.samples:
+    if generation is not None and run.algorithm.runtime_needs.rollouts is not None:
         components["rollout"] = partial(_sampling, run, registry, generation, find, on_gpu=gpu is not None)
     for name, model in models_of(run).items():
         components[f"passes of {name}"] = partial(_passes, run, registry, name, model, find, on_gpu=gpu is not None)
