@@ -92,6 +92,10 @@ def test_a_phase_counts_only_its_own_rollouts_and_shows_how_long_it_took_before(
     assert re.fullmatch(r"rollout 0 s  0 s in the last step", str(progress))
     progress.rollouts.begun = 12
     assert "0/4 rollouts" in str(progress)
+    progress.rollouts.in_batches = True
+    assert "4 rollouts in one batch" in str(progress)
+    progress.rollouts.ended += 2
+    assert "2/4 rollouts" in str(progress)
 
 
 def test_the_elapsed_time_includes_that_of_earlier_processes():

@@ -171,6 +171,19 @@ def test_two_processes_do_not_write_to_one_run(config, tmp_path):
         assert choose_start(config(), name="run", resume="auto").folder == tmp_path / "runs" / "run-2"
 
 
+def test_a_folder_with_another_name_than_the_run_has_a_reason(config, start, tmp_path):
+    with ExitStack() as exits:
+        first = lock_run_folder(choose_start(config(), name="run", resume="auto"), config().checkpointing, exits)
+        assert first.name_note == ""
+        second = choose_start(config(), name="run", resume="auto")
+        assert second.folder.name == "run-2"
+        assert second.name_note.startswith(f", because {tmp_path / 'runs' / 'run'} belongs to a run in progress; ")
+    (first.folder / "status.json").write_text('{"state": "finished"}')
+    assert "run exists (finished); logger.run_name=NAME" in choose_start(config(), name="run", resume="auto").name_note
+    assert start(config(), name="other", steps=[10]).name_note == ""
+    assert choose_start(config(), name="other", resume="auto").name_note == ""
+
+
 def test_an_interrupted_replacement_is_completed_and_resumed_from(config, start, tmp_path):
     first = start(config(), steps=[5, 10])
     checkpoints = first.folder / "checkpoints"

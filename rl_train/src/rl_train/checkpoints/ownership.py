@@ -102,6 +102,18 @@ def lock_folder(folder: Path, exits: ExitStack, *, setting: str) -> None:
     lock.flush()
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process has locked a folder."""
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or no locks
+        return False
+    return False
+
+
 def refuse_foreign(store: CheckpointStore, identity: RunIdentity, *, continues: bool) -> None:
     """Reject a checkpoint folder with checkpoints of another run. Without any, its run ended before its first checkpoint.
 

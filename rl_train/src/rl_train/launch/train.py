@@ -102,7 +102,7 @@ def train(
         start = choose_start(config, name=config.logger.run_name or loaded.path.stem, resume=resume)
         start = lock_run_folder(start, config.checkpointing, exits)
         exits.enter_context(_logging_to(start.folder, loaded.secrets.redact))
-        _print_if(console, f"run folder {start.folder}")
+        _print_if(console, f"run folder {start.folder}{start.name_note}")
         if not config.checkpointing.enabled:
             _print_if(console, "checkpointing.enabled is false: this is a new run, which cannot be resumed")
         status = Status(start.folder, since=started, resumes=start.checkpoint is not None, redact=loaded.secrets.redact)

@@ -29,6 +29,8 @@ class RolloutCounts:
     """Number of rollouts that have ended."""
     tokens: int = 0
     """Number of tokens of the turns that were sampled."""
+    in_batches: bool = False
+    """Whether the engine returns the rollouts of a batch together, so that none ends while they are sampled."""
 
 
 class Progress:
@@ -67,7 +69,7 @@ class Progress:
         texts = [f"{phase} {_clock(seconds)}"]
         ended, total = now.ended - before.ended, now.begun - before.ended
         if total > 0:
-            texts.append(f"{ended}/{total} rollouts")
+            texts.append(f"{total} rollouts in one batch" if now.in_batches and not ended else f"{ended}/{total} rollouts")
         if (tokens := now.tokens - before.tokens) and seconds > 0:
             texts.append(f"{tokens / seconds:.0f} tokens/s")
         if 0 < ended < total:

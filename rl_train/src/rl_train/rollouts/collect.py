@@ -193,6 +193,7 @@ class Collector:
             return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id)
         if self._several_turns:
             _log_batches(type(self.generation).__name__)
+        self.activities.counts.in_batches = True
         return BatchSampler(self.generation, rollouts=rollouts, greedy=greedy, pad_token_id=pad_token_id)
 
 

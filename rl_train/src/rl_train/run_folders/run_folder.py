@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rl_core.errors import CheckpointError, UserError
-from rl_train.checkpoints.ownership import RunIdentity, lock_folder, read_identity, refuse_foreign, write_identity
+from rl_train.checkpoints.ownership import RunIdentity, is_locked, lock_folder, read_identity, refuse_foreign, write_identity
 from rl_train.checkpoints.state import read_state
 from rl_train.checkpoints.store import ABANDONED, CheckpointStore, Retention, step_of
 from rl_train.config.schema import CheckpointingConfig, RunConfig
@@ -33,6 +33,8 @@ class ResumePoint:
     """Identity of the run."""
     checkpoint: Path | None
     """The step folder to resume from; None for a new run."""
+    name_note: str = ""
+    """Why the folder of a new run does not have the run's name, for the screen; empty if it has."""
 
 
 def choose_start(config: RunConfig, *, name: str, resume: str) -> ResumePoint:
@@ -157,7 +159,10 @@ class _Runs:
             return ResumePoint(folder=existing[-1], identity=self.identity_of(existing[-1]), checkpoint=None)
         number = max(numbered) + 1 if existing or 1 in numbered else 1
         folder = self.parent / (self.name if number == 1 else f"{self.name}-{number}")
-        return ResumePoint(folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None)
+        note = "" if number == 1 else _occupied(existing[-1] if existing else numbered[1])
+        return ResumePoint(
+            folder=folder, identity=RunIdentity.new(name=self.name, folder=folder), checkpoint=None, name_note=note
+        )
 
     def identity_of(self, folder: Path) -> RunIdentity:
         """Identity of the run in an existing folder, which may have been moved."""
@@ -278,6 +283,13 @@ def _failed_before_first_step(folder: Path) -> bool:
         return False
     status = _status_of(folder)
     return status.get("state") in ("failed", "interrupted") and status.get("during") == BUILDING
+
+
+def _occupied(folder: Path) -> str:
+    """Why a new run does not use a folder."""
+    state = _status_of(folder).get("state", "without status.json")
+    reason = "belongs to a run in progress" if is_locked(folder) else f"exists ({state})"
+    return f", because {folder} {reason}; logger.run_name=NAME chooses another name"
 
 
 def _status_of(folder: Path) -> dict[str, Any]:
