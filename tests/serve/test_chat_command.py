@@ -49,8 +49,9 @@ def test_a_run_that_was_trained_without_an_engine_gets_one_for_longer_conversati
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     run = train(tmp_path / "config.yaml", console=False).folder
     assert chat("12+34=", "0000000000000+1=", arguments=(run, "--temperature", "0"))[0] == 0
-    code, said = chat("12+34=", arguments=(run, "policy.generation.backend=hf"))
-    assert (code, "is required" in said) == (2, False), "an engine that is given is not changed"
+    assert chat("12+34=", arguments=(run, "policy.generation.top_k=1"))[0] == 0
+    code, said = chat("12+34=", arguments=(run, "policy.generation.max_new_tokens=1000"))
+    assert (code, "1000 leaves no tokens for a prompt" in said) == (2, True), "what the user gives replaces the default"
 
 
 def test_a_model_that_loads_for_long_is_reported_apart_from_the_answers(chat, monkeypatch):

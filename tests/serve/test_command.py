@@ -206,6 +206,20 @@ with exit_on_sigterm(), contextlib.ExitStack() as exits:
     assert (finished.returncode, finished.stdout, finished.stderr) == (143, "shut down\n", "")
 
 
+def test_a_signal_that_follows_the_address_at_once_ends_the_server():
+    program = """
+import builtins, signal
+from rl_serve.listening import Address, listening, run_server
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job of a script
+builtins.print = lambda *_, **__: signal.raise_signal(signal.SIGINT)
+address = Address(host="127.0.0.1", port=0, api_keys=())
+with listening(address) as listener:
+    run_server(None, listener, address, name="model")
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+
+
 @pytest.mark.parametrize("command", [("serve", "--port", "0"), ("chat",)])
 def test_a_path_that_does_not_exist_is_reported_before_a_backend_is_required(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

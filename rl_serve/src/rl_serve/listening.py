@@ -105,9 +105,20 @@ def run_server(app: Any, listener: socket.socket, address: Address, *, name: str
     """
     config = server_config(app)
     found = Address(host=address.host, port=listener.getsockname()[1], api_keys=())
-    listener.listen(config.backlog)  # a client may connect as soon as it reads the message
-    print(f"serving {name} on {found.url}/v1", flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config, f"serving {name} on {found.url}/v1").run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Prints a message once it accepts connections and handles signals: either may follow as soon as the message is read."""
+
+    def __init__(self, config: uvicorn.Config, message: str) -> None:
+        super().__init__(config)
+        self._message = message
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._message, flush=True)
 
 
 def server_config(app: Any, *, drain_s: int = _DRAIN_S) -> uvicorn.Config:

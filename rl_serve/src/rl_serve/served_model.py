@@ -154,7 +154,7 @@ def _of_run(
             f"{given.path} was moved out of its run, so its config is not known. Serve the run folder, or convert the "
             f"checkpoint (rlcore convert) and serve the model."
         )
-    changes = [*_engine_overrides(folder / CONFIG, registry, overrides), *overrides]
+    changes = [*_engine_overrides(folder / CONFIG, registry), *overrides]
     run = load_config(folder / CONFIG, changes, registry=registry, use=Use.SERVE).run
     section = run.policy.generation
     assert section is not None  # a rule for configs that are served
@@ -169,10 +169,13 @@ def _of_run(
     return _served(label, generation, section, tokenizer, component, tasks=run.env)
 
 
-def _engine_overrides(config: Path, registry: Registry, given: Sequence[str]) -> list[str]:
-    """Overrides that give an engine to a run that was trained without one, such as SFT, for more than its own rows."""
+def _engine_overrides(config: Path, registry: Registry) -> list[str]:
+    """Overrides that give an engine to a run that was trained without one, such as SFT, for more than its own rows.
+
+    Those of the user come after them, and may replace them.
+    """
     policy = yaml.safe_load(config.read_text(encoding="utf-8"))["policy"]
-    if policy.get("generation") is not None or any("policy.generation" in each for each in given):
+    if policy.get("generation") is not None:
         return []
     backend = policy["backend"] if policy["backend"] in registry.names(Kind.GENERATION) else _only_backend(registry)
     limit = position_limit(policy["model_name"])
