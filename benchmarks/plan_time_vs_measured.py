@@ -47,11 +47,9 @@ CASES = {
     **{name: MEMORY_CASES[name] for name in ("full", "lora", "large_vocabulary", "bfloat16", "ppo", "shared_prefix")},
     **{name: MEMORY_CASES[name] for name in ("wide_layers", "suggested_microbatch", "suggested_adapters")},
     "two_threads": Case(shape=_SIX_LAYERS),
-    "two_threads_lora": replace(MEMORY_CASES["lora"], shape=_SIX_LAYERS),
     "ray": Case(overrides=_RAY, shape=_SIX_LAYERS),
     "ray_two_ranks": Case(overrides=_TWO_RANKS, shape=_SIX_LAYERS),
     "ray_fsdp2": Case(overrides={**_TWO_RANKS, "++policy.hf_cfg.data_parallel": "fsdp2"}, shape=_SIX_LAYERS),
-    "megatron": Case(overrides={**_RAY, **_MEGATRON}, shape=_SIX_LAYERS),
     "megatron_tp2": Case(
         overrides={**_TWO_RANKS, **_MEGATRON, "++policy.megatron_cfg.tensor_model_parallel_size": 2}, shape=_SIX_LAYERS
     ),
@@ -85,13 +83,12 @@ def compare(case: Case, registry: Registry) -> dict[str, Any]:
     return predicted | {
         "seconds": median(step["time/step_s"] for step in steps),
         "measured_phases": {name: median(step.get(name, 0.0) for step in steps) for name in sorted(phases)},
-        "load": os.getloadavg()[0],
     }
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The results as Markdown, in seconds."""
-    lines = ["| config | predicted | measured | ratio | load |", "|---|---|---|---|---|"]
+    lines = ["| config | predicted | measured | ratio |", "|---|---|---|---|"]
     ratios = []
     for case, row in results.items():
         if row["predicted"] is None:
@@ -99,7 +96,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         else:
             ratios.append(row["predicted"] / row["seconds"])
             predicted, ratio = f"{row['predicted']:.2f}", f"{ratios[-1]:.2f}"
-        lines.append(f"| {case} | {predicted} | {row['seconds']:.2f} | {ratio} | {row['load']:.1f} |")
+        lines.append(f"| {case} | {predicted} | {row['seconds']:.2f} | {ratio} |")
     within = sum(1 / FACTOR <= ratio <= FACTOR for ratio in ratios)
     reasons = {reason for row in results.values() for reason in row["not_predicted"].values()}
     lines.append(f"\n{within} of {len(ratios)} predictions are within a factor of {FACTOR} of the measured seconds.")

@@ -158,6 +158,8 @@ def test_rows_of_a_prompt_are_planned_as_one_sequence(length, new_tokens, rows, 
 class _Clockwork:
     """A backend's planner in which a token of a pass takes a second, and a sampled one a tenth."""
 
+    refit_bytes_per_s = 1e9
+
     def __init__(self, section):
         self.section = section
 
@@ -170,6 +172,7 @@ class _Clockwork:
 
 def planned_time(monkeypatch, *overrides, prompt=None, completion=None, planner=_Clockwork):
     registry = Registry(discover())
+    monkeypatch.setattr(time_plan, "_OVERHEAD", 1.0)
     monkeypatch.setattr(time_plan, "_planner", lambda registry, kind, section: planner(section))
     sizes = ("policy.max_total_sequence_length=20", "policy.generation.max_new_tokens=8", 'policy.shared_prefix="off"')
     rows = ("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8", "policy.train_micro_batch_size=4")

@@ -63,6 +63,8 @@ class PolicyTime:
         config: its section.
     """
 
+    refit_bytes_per_s = 1e9
+
     def __init__(self, config: HFPolicyConfig) -> None:
         self._config = config
 
@@ -112,6 +114,8 @@ class EngineTime:
     Args:
         config: its section, with the values that it takes from the policy.
     """
+
+    refit_bytes_per_s = 6e8
 
     def __init__(self, config: HFGenerationConfig) -> None:
         self._config = config

@@ -50,6 +50,8 @@ class PolicyTime:
         config: its section.
     """
 
+    refit_bytes_per_s = 1.5e8
+
     def __init__(self, config: MegatronPolicyConfig) -> None:
         self._config, self._memory = config, PolicyMemory(config)
 

@@ -44,6 +44,8 @@ class EngineTime:
         config: its section, with the values that it takes from the policy.
     """
 
+    refit_bytes_per_s = 2e8
+
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
 

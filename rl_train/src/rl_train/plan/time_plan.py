@@ -26,16 +26,20 @@ from rl_train.plan.gpus import Gpu
 from rl_train.plan.planner import memory_planner, planner_of, ranks_of, replicas_of, resolved
 from rl_train.plan.rows import longest_prompt, longest_row, microbatch, rows_of_step
 
+_OVERHEAD: Final = 1.2
+"""How many times as long as its fastest passes a step takes; about the mean of benchmarks/results/plan_vs_measured_time.md."""
 _BUSY: Final = 0.5
 """Load per CPU above which threads may have to wait for other processes."""
-_COPIED_PER_S: Final = 1e9
-"""Bytes of weights that a refit between two processes transfers and checks per second; an assumption, not measured."""
 _Find = Callable[[str, PolicyConfig | GenerationConfig], Any]
 """Returns the `ModelTime` or `EngineTime` of a kind of section."""
 
 
 class ModelTime(Protocol):
     """Measures a policy; created with its section. A backend names its class in the attribute `time_planner` of its policy."""
+
+    @property
+    def refit_bytes_per_s(self) -> float:
+        """Bytes of weights that it sends per second to an engine with its own copy; a constant that was measured once."""
 
     def seconds(
         self, *, tokens: int, scored: int, length: int, training: bool, ranks: int, microbatches: float
@@ -57,6 +61,10 @@ class ModelTime(Protocol):
 
 class EngineTime(Protocol):
     """Measures an engine; created with its section. See `ModelTime`."""
+
+    @property
+    def refit_bytes_per_s(self) -> float:
+        """Bytes of weights that a replica receives, checks and loads per second; a constant that was measured once."""
 
     def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
         """Seconds in which a replica samples `rows` rows of `prompts` prompts of these lengths; raises `NotSupportedError`."""
@@ -154,11 +162,11 @@ def _measured(run: RunConfig, measure: Callable[[], Mapping[str, float]]) -> Map
     """
     with _threads(_worker_threads(run) if run.cluster.backend == "ray" else None) as threads:
         seconds = measure()
-    if threads == 1 or _load() <= _BUSY:
-        return seconds
-    with _threads(1):
-        alone = measure()
-    return {phase: min(value, alone[phase]) for phase, value in seconds.items()}
+    if threads > 1 and _load() > _BUSY:
+        with _threads(1):
+            alone = measure()
+        seconds = {phase: min(value, alone[phase]) for phase, value in seconds.items()}
+    return {phase: _OVERHEAD * value for phase, value in seconds.items()}
 
 
 def _load() -> float:
@@ -196,7 +204,8 @@ def _sampling(run: RunConfig, registry: Registry, section: GenerationConfig, fin
     found = {"rollout": rollouts.sampled_fraction * planner.seconds(rows=prompts * each, prompts=prompts, **lengths)}
     if memory is not None and (run.cluster.backend == "ray" or policy is None or not policy.is_shared):
         held = memory.by_phase(rows=1, prompt=1, on_gpu=False, limit=None, shares_weights=False)["held"]
-        found["refit"] = planner.refit() if on_gpu else held["weights"] / _COPIED_PER_S
+        slowest = 0.0 if on_gpu else min(planner.refit_bytes_per_s, find("policy", run.policy).refit_bytes_per_s)
+        found["refit"] = planner.refit() if on_gpu else held["weights"] / slowest
     return found
 
 
