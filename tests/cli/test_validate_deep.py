@@ -221,3 +221,9 @@ def test_a_mistake_in_files_that_the_quick_checks_report_is_one_error(validate, 
     assert code == 2
     assert "has 1 error:" in output, output
     assert says in output
+
+
+def test_a_long_check_is_reported_at_intervals_except_in_json(validate, monkeypatch):
+    monkeypatch.setattr("rlcore_cli.validate._REPORT_S", 0.001)
+    assert "checking classes, model files and data: " in validate({}, "--deep")[1]
+    assert json.loads(validate({}, "--deep", "--json")[1])["valid"]

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rl_core.config.diagnostics import InvalidConfigError, Problem
     from rl_train.config.loader import ConfigDraft, LoadedConfig
 
+_REPORT_S = 5.0
+"""Seconds after which, and then at which intervals, `--deep` reports how long it has been checking."""
+
 
 def validate(
     config: Config = None,
@@ -53,7 +56,7 @@ def validate(
     try:
         draft = draft_config(files, changes)
         warnings = draft.check(RULES, Stage.STATIC, Stage.MACHINE)
-        warnings += _check_deep(draft) if deep else []
+        warnings += _check_deep(draft, reports=not as_json) if deep else []
         loaded = draft.complete()
     except InvalidConfigError as error:
         _print_errors(error, " + ".join(str(file) for file in files), as_json=as_json)
@@ -67,14 +70,20 @@ def validate(
         print("\n".join([*_summary(loaded), *(f"warning: {text}" for text in texts)]))
 
 
-def _check_deep(draft: ConfigDraft) -> list[Problem]:
+def _check_deep(draft: ConfigDraft, *, reports: bool) -> list[Problem]:
     """Add the problems with classes, models and data to those of the sections, and return the warnings."""
     from rl_train.assembly.rules import RULES
     from rl_train.assembly.rules.run_facts import RunFacts
     from rl_train.config.rules.rule import Stage, run_rules
+    from rl_train.metrics.progress import reported_start
+
+    def report(line: str) -> None:
+        if reports:
+            print(line, file=sys.stderr)
 
     facts = RunFacts.of(draft.checked, located=draft, reported=[problem.path for problem in draft.problems.found])
-    return draft.add(run_rules(RULES, facts, Stage.IMPORTED, Stage.DATA))
+    with reported_start("checking classes, model files and data:", report, every_s=_REPORT_S):
+        return draft.add(run_rules(RULES, facts, Stage.IMPORTED, Stage.DATA))
 
 
 def _print_errors(error: InvalidConfigError, config: str, *, as_json: bool) -> None:
