@@ -8,6 +8,7 @@ that are timed are extrapolated by their FLOPs.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,7 +68,8 @@ class PolicyTime:
         if self._memory.is_mixture:
             raise NotSupportedError("how many tokens an expert of a mixture gets depends on the data")
         share, tokens = scored / tokens, -(-tokens // megatron.context_parallel_size)
-        with lone_rank(megatron, ranks) as joined, cpu_shim():
+        with lone_rank(megatron, ranks) as joined, cpu_shim(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")  # which its workers set
             self._check_memory(joined)
             one, two = (_Model(self._memory, depth, joined, share, training=training) for depth in _DEPTHS)
             few = min(length, tokens, _FEW)
@@ -117,7 +119,8 @@ class _Model:
             for parameter in module.parameters():
                 parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
         self.weights = sum(parameter.numel() for parameter in module.parameters())
-        self._trainable = TrainableModel(chunks, self._config, has_gloo=False) if training else None
+        unscheduled = self._config.model_copy(update={"scheduler": None})
+        self._trainable = TrainableModel(chunks, unscheduled, has_gloo=False) if training else None
         self._models = FrozenModel(chunks).models if self._trainable is None else self._trainable.models
         self._head = make_head(self._config, ranks, vocab_size=self._vocab_size)
         self._microbatcher = Microbatcher(self._config, ranks)
