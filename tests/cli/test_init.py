@@ -190,7 +190,10 @@ def test_empty_answers_are_reported_and_do_not_change_the_environment(tmp_path):
     done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
     assert done.returncode == 0, done.stderr
     assert "Empty answers (expected_answer): 1 of 51 rows, the first is row 51." in done.stdout
-    assert "math" in yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())["env"]
+    config = tmp_path / "new" / "config.yaml"
+    assert "math" in yaml.safe_load(config.read_text())["env"]
+    shown = rlcore("data", "show", config, "--graded", 0).stdout
+    assert re.search(r"empty expected answers: 1 of \d+ \(\d\.\d %\); remove these rows", shown)
 
 
 def test_no_system_prompt_is_added_to_rows_that_have_one(tmp_path):

@@ -101,6 +101,8 @@ def _described(view: DatasetView) -> list[str]:
     lines += ["", f"  tokens per row{of_all}, limit {view.limit}:", *_histogram(view.lengths)]
     longest = f", the longest is {view.longest_row}" if view.too_long else ""
     lines += [f"  too long: {_share(view.too_long, measured)}{longest}"]
+    if view.empty_answers:
+        lines += [f"  empty expected answers: {_share(view.empty_answers, measured)}; remove these rows"]
     if total := sum(view.unknown):
         lines += [
             f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {counted(total, 'token')}.",

@@ -13,6 +13,7 @@ from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import RunConfig
 from rl_train.data.holdout import prompt_digest, row_location
 from rl_train.prompts.prompt_files import read_prompt
+from rl_train.rollouts.records import expected_answer
 
 _UNLIMITED = 1_000_000_000
 """A row limit that no row reaches, so that lengths are measured before rows are cut."""
@@ -43,6 +44,8 @@ class DatasetView:
     """Length in tokens of each measured row; of a pair, the length of its longer conversation."""
     longest_row: str
     """Location of the longest measured row."""
+    empty_answers: int
+    """Number of measured prompts whose expected answer is empty: only an empty completion could match it."""
     unknown_token: str | None
     """The token that stands for text that the tokenizer cannot represent; None if it has no such token."""
     unknown: tuple[int, ...]
@@ -83,7 +86,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
         reader = _RowMeasure(prepared, source, is_training=is_training)
         digests = _digests(source)
         indices = _spaced(len(digests), measured)
-        lengths, unknown = zip(*map(reader.measured, indices), strict=True)
+        lengths, unknown, answers = zip(*map(reader.measured, indices), strict=True)
         views.append(
             DatasetView(
                 name=name,
@@ -91,6 +94,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
                 rows=len(digests),
                 lengths=lengths,
                 longest_row=row_location(source.records, indices[lengths.index(max(lengths))]),
+                empty_answers=sum(isinstance(answer, str) and not answer.strip() for answer in answers),
                 unknown_token=reader.unknown_token,
                 unknown=unknown,
                 unknown_in_prompt=max(map(reader.unknown_tokens, _prompt_texts(prepared.config, name)), default=0),
@@ -128,12 +132,13 @@ class _RowMeasure:
             loader = conversation_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
         self._rows = loader.dataset
 
-    def measured(self, index: int) -> tuple[int, int]:
-        """Number of tokens of a row, and how many of all its tokens are unknown."""
+    def measured(self, index: int) -> tuple[int, int, Any]:
+        """Number of tokens of a row, how many of all its tokens are unknown, and its expected answer if it has one."""
         row = self._rows[index]
         length = row["length"] if self.kind != "pairs" else max(row["length_chosen"], row["length_rejected"])
         tokens = [token for log in self._logs(row) for part in log for token in part["token_ids"].tolist()]
-        return int(length), self._unknown(tokens)
+        answer = expected_answer(row.get("extra_env_info")) if self.kind == "prompts" else None
+        return int(length), self._unknown(tokens), answer
 
     def unknown_tokens(self, texts: Sequence[str]) -> int:
         """Number of unknown tokens in some texts."""
