@@ -62,6 +62,8 @@ MEANINGS = {
     "importance_sampling_level": "sequence_level_importance_ratios",
     "scale_rewards": "normalize_rewards",
     "mask_truncated_completions": "overlong_filtering",
+    "assistant_only_loss": "only_unmask_final",
+    "log_completions": "num_rollouts_logged",
     "report_to": "loggers",
     "output_dir": "log_dir",
     "logging_dir": "log_dir",
