@@ -94,7 +94,8 @@ def test_the_folder_of_a_run_that_failed_before_its_first_step_is_reused(rlcore,
     for _ in range(2):
         code, out, err = rlcore("train", config, "policy.model_name=model")
         assert (code, out.splitlines()[0]) == (2, "run folder runs/run"), err
-    for folder in ("run", "run-2"):
+    occupied = ", because runs/run exists (finished); logger.run_name=NAME chooses another name"
+    for folder in ("run", f"run-2{occupied}"):
         code, out, err = rlcore("train", config, "--resume", "never", "grpo.max_num_steps=1")
         assert (code, out.splitlines()[0]) == (0, f"run folder runs/{folder}"), err
         assert re.fullmatch(r"1 step done; training took \d+ s", out.splitlines()[-2])
