@@ -409,6 +409,18 @@ def test_preference_pairs_cannot_be_evaluated(config, tmp_path):
     assert "but no messages; it may have preference pairs" in str(result.exception)
 
 
+def test_a_run_on_preference_pairs_leads_to_a_config_with_prompts(config, tmp_path):
+    pairs = {"dataset_name": "preference", "path": str(tmp_path / "pairs.jsonl")}
+    policy = {key: value for key, value in CONFIG["policy"].items() if key != "generation"}
+    changed = {**CONFIG, "dpo": {}, "policy": policy, "data": {"train": pairs, "validation": pairs}}
+    del changed["grpo"], changed["env"]
+    Path(config).write_text(json.dumps(changed))
+    message = str(evaluate(config).exception)
+    assert "rlcore eval CONFIG --checkpoint RUN" in message
+    assert "`validation/accuracy`" in message
+    assert "++" not in message
+
+
 def test_the_command_imports_nothing_heavy_before_it_runs():
     code = "import sys, rlcore_cli.eval; print(sorted({'torch', 'ray', 'numpy', 'transformers'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)

@@ -15,6 +15,11 @@ _WHY_AN_ENGINE = {
     "++policy.generation.backend=hf.",
     Use.SERVE: "Without it there is no engine. Choose a generation `backend`: ++policy.generation.backend=BACKEND.",
 }
+_PAIRS_ARE_NOT_SAMPLED = (
+    "An evaluation samples answers to prompts, but {algorithm} uses preference pairs. The accuracy on held-out pairs is the "
+    "metric `validation/accuracy` of the run. To sample from a trained policy, name a config with prompts and an environment: "
+    "`rlcore eval CONFIG --checkpoint RUN`."
+)
 
 
 def validates(run: RunConfig) -> bool:
@@ -30,15 +35,19 @@ def what_samples_has_an_engine(config: CheckedConfig) -> Iterator[Problem]:
     run = config.run
     if config.samples and run.policy.generation is None:
         trains = f"{run.algorithm_name} samples from the policy. Choose a generation `backend`."
-        yield Problem(("policy", "generation"), f"is required. {_WHY_AN_ENGINE.get(config.use, trains)}", is_missing=True)
+        reason = _WHY_AN_ENGINE.get(config.use, trains)
+        if config.use is Use.EVAL and run.algorithm.needs_preferences:
+            reason = _PAIRS_ARE_NOT_SAMPLED.format(algorithm=run.algorithm_name)
+        yield Problem(("policy", "generation"), f"is required. {reason}", is_missing=True)
 
 
-@rule("algorithm", "env", applies_to=frozenset({Use.TRAIN, Use.EVAL}))
+@rule("algorithm", "env", "policy.generation", applies_to=frozenset({Use.TRAIN, Use.EVAL}))
 def samples_are_scored(config: CheckedConfig) -> Iterator[Problem]:
     """A run that trains on rewards and an evaluation have a section `env`."""
     run = config.run
     if config.use is Use.EVAL:
-        if not run.env:
+        # For a config of preference pairs, the missing engine is reported, and another environment would not help.
+        if not run.env and not (run.algorithm.needs_preferences and run.policy.generation is None):
             yield Problem(
                 ("env",),
                 "is required. An evaluation scores completions with an environment. Add one, such as `math:`, or "
