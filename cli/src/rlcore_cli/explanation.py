@@ -235,6 +235,8 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     suggestion = same_end[0] if same_end else nearest(key, known)
     # A key may mean something else in another library.
     others = ending_in(MEANINGS.get(given)) if last == given else []
+    if not others and not section and len(set(same_end)) == 2:
+        others = [name for name in same_end if name != suggestion]
     hint = f" Did you mean {' or '.join([suggestion, *others[:1]])}?" if suggestion else ""
     return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
 
