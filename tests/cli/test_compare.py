@@ -144,4 +144,5 @@ def test_invalid_comparisons_are_user_errors(two, write_run, tmp_path):
     nothing = rlcore("compare", write_run(tmp_path / "n", steps=0), write_run(tmp_path / "m", steps=0, environment=None))
     assert nothing.returncode == 0, nothing.stderr
     assert "The runs have no metric in common." in nothing.stdout
+    assert "No differences between the configs." in nothing.stdout
     assert "Versions not compared: no environment.json in B." in nothing.stdout

@@ -69,7 +69,7 @@ def better_runs(row: MetricComparison, letters: tuple[str, ...]) -> str:
 
 def _differing(title: str, comparison: Comparison, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> Iterator[str]:
     if not rows:
-        yield f"No differences: {title}."
+        yield f"No differences between the {title}s."
         yield ""
         return
     table = [[title, *comparison.letters]]
