@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 2**20
 """Parts below this number of bytes are not printed."""
+_SHORT_S = 1.0
+"""Seconds of a step below which what is not counted takes most of them."""
 _BUSY = 1.5
 """Load per CPU above which a measured time is marked."""
 
@@ -189,6 +191,8 @@ def _described_time(step: TimePlan | None) -> list[str]:
     if step.gpu is not None:
         return [*lines, *(f"  {text}" for text in step.assumed)]
     lines.append("  without environments, validation, checkpoints and communication between ranks")
+    if step.seconds < _SHORT_S:
+        lines.append("  Steps this short mostly take time that is not counted, such as collecting rows and writing metrics.")
     busy = f"  This machine is busy (load {step.load:.1f} per CPU), so the time may be too long: plan again when it is idle."
     return [*lines, *([busy] if step.load > _BUSY else [])]
 

@@ -38,6 +38,7 @@ COMMENTS = {
     "data.prompt.system_prompt": "what the reward function reads",
     "env.math.require_box": "no prompt asks for \\boxed{}",
     "checkpointing.save_period": "steps between checkpoints; a stopped run continues from the last one",
+    "checkpointing.metric_name": "the checkpoint that is best by it is kept, too; `--best` of other commands selects it",
     "logger.run_name": "name of the folder in `runs`",
 }
 """Comment of each key; a key that the config does not have has no effect."""
@@ -129,7 +130,15 @@ def config_values(starter: Starter) -> dict[str, Any]:
         if not starter.math and starter.form.answer_key is not None:
             section["correct_above"] = 0.5
         values["env"] = {starter.task: section}
-    values["checkpointing"] = {"save_period": 50, "keep_latest_k": 1}
+    best: dict[str, Any] = {}
+    if starter.validates:
+        best = (
+            {"metric_name": "validation/reward"}
+            if starter.samples
+            else {"metric_name": "validation/loss", "higher_is_better": False}
+        )
+        best["keep_top_k"] = 1
+    values["checkpointing"] = {"save_period": 20, **best, "keep_latest_k": 1}
     return {**values, "logger": {"run_name": starter.run_name}}
 
 
