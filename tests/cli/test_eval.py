@@ -409,14 +409,17 @@ def test_preference_pairs_cannot_be_evaluated(config, tmp_path):
     assert "but no messages; it may have preference pairs" in str(result.exception)
 
 
-def test_a_run_on_preference_pairs_leads_to_a_config_with_prompts(config, tmp_path):
+@pytest.mark.parametrize(("algorithm", "samples"), [("dpo", True), ("rm", False)])
+def test_a_run_on_preference_pairs_leads_to_a_config_with_prompts_if_its_policy_can_sample(
+    config, tmp_path, algorithm, samples
+):
     pairs = {"dataset_name": "preference", "path": str(tmp_path / "pairs.jsonl")}
     policy = {key: value for key, value in CONFIG["policy"].items() if key != "generation"}
-    changed = {**CONFIG, "dpo": {}, "policy": policy, "data": {"train": pairs, "validation": pairs}}
+    changed = {**CONFIG, algorithm: {}, "policy": policy, "data": {"train": pairs, "validation": pairs}}
     del changed["grpo"], changed["env"]
     Path(config).write_text(json.dumps(changed))
     message = str(evaluate(config).exception)
-    assert "rlcore eval CONFIG --checkpoint RUN" in message
+    assert ("rlcore eval CONFIG --checkpoint RUN" in message) is samples
     assert "`validation/accuracy`" in message
     assert "++" not in message
 

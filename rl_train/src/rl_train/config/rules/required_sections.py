@@ -17,8 +17,10 @@ _WHY_AN_ENGINE = {
 }
 _PAIRS_ARE_NOT_SAMPLED = (
     "An evaluation samples answers to prompts, but {algorithm} uses preference pairs. The accuracy on held-out pairs is the "
-    "metric `validation/accuracy` of the run. To sample from a trained policy, name a config with prompts and an environment: "
-    "`rlcore eval CONFIG --checkpoint RUN`."
+    "metric `validation/accuracy` of the run."
+)
+_SAMPLES_ELSEWHERE = (
+    " To sample from the trained policy, name a config with prompts and an environment: `rlcore eval CONFIG --checkpoint RUN`."
 )
 
 
@@ -38,6 +40,7 @@ def what_samples_has_an_engine(config: CheckedConfig) -> Iterator[Problem]:
         reason = _WHY_AN_ENGINE.get(config.use, trains)
         if config.use is Use.EVAL and run.algorithm.needs_preferences:
             reason = _PAIRS_ARE_NOT_SAMPLED.format(algorithm=run.algorithm_name)
+            reason += _SAMPLES_ELSEWHERE if run.algorithm.head == "tokens" else ""
         yield Problem(("policy", "generation"), f"is required. {reason}", is_missing=True)
 
 
