@@ -38,7 +38,6 @@ MEANINGS = {
     "max_completion_length": "max_new_tokens",
     "num_generations": "num_generations_per_prompt",
     "group_size": "num_generations_per_prompt",
-    "num_iterations": "ppo_epochs",
     "gradient_checkpointing": "activation_checkpointing",
     "model_path": "model_name",
     "model_name_or_path": "model_name",
