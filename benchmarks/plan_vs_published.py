@@ -114,6 +114,12 @@ def _training(model: str, gpu: str, tokens_per_s: float, *, rows: int, checkpoin
     return Figure(model=model, gpu=gpu, rows=rows, published=rows * 2048 / 8 / tokens_per_s, **common)
 
 
+def _automodel(model: str, seconds: float, *, rows: int, options: Mapping[str, Any]) -> Figure:
+    """Rows of 4,096 tokens on 8 H100."""
+    common = {"source": "NeMo AutoModel", "kind": "train", "gpus": (1, 8), "prompt": 4096, "policy": {"hf_cfg": options}}
+    return Figure(model=model, gpu="h100", rows=rows, published=seconds, **common)
+
+
 def _sampling(
     source: str, model: str, gpu: str, seconds: float, *, rows: int, lengths: tuple[int, int], gpus: int = 1
 ) -> Figure:
@@ -172,28 +178,8 @@ FIGURES = {
     "training, MPT-7B, 8 H100": _training("MPT-7B", "h100", 10643, rows=48, checkpointing=False),
     "training, MPT-30B, 8 A100, checkpointing": _training("MPT-30B", "a100", 916, rows=504, checkpointing=True),
     "training, MPT-30B, 8 H100, checkpointing": _training("MPT-30B", "h100", 2002, rows=504, checkpointing=True),
-    "training, Qwen3-30B-A3B, 8 H100": Figure(
-        source="NeMo AutoModel",
-        model="Qwen3-30B-A3B",
-        gpu="h100",
-        gpus=(1, 8),
-        rows=512,
-        prompt=4096,
-        published=21.773,
-        kind="train",
-        policy={"hf_cfg": {"data_parallel": "fsdp2"}},
-    ),
-    "LoRA, Llama-3-70B, 8 H100": Figure(
-        source="NeMo AutoModel",
-        model="Llama-3-70B",
-        gpu="h100",
-        gpus=(1, 8),
-        rows=32,
-        prompt=4096,
-        published=26.92,
-        kind="train",
-        policy={"hf_cfg": {"lora": {"rank": 16}}},
-    ),
+    "training, Qwen3-30B-A3B, 8 H100": _automodel("Qwen3-30B-A3B", 21.773, rows=512, options={"data_parallel": "fsdp2"}),
+    "LoRA, Llama-3-70B, 8 H100": _automodel("Llama-3-70B", 26.92, rows=32, options={"lora": {"rank": 16}}),
     "sampling, Llama-2-7B, A100, 60 rows": _sampling(
         "TensorRT-LLM 0.6", "Llama-2-7B", "a100", 60 * 2048 / 1928, rows=60, lengths=(128, 2048)
     ),

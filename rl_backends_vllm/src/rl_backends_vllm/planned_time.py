@@ -50,13 +50,7 @@ class EngineTime:
         self._config = config
 
     def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
-        """Seconds in which a replica samples its rows, all of the same length.
-
-        Args:
-            rows: its rows in a step.
-            prompts: number of different prompts.
-            prompt: tokens of a prompt.
-            completion: tokens of a completion.
+        """Seconds in which a replica samples its rows; see `EngineTime` in `rl_train.plan.time_plan`.
 
         Raises:
             NotSupportedError: the engine cannot be measured here.
