@@ -55,8 +55,8 @@ def plan(
 ) -> None:
     """Predict the memory of a run by process, phase and part, and the time of a step, without loading weights.
 
-    For CPUs, the time is measured on this machine with two layers and random weights, which takes at most a few seconds. For
-    GPUs, it is computed from the speed of the GPU and published formulas.
+    For CPUs, the time is measured on this machine with two layers and random weights, which takes a few seconds, and with vLLM
+    ten more. For GPUs, it is computed from the speed of the GPU and published formulas.
 
     If the run does not fit, overrides to copy are printed, each tried by planning again. What the plan cannot know is listed.
     Exit code: 1 if the run does not fit.
