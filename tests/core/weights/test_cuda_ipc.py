@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import multiprocessing
+from functools import partial
 
 import pytest
 import torch
@@ -13,14 +14,19 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights import cuda_ipc
-from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid, open_buffer
+from rl_core.weights.buffer_pair import BufferPair
+from rl_core.weights.cuda_ipc import GpuBuffer, device_uuid, open_buffer
 from rl_core.weights.handles import merge_handles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+def gpu_buffers(device):
+    return BufferPair(partial(GpuBuffer, device=torch.device(device)))
+
+
 def test_buffers_alternate_and_grow_as_needed():
-    pair = GpuBufferPair(torch.device("cpu"))
+    pair = gpu_buffers("cpu")
     first, second = pair.next(100), pair.next(100)
     assert first is not second
     assert pair.next(50) is first
@@ -85,7 +91,7 @@ def fill_and_hand_over(pair, value):
 @needs_gpu
 def test_another_process_reads_each_bucket_unchanged(reader):
     send, receive = reader
-    pair = GpuBufferPair(torch.device("cuda", 0))
+    pair = gpu_buffers("cuda:0")
     try:
         for value in range(1, 8):
             send(fill_and_hand_over(pair, value))
@@ -104,7 +110,7 @@ def test_memory_is_freed_after_any_number_of_openings(reader, opened):
     torch.ones(1, device="cuda")
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        pair = GpuBufferPair(torch.device("cuda", 0))
+        pair = gpu_buffers("cuda:0")
         devices = fill_and_hand_over(pair, 1)
         for _ in range(opened):
             send(devices)
@@ -119,7 +125,7 @@ def test_memory_is_freed_after_any_number_of_openings(reader, opened):
 @pytest.mark.gpu
 @needs_gpu
 def test_the_owner_of_a_buffer_can_read_it_too():
-    pair = GpuBufferPair(torch.device("cuda", 0))
+    pair = gpu_buffers("cuda:0")
     opened = open_buffer(fill_and_hand_over(pair, 3), torch.device("cuda", 0))
     assert int(opened.to(torch.int64).sum()) == 3 * 10 * MIB
     pair.close()
@@ -128,7 +134,7 @@ def test_the_owner_of_a_buffer_can_read_it_too():
 @pytest.mark.gpu
 @needs_gpu
 def test_a_receiver_on_another_gpu_is_referred_to_the_collective_transport():
-    pair = GpuBufferPair(torch.device("cuda", 0))
+    pair = gpu_buffers("cuda:0")
     [handle] = fill_and_hand_over(pair, 1).values()
     with pytest.raises(WeightSyncError, match="refit_transport: collective"):
         open_buffer({"another GPU": handle}, torch.device("cuda", 0))

@@ -14,7 +14,8 @@ import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights import shared_memory
-from rl_core.weights.shared_memory import DIRECTORY, MappedSegments, Segment, SegmentPair, map_segment, sweep
+from rl_core.weights.buffer_pair import BufferPair
+from rl_core.weights.shared_memory import DIRECTORY, MappedSegments, Segment, map_segment, sweep
 
 OWNER = """
 import sys
@@ -82,7 +83,7 @@ def test_a_mapped_segment_is_mapped_again_only_if_it_is_another_one_of_that_name
 
 
 def test_small_segments_are_kept_for_the_next_refit_and_large_ones_are_not(own_directory):
-    pair = SegmentPair()
+    pair = BufferPair(Segment)
     large, small = pair.next(5000), pair.next(10)
     pair.keep(100)
     assert [path.name for path in own_directory.iterdir()] == [small.name]
@@ -142,7 +143,7 @@ def test_a_forked_child_that_ends_does_not_unlink_its_parents_segment():
 
 
 def test_two_segments_alternate_and_grow_as_needed():
-    pair = SegmentPair()
+    pair = BufferPair(Segment)
     first, second, third = pair.next(100), pair.next(100), pair.next(50)
     assert first is third
     assert first is not second

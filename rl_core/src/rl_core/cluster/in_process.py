@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
 from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.ports import free_port
 from rl_core.cluster.sharding import NamedSharding
-from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.cluster.worker_group import Arguments, Leading, WorkerGroup
 from rl_core.data.process_seed import separate_generators
 from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
 from rl_core.interfaces.out_of_memory import explaining_memory
@@ -102,21 +102,13 @@ class InProcessWorkerGroup(WorkerGroup):
             raise self._failed("__init__", error) from error
 
     def _submit(
-        self,
-        method: str,
-        leading: Mapping[int, tuple[Any, ...]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        deadline_s: float | None,
-        kept: Collection[int] | None = None,
-        shape: Callable[[list[Any]], Any] = list,
+        self, method: str, leading: Leading, shared: Arguments, *, deadline_s: float | None, kept: Collection[int] | None = None
     ) -> PendingCall:
         for rank in leading:
             self._sharding.get_worker_coords(rank)
         if not leading:
             raise UserError(f"{method}() of group '{self._name}' was called on no rank")
-        args = (*leading[0], *args)
+        args, kwargs = (*leading[0], *shared[0]), shared[1]
         if self._worker is None:
             raise UserError(f"group '{self._name}' was shut down; {method}() cannot run on it")
         try:
@@ -128,8 +120,8 @@ class InProcessWorkerGroup(WorkerGroup):
         except (Exception, SystemExit) as error:
             failed = self._failed(method, error)
             failed.__cause__ = error
-            return PendingCall.completed(None, failed, shape=shape)
-        return PendingCall.completed(value, None, shape=shape)
+            return PendingCall.completed(None, failed)
+        return PendingCall.completed(value, None)
 
     def _failed(self, method: str, error: BaseException) -> WorkerError:
         self._has_died |= isinstance(error, EngineDiedError)

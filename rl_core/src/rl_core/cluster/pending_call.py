@@ -51,6 +51,11 @@ class PendingCall:
             call._errors[0] = error
         return call
 
+    def shaped(self, shape: Callable[[list[Any]], Any]) -> Self:
+        """This call, whose result is `shape` of the list of values."""
+        self._shape = shape
+        return self
+
     def poll(self, timeout_s: float) -> bool:
         """Whether every worker has answered; waits up to `timeout_s`.
 

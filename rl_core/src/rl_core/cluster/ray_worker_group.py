@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.remote_actor import ActorCall, RemoteActor, pack_worker, ray_options, wait_exited
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
-from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.cluster.worker_group import Arguments, Leading, WorkerGroup
 from rl_core.compute_variables import compute_variables
 from rl_core.errors import DeadlineExceededError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
@@ -219,32 +219,20 @@ class RayWorkerGroup(WorkerGroup):
         return before[self._allocator.own_bundle(rank).node.node_id]
 
     def _submit(
-        self,
-        method: str,
-        leading: Mapping[int, tuple[Any, ...]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        deadline_s: float | None,
-        kept: Collection[int] | None = None,
-        shape: Callable[[list[Any]], Any] = list,
+        self, method: str, leading: Leading, shared: Arguments, *, deadline_s: float | None, kept: Collection[int] | None = None
     ) -> PendingCall:
         for rank in leading:
             self._sharding.get_worker_coords(rank)
         if not self._actors:
             raise UserError(f"group '{self._name}' was shut down; no method can run on it")
-        shared, readers = self._store((args, kwargs), len(leading)), Counter(map(id, leading.values()))
+        stored_shared, readers = self._store(shared, len(leading)), Counter(map(id, leading.values()))
         stored = {id(items): [self._store(item, readers[id(items)]) for item in items] for items in leading.values()}
         calls = [
-            self._actors[rank].call(method, shared, *stored[id(items)], keep_result=kept is None or rank in kept)
+            self._actors[rank].call(method, stored_shared, *stored[id(items)], keep_result=kept is None or rank in kept)
             for rank, items in leading.items()
         ]
-        return PendingCall(
-            calls,
-            deadline_s=self._deadlines.call_s if deadline_s is None else deadline_s,
-            deadlines=self._deadlines,
-            shape=shape,
-        )
+        deadline_s = self._deadlines.call_s if deadline_s is None else deadline_s
+        return PendingCall(calls, deadline_s=deadline_s, deadlines=self._deadlines)
 
     def _await_start(self, calls: Sequence[ActorCall]) -> None:
         PendingCall(calls, deadline_s=self._deadlines.start_s, deadlines=self._deadlines).result()

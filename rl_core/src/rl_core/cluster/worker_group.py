@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from rl_core.cluster.pending_call import PendingCall
 from rl_core.cluster.sharding import NamedSharding
 from rl_core.errors import UserError
+
+Leading = Mapping[int, tuple[Any, ...]]
+"""The first positional arguments of each called rank."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
 class WorkerGroup(ABC):
@@ -34,17 +39,9 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _submit(
-        self,
-        method: str,
-        leading: Mapping[int, tuple[Any, ...]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        deadline_s: float | None,
-        kept: Collection[int] | None = None,
-        shape: Callable[[list[Any]], Any] = list,
+        self, method: str, leading: Leading, shared: Arguments, *, deadline_s: float | None, kept: Collection[int] | None = None
     ) -> PendingCall:
-        """Start `method(*leading[rank], *args, **kwargs)` on those ranks.
+        """Start `method(*leading[rank], *args, **kwargs)` on those ranks, with (args, kwargs) = `shared`.
 
         Only results of the ranks `kept` (all by default) must be returned; those of others may be None.
         """
@@ -57,15 +54,15 @@ class WorkerGroup(ABC):
         An item that is not a tuple is the only positional argument.
         """
         leading = {rank: item if isinstance(item, tuple) else (item,) for rank, item in args_by_rank.items()}
-        return self._submit(method, leading, (), kwargs, deadline_s=deadline_s)
+        return self._submit(method, leading, ((), kwargs), deadline_s=deadline_s)
 
     def submit_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Start the method with the same arguments on every rank."""
-        return self._submit(method, dict.fromkeys(range(self.world_size), ()), args, kwargs, deadline_s=deadline_s)
+        return self._submit(method, dict.fromkeys(range(self.world_size), ()), (args, kwargs), deadline_s=deadline_s)
 
     def submit_one(self, method: str, *args: Any, rank: int = 0, deadline_s: float | None = None, **kwargs: Any) -> PendingCall:
         """Start the method on one rank; the result is that rank's."""
-        return self._submit(method, {rank: ()}, args, kwargs, deadline_s=deadline_s, shape=lambda values: values[0])
+        return self._submit(method, {rank: ()}, (args, kwargs), deadline_s=deadline_s).shaped(lambda values: values[0])
 
     def submit_sharded(
         self, method: str, shards: Sequence[Any], *args: Any, axis: str = "data", deadline_s: float | None = None, **kwargs: Any
@@ -85,11 +82,8 @@ class WorkerGroup(ABC):
         kept = [self.sharding.get_ranks_by_coord(**{axis: index}, **others)[0] for index in range(size)]
         items = [(shard,) for shard in shards]
         leading = {rank: items[self.sharding.get_worker_coords(rank)[axis]] for rank in range(self.world_size)}
-
-        def in_order(values: list[Any]) -> list[Any]:
-            return [values[rank] for rank in kept]
-
-        return self._submit(method, leading, args, kwargs, deadline_s=deadline_s, kept=kept, shape=in_order)
+        call = self._submit(method, leading, (args, kwargs), deadline_s=deadline_s, kept=kept)
+        return call.shaped(lambda values: [values[rank] for rank in kept])
 
     def run_all(self, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call the method with the same arguments on every rank; one result per rank, in rank order."""

@@ -19,7 +19,7 @@ from rl_core.data.row_planner import (
     runs_of,
 )
 from rl_core.data.schema import pad_value
-from rl_core.data.transfer import BorrowedColumn, pack_columns, to_device, unpack_columns
+from rl_core.data.transfer import BorrowedColumn, arrived_column, portable_column, to_device
 from rl_core.errors import DataError
 
 __all__ = ["BatchedDataDict", "ColumnsDifferError", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
@@ -102,7 +102,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         plan = (self.micro_batch_indices, self.micro_batch_lengths, self.elem_counts_per_gb)
-        return _rebuilt, (type(self), pack_columns(self.data), plan)
+        return _rebuilt, (type(self), {key: portable_column(column) for key, column in self.data.items()}, plan)
 
     def slice(self, start: int, end: int) -> SlicedDataDict[DictT]:
         """Rows start to end (excluded), as views."""
@@ -301,7 +301,7 @@ class SlicedDataDict(BatchedDataDict[DictT]):
 
 def _rebuilt(cls: type[BatchedDataDict[Any]], columns: dict[str, Any], plan: tuple[Any, Any, Any]) -> Any:
     batch = cls()
-    batch.data = unpack_columns(columns)
+    batch.data = {key: arrived_column(column) for key, column in columns.items()}
     batch.micro_batch_indices, batch.micro_batch_lengths, batch.elem_counts_per_gb = plan
     return batch
 

@@ -97,53 +97,30 @@ def _modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> lis
     sixth. The remaining rows fill the gaps, longest first, and the rest is packed first-fit decreasing.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    large = [row for row in order if 2 * lengths[row] > capacity]
-    filling = _Filling(lengths, capacity, large, order[len(large) :])
-    filling.add_mediums()
-    filling.add_small_pairs()
-    filling.fill_gaps()
-    return filling.bins + _first_fit(filling.rest, lengths, capacity)
+    bins = [[row] for row in order if 2 * lengths[row] > capacity]
+    rest = order[len(bins) :]
 
+    def move_longest(into: list[int], *, above: float = -1.0) -> bool:
+        """Move the longest remaining row that fits and is longer than `above`; False if there is none."""
+        room = capacity - sum(lengths[row] for row in into)
+        chosen = next((row for row in rest if above < lengths[row] <= room), None)
+        if chosen is not None:
+            rest.remove(chosen)
+            into.append(chosen)
+        return chosen is not None
 
-class _Filling:
-    """Bins that each contain one large row, longest first, and the rows (longest first) still to be assigned."""
-
-    def __init__(self, lengths: Sequence[int], capacity: int, large: list[int], rest: list[int]) -> None:
-        self.lengths, self.capacity, self.rest = lengths, capacity, rest
-        self.bins = [[row] for row in large]
-        self.room = [capacity - lengths[row] for row in large]
-
-    def add_mediums(self) -> None:
-        for number in range(len(self.bins)):
-            self._put(number, self._largest(self.room[number], lambda length: 3 * length > self.capacity))
-
-    def add_small_pairs(self) -> None:
-        def is_small(length: int) -> bool:
-            return self.capacity < 6 * length and 3 * length <= self.capacity
-
-        for number in reversed(range(len(self.bins))):
-            small = [row for row in self.rest if is_small(self.lengths[row])]
-            if len(self.bins[number]) > 1 or len(small) < 2:
-                continue
-            if self.lengths[small[-1]] + self.lengths[small[-2]] <= self.room[number]:
-                self._put(number, small[-1])
-                self._put(number, self._largest(self.room[number], is_small))
-
-    def fill_gaps(self) -> None:
-        for number in range(len(self.bins)):
-            while self._put(number, self._largest(self.room[number], lambda _: True)):
-                pass
-
-    def _largest(self, limit: int, admits: Callable[[int], bool]) -> int | None:
-        return next((row for row in self.rest if self.lengths[row] <= limit and admits(self.lengths[row])), None)
-
-    def _put(self, number: int, row: int | None) -> bool:
-        if row is None:
-            return False
-        self.rest.remove(row)
-        self.bins[number].append(row)
-        self.room[number] -= self.lengths[row]
-        return True
+    for rows in bins:
+        move_longest(rows, above=capacity / 3)
+    for rows in reversed(bins):
+        small = [row for row in rest if capacity / 6 < lengths[row] <= capacity / 3]
+        if len(rows) == 1 and len(small) > 1 and sum(lengths[row] for row in (*rows, *small[-2:])) <= capacity:
+            rest.remove(small[-1])
+            rows.append(small[-1])
+            move_longest(rows, above=capacity / 6)
+    for rows in bins:
+        while move_longest(rows):
+            pass
+    return bins + _first_fit(rest, lengths, capacity)
 
 
 PACKERS: dict[str, Callable[[Sequence[int], int], list[list[int]]]] = {

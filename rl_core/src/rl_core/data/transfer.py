@@ -11,7 +11,7 @@ a column (or a slice of it) as a tensor makes a private, writable copy, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,20 +64,11 @@ class _PortableTensor:
     value: torch.Tensor
 
     def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        return _entry, (_portable_column(self.value[None]),)
+        return _entry, (portable_column(self.value[None]),)
 
 
-def pack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a batch in the form in which they are pickled; `unpack_columns` is the inverse."""
-    return {key: _portable_column(column) for key, column in columns.items()}
-
-
-def unpack_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the columns of a batch: as tensors if they are small or the memory is writable, else as borrowed columns."""
-    return {key: _arrived(column) for key, column in columns.items()}
-
-
-def _portable_column(column: Any) -> Any:
+def portable_column(column: Any) -> Any:
+    """A column in the form in which it is pickled; `arrived_column` is the inverse."""
     if not isinstance(column, torch.Tensor):
         return _portable(column)
     if 0 < column.nbytes <= _SMALL and column.dtype in _NAMES:  # no objects, because each takes microseconds to pickle
@@ -98,7 +89,8 @@ def _portable(value: Any) -> Any:
     return value
 
 
-def _arrived(column: Any) -> Any:
+def arrived_column(column: Any) -> Any:
+    """A column that was unpickled: a tensor if it is small or the memory is writable, else a borrowed column."""
     if isinstance(column, tuple):
         dtype, shape, data = column
         return torch.frombuffer(data, dtype=getattr(torch, dtype)).reshape(shape)
@@ -109,7 +101,7 @@ def _arrived(column: Any) -> Any:
 
 def _entry(column: Any) -> torch.Tensor:
     """The only row of a portable column."""
-    arrived = _arrived(column)
+    arrived = arrived_column(column)
     return (arrived.tensor() if isinstance(arrived, BorrowedColumn) else arrived)[0]
 
 

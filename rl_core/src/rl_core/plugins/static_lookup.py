@@ -10,8 +10,9 @@ import ast
 import importlib.machinery
 import importlib.util
 import pkgutil
+import symtable
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.plugins.component import did_you_mean, no_attribute
@@ -69,35 +70,20 @@ def _missing_in_file(spec: importlib.machinery.ModuleSpec, module: str, name: st
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
+        source = Path(spec.origin).read_bytes()
+        tree = ast.parse(source, spec.origin)
+        symbols = symtable.symtable(importlib.util.decode_source(source), spec.origin, "exec").get_symbols()
     except OSError:
         return None
     except SyntaxError as error:
         return f"{spec.origin}:{error.lineno} is not valid Python: {error.msg}."
-    names = list(_names(tree.body))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     modules = [each.name for each in pkgutil.iter_modules(_folders(spec) or [])]
-    if {"*", "__getattr__", name} & {*names, *modules}:
+    if any(node.names[0].name == "*" for node in imports) or {"__getattr__", name} & {*names, *modules}:
         return None
-    return no_attribute(module, name, dict.fromkeys(names))
+    return no_attribute(module, name, names)
 
 
 def _folders(spec: importlib.machinery.ModuleSpec) -> Sequence[str] | None:
     return None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-
-
-def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """The names that the statements of a module bind, those within `if`, `try`, `with` and loops included."""
-    for statement in body:
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield statement.name
-            case ast.Import() | ast.ImportFrom():
-                yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
-            case _:
-                yield from (
-                    node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-                )
-                for field in ("body", "orelse", "finalbody"):
-                    yield from _names(getattr(statement, field, []))
-                for handler in getattr(statement, "handlers", []):
-                    yield from _names(handler.body)

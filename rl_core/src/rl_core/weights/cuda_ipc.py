@@ -1,4 +1,4 @@
-"""Alternating buffers on one GPU that other processes of the node can map, and their handles.
+"""Buffers on one GPU that other processes of the node can map, and their handles.
 
 Only buffers are shared, never a model's own tensors. Torch counts the receivers of a shared storage: a handle that is never
 opened (a policy rank on a GPU without an engine) would keep its memory forever, and a parameter shared in every refit would get
@@ -22,16 +22,11 @@ _here: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
 
 
 class GpuBuffer:
-    """Memory on this process's GPU, shared once for its whole lifetime."""
+    """`size` bytes on this process's GPU, shared once for their whole lifetime."""
 
     def __init__(self, size: int, *, device: torch.device) -> None:
-        """Allocate the memory.
-
-        Args:
-            size: in bytes.
-            device: the GPU.
-        """
-        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self.size = size
+        self.bytes = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
         """[size] uint8."""
         self._name = uuid.uuid4().hex
         self._shared: tuple[Any, tuple[Any, ...]] | None = None
@@ -57,34 +52,6 @@ class GpuBuffer:
                 arguments["ref_counter_handle"], arguments["ref_counter_offset"], device=self.bytes.device
             )
         self.bytes = torch.empty(0, dtype=torch.uint8)
-
-
-class GpuBufferPair:
-    """Two alternating buffers, so that one bucket is written while the previous one is read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[GpuBuffer | None] = [None, None]
-        self._turn = 0
-
-    def next(self, size: int) -> GpuBuffer:
-        """The next buffer, with space for `size` bytes; its previous bucket is lost."""
-        self._turn = 1 - self._turn
-        buffer = self._buffers[self._turn]
-        if buffer is None or buffer.bytes.numel() < size:
-            if buffer is not None:
-                buffer.close()
-            self._buffers[self._turn] = buffer = GpuBuffer(max(size, 1), device=self._device)
-        return buffer
-
-    def close(self) -> None:
-        """Free both buffers, because a colocated engine may need the GPU memory; calling it twice is fine."""
-        closed = [buffer for buffer in self._buffers if buffer is not None]
-        self._buffers = [None, None]
-        for buffer in closed:
-            buffer.close()
-        if closed and self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def device_uuid(device: torch.device) -> str:

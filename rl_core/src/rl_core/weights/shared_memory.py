@@ -26,7 +26,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """Advice of Linux 5.14 and later: map all pages at once. One fault per page costs several times the copy itself."""
 _numbers = itertools.count()
 _MAPPED = 2
-"""Number of segments that a receiver keeps mapped: those of a `SegmentPair`."""
+"""Number of segments that a receiver keeps mapped: those of a `BufferPair`."""
 
 
 class Segment:
@@ -64,36 +64,6 @@ class Segment:
     def close(self) -> None:
         """Unlink the segment; processes that have mapped it keep their mapping. Calling it twice is fine."""
         self._unlink()
-
-
-class SegmentPair:
-    """Two alternating segments, so that one bucket is written while the previous one is read."""
-
-    def __init__(self) -> None:
-        self._segments: list[Segment | None] = [None, None]
-        self._turn = 0
-
-    def next(self, size: int) -> Segment:
-        """The next segment, with space for `size` bytes; its previous bucket is lost."""
-        self._turn = 1 - self._turn
-        segment = self._segments[self._turn]
-        if segment is None or segment.size < size:
-            if segment is not None:
-                segment.close()
-            self._segments[self._turn] = segment = Segment(size)
-        return segment
-
-    def keep(self, most_bytes: int) -> None:
-        """Keep segments of up to `most_bytes` for the next refit, which uses them in the same order; unlink larger ones."""
-        self._turn = 0
-        for turn, segment in enumerate(self._segments):
-            if segment is not None and segment.size > most_bytes:
-                segment.close()
-                self._segments[turn] = None
-
-    def close(self) -> None:
-        """Unlink both; calling it twice is fine."""
-        self.keep(-1)
 
 
 class MappedSegments:

@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,13 @@ import torch
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.private_names import PrivateNames
+from rl_core.weights.buffer_pair import BufferPair
 from rl_core.weights.collective import WeightCollective
-from rl_core.weights.cuda_ipc import GpuBufferPair, device_uuid
+from rl_core.weights.cuda_ipc import GpuBuffer, device_uuid
 from rl_core.weights.disk import write_tensors
 from rl_core.weights.fingerprint import Kind, combine, tensor_digests
 from rl_core.weights.manifest import dtype_of, fill, in_manifest_order, lay_out, manifest_to_send, split_into_buckets
-from rl_core.weights.shared_memory import SegmentPair
+from rl_core.weights.shared_memory import Segment
 
 if TYPE_CHECKING:
     from rl_core.interfaces.worker_context import WorkerContext
@@ -53,8 +55,8 @@ class WeightSource(PrivateNames, ABC):
 
     context: WorkerContext
     _refit: OpenRefit | None = None
-    _segments: SegmentPair | None = None
-    _gpu_buffers: GpuBufferPair | None = None
+    _segments: BufferPair[Segment] | None = None
+    _gpu_buffers: BufferPair[GpuBuffer] | None = None
     _collective: WeightCollective | None = None
 
     @abstractmethod
@@ -121,7 +123,7 @@ class WeightSource(PrivateNames, ABC):
             return {**header, "kind": "disk", "file": file}
         if self.context.device == "cuda" and file is None:
             device = torch.device("cuda", torch.cuda.current_device())
-            self._gpu_buffers = self._gpu_buffers or GpuBufferPair(device)
+            self._gpu_buffers = self._gpu_buffers or BufferPair(partial(GpuBuffer, device=device))
             buffer = self._gpu_buffers.next(num_bytes)
             fill(buffer.bytes, placements, self.iter_weights(keys), refit.manifest)
             devices = {device_uuid(device): buffer.handle()}
@@ -129,7 +131,7 @@ class WeightSource(PrivateNames, ABC):
         if self.context.rank != 0:
             _exhaust(self.iter_weights(keys))
             return {}
-        self._segments = self._segments or SegmentPair()
+        self._segments = self._segments or BufferPair(Segment)
         segment = self._segments.next(num_bytes)
         fill(segment.buffer, placements, self.iter_weights(keys), refit.manifest)
         return {**header, "kind": "shared_memory", "segment": segment.name, "placements": placements}
@@ -191,6 +193,7 @@ class WeightSource(PrivateNames, ABC):
         if self._gpu_buffers is not None:
             self._gpu_buffers.close()
             self._gpu_buffers = None
+            torch.cuda.empty_cache()  # a colocated engine may need the memory
         if self._segments is not None:
             self._segments.keep(_KEPT_BYTES)
 
