@@ -1,5 +1,6 @@
 import asyncio
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import psutil
@@ -109,6 +110,25 @@ async def one_by_one(engine, batch):
         return row, output
 
     return await asyncio.gather(*(ask(row) for row in range(batch.size)))
+
+
+def test_progress_is_read_in_another_thread_while_a_batch_is_sampled_and_changes_no_output(engine):
+    batch, seen = batch_of([5, 6, 7], [9], [5, 6, 7], [11, 12], sample_seeds=torch.arange(4)), []
+    expected = engine.generate(batch)
+    engine.finish_generation()
+    with ThreadPoolExecutor(1) as reader:
+        hook = engine.group.worker._model.register_forward_pre_hook(
+            lambda *_: seen.append(reader.submit(engine.batch_progress).result())
+        )
+        output = engine.generate(batch)
+        hook.remove()
+    ended, tokens = zip(*seen, strict=True)
+    assert (ended[0], tokens[0]) == (0, 0)
+    assert list(ended) == sorted(ended)
+    assert list(tokens) == sorted(set(tokens))
+    assert engine.batch_progress() == (batch.size, int(output["generation_lengths"].sum()))
+    for key in expected:
+        assert torch.equal(output[key], expected[key]), key
 
 
 @pytest.mark.full("core/dispatch/test_streaming.py has replicas on a cluster; e2e/test_runs.py samples on one")

@@ -1,5 +1,6 @@
 """Servers on the loopback interface, and engines that are connected to them."""
 
+import inspect
 import json
 import socket
 import threading
@@ -81,6 +82,8 @@ class Script:
         body = await request.json()
         self.requests.append((request.url.path, body))
         found = self._answer(body)
+        if inspect.isawaitable(found):
+            found = await found
         return found if isinstance(found, JSONResponse) else JSONResponse({"choices": [found]})
 
 

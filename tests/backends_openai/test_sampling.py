@@ -52,6 +52,18 @@ def test_rows_are_yielded_one_by_one_and_cancelled_with_their_iterator(served):
     assert rows == {row: whole["output_ids"][row, : lengths[row]].tolist() for row in (0, 1)}
 
 
+def test_the_rows_that_have_ended_are_counted_while_others_are_sampled(script):
+    async def last(body):
+        while body["prompt"] == [9] and engine.batch_progress() != (2, 4):
+            await asyncio.sleep(0.01)
+        return complete(body)
+
+    _, connect = script(last)
+    engine = connect()
+    engine.generate(prompts([5, 6], [9], [7]))
+    assert engine.batch_progress() == (3, 6)
+
+
 def test_a_row_whose_request_fails_has_a_reason_and_the_others_are_returned(script, caplog):
     _, connect = script(lambda body: JSONResponse({}, 503) if body["prompt"] == [9, 9] else complete(body))
     engine = connect(max_retries=1)

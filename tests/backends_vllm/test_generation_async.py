@@ -5,6 +5,7 @@ import os
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -183,6 +184,34 @@ def test_rows_that_stream_are_returned_while_they_are_sampled_and_others_only_at
             length = int(output["unpadded_sequence_lengths"])
             assert output["output_ids"].tolist() == last["output_ids"][:, :length].tolist()
             assert output["logprobs"].tolist() == last["logprobs"][:, :length].tolist()
+
+
+@pytest.mark.slow
+def test_progress_is_read_in_another_thread_while_a_batch_is_sampled_and_changes_no_output(engine, monkeypatch):
+    batch, seen = random_batch(rows=4, max_new_tokens=torch.tensor([60, 5, 40, 60])), []
+    expected = engine.generate(batch)
+    engine.finish_generation()
+    assert engine.batch_progress() == (0, 0)
+    processor = engine.group.worker._running._engine.output_processor
+    process = processor.process_outputs
+
+    def process_and_read(*arguments, **keywords):
+        processed = process(*arguments, **keywords)
+        seen.append(reader.submit(engine.batch_progress).result())
+        return processed
+
+    with ThreadPoolExecutor(1) as reader:
+        monkeypatch.setattr(processor, "process_outputs", process_and_read)
+        output = engine.generate(batch)
+        monkeypatch.undo()
+    total = int(output["generation_lengths"].sum())
+    assert engine.batch_progress() == (4, total)
+    assert all(rows <= 4 and tokens <= total for rows, tokens in seen)
+    # Rows that end are counted a moment later, those that continue at once.
+    assert len({tokens for _, tokens in seen}) > 20
+    assert {rows for rows, _ in seen} & {1, 2, 3}
+    for key in expected:
+        assert torch.equal(output[key], expected[key]), key
 
 
 def test_sampled_and_greedy_rows_share_the_engine_independently(engine, plain):

@@ -87,6 +87,8 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
             stop_strings=self.config.stop_strings or (),
         )
         self._synced_version: int | None = None
+        self._batch: list[Completion | HttpError] = []
+        """The rows of the latest call of `generate` that have ended."""
 
     @property
     def tokenizer_section(self) -> TokenizerConfig:
@@ -122,6 +124,10 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
             raise failed[0]
         return _output(rows, outcomes)
 
+    def batch_progress(self) -> tuple[int, int] | None:
+        done = list(self._batch)
+        return len(done), sum(len(row.tokens) for row in done if isinstance(row, Completion))
+
     async def generate_async(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
@@ -142,6 +148,7 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        self._batch = []
         return True
 
     def shutdown(self) -> bool:
@@ -185,7 +192,14 @@ class OpenAIGeneration(TextGeneration, GenerationInterface):
         return list(zip(prompts, data["messages"], strict=True))
 
     async def _sample_all(self, rows: Sequence[_Row], greedy: bool) -> list[Completion | HttpError]:
-        tasks = [asyncio.ensure_future(self._sample(*row, greedy=greedy)) for row in rows]
+        self._batch = ended = []
+
+        async def sample(row: _Row) -> Completion | HttpError:
+            outcome = await self._sample(*row, greedy=greedy)
+            ended.append(outcome)
+            return outcome
+
+        tasks = [asyncio.ensure_future(sample(row)) for row in rows]
         try:
             return list(await asyncio.gather(*tasks))
         finally:

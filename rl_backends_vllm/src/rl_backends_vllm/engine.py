@@ -33,6 +33,8 @@ class Engine(ABC):
 
     config: Any
     is_paused: bool = False
+    _engine: Any
+    """vLLM's own engine."""
 
     @abstractmethod
     def add(self, request_id: str, tokens: Sequence[int], parameters: Any) -> None:
@@ -48,6 +50,11 @@ class Engine(ABC):
 
         Also unfinished outputs of the requests that stream, after each of their tokens.
         """
+
+    def tokens_in_progress(self) -> int:
+        """Number of tokens sampled so far for the requests that have not finished; callable in any thread."""
+        requests = list(self._engine.output_processor.request_states.values())
+        return sum(request.detokenizer.num_output_tokens() for request in requests)
 
     @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:

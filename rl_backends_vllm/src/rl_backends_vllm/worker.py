@@ -82,6 +82,8 @@ class VllmGenerationWorker(GenerationWorker):
         self._weight_version = NO_VERSION
         self._asleep: set[str] = set()
         self._checked_weights = False
+        self._batch: dict[str, Completion] = {}
+        """The rows of the latest call of `generate` that have ended."""
 
     def setup(self) -> GenerationFacts:
         config = self._config
@@ -157,7 +159,7 @@ class VllmGenerationWorker(GenerationWorker):
         prompts = self._reader.read(data)
         self._calls += 1
         names = [f"{self._calls}-{prompt.number}" for prompt in prompts]
-        done: dict[str, Completion] = {}
+        done = self._batch = dict[str, Completion]()
         try:
             for name, prompt in zip(names, prompts, strict=True):
                 self._add(name, prompt, greedy=greedy)
@@ -168,6 +170,10 @@ class VllmGenerationWorker(GenerationWorker):
             self._requests.cancel(names)
             raise
         return to_output([done[name] for name in names], has_options="sampling" in data)
+
+    def batch_progress(self) -> tuple[int, int] | None:
+        done = list(self._batch.values())
+        return len(done), sum(len(row.tokens) for row in done) + self._running.tokens_in_progress()
 
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
@@ -197,6 +203,7 @@ class VllmGenerationWorker(GenerationWorker):
             self._wake(tag)
 
     def finish_generation(self) -> None:
+        self._batch = {}
         level = self._config.vllm_cfg.sleep_level or 0
         if level == 0 or self._asleep or not can_sleep(self.context.device):
             return

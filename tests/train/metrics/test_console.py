@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rl_train.metrics.console import SHOWN, ConsoleLogger
-from rl_train.metrics.progress import Progress
+from rl_train.metrics.progress import Progress, SampledBatch
 
 METRICS = {name: 0.5 for name, _, _ in SHOWN if name != "loss"} | {"grad_norm": 0.0}
 NUMBERS = [f"{short} {METRICS[name]:{form}}" for name, short, form in SHOWN if name in METRICS]
@@ -92,10 +92,40 @@ def test_a_phase_counts_only_its_own_rollouts_and_shows_how_long_it_took_before(
     assert re.fullmatch(r"rollout 0 s  0 s in the last step", str(progress))
     progress.rollouts.begun = 12
     assert "0/4 rollouts" in str(progress)
-    progress.rollouts.in_batches = True
-    assert "4 rollouts in one batch" in str(progress)
     progress.rollouts.ended += 2
     assert "2/4 rollouts" in str(progress)
+
+
+def test_a_batch_advances_while_it_is_sampled_and_counts_once_when_it_has_been():
+    progress, counts = Progress(), None
+    progress.begin("rollout")
+    progress._since -= 10.0
+    rollouts = progress.rollouts
+    rollouts.begun = 64
+    rollouts.batch = SampledBatch(rows=64, are_rollouts=True, read=lambda: counts)
+    assert str(progress) == "rollout 10 s  64 rollouts in one batch"
+    counts = (0, 1005)
+    assert str(progress) == "rollout 10 s  0/64 rollouts  100 tokens/s"
+    counts = (16, 4005)
+    assert str(progress) == "rollout 10 s  16/64 rollouts  400 tokens/s  about 30 s left"
+    rollouts.batch, rollouts.sampled, rollouts.tokens = None, 64, 8005
+    assert str(progress) == "rollout 10 s  0/64 rollouts scored  800 tokens/s"
+    rollouts.ended = 64
+    assert str(progress) == "rollout 10 s  64/64 rollouts  800 tokens/s"
+    progress.end(None)
+    progress.begin("rollout")
+    rollouts.begun = 128
+    assert "  0/64 rollouts  " in str(progress)
+
+
+def test_a_batch_of_turns_shows_its_turns_and_the_rollouts_that_have_ended():
+    progress = Progress()
+    progress.begin("rollout")
+    progress._since -= 10.0
+    rollouts = progress.rollouts
+    rollouts.begun, rollouts.ended, rollouts.tokens = 64, 16, 3005
+    rollouts.batch = SampledBatch(rows=48, are_rollouts=False, read=lambda: (12, 1000))
+    assert str(progress) == "rollout 10 s  16/64 rollouts  12/48 in this turn  400 tokens/s  about 30 s left"
 
 
 def test_the_elapsed_time_includes_that_of_earlier_processes():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.errors import DeadlineExceededError
+from rl_train.metrics.progress import Progress
 from rl_train.rollouts import activity
 from rl_train.rollouts.activity import ENGINE, ENVIRONMENT, ActivityLog, StalledError
 from rl_train.rollouts.collect import Collector
@@ -57,6 +58,29 @@ def test_rollouts_count_where_they_wait_and_leave_the_log(tokenizer, engine_for,
     assert [count for _, count in log._changes[ENGINE]] == [1, 0, 1, 0]
     assert [count for _, count in log._changes[ENVIRONMENT]] == [1, 0, 1, 0]
     assert log.describe() == "Rollouts in progress (0):"
+
+
+@pytest.mark.parametrize(("turns", "shown"), [(1, ("1/2 rollouts",)), (2, ("0/2 rollouts", "1/2 in this turn"))])
+def test_the_progress_of_a_batch_is_that_of_its_engine(tokenizer, engine_for, environments, turns, shown):
+    engine, progress, lines = engine_for(lambda text: ("yes[EOS]", False)), Progress(), []
+    made = replace(collector(tokenizer, engine, environments), max_turns={"count": turns})
+    progress.rollouts = made.activities.counts
+    progress.begin("rollout")
+    sample, engine.batch_progress = engine.generate, lambda: (1, 1000)
+
+    def generate(data, greedy=False):
+        lines.append(str(progress))
+        return sample(data, greedy=greedy)
+
+    engine.generate = generate
+    made.collect([row(tokenizer, "count", {"turns": turns}, ordinal=n) for n in (7, 8)], stream=SampleStream.TRAINING)
+    assert len(lines) == turns
+    for line in lines:
+        _, *texts = line.split("  ")
+        assert tuple(texts[: len(shown)]) == shown
+        assert texts[len(shown)].endswith("tokens/s")
+    assert progress.rollouts.batch is None
+    assert "  2/2 rollouts  " in str(progress)
 
 
 class Stuck(RolloutDriver):

@@ -15,6 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import RLCoreError
 from rl_core.interfaces import GenerationInterface
 from rl_core.testing.outputs.models import checked_generation, generated, right_row, scored
+from rl_train.metrics.progress import RolloutCounts
 from rl_train.rollouts.engines import BatchSampler, RowSampler, TurnRequest
 
 MODEL = str(Path(__file__).parents[3] / "examples/addition/model")
@@ -241,7 +242,7 @@ class CountsReadEntries(TorchFunctionMode):
 
 def test_a_call_reads_a_number_of_entries_that_grows_linearly_with_its_rows(engine):
     async def sample(rows):
-        sampler = BatchSampler(Repeats(), rollouts=rows, greedy=True, pad_token_id=0)
+        sampler = BatchSampler(Repeats(), rollouts=rows, greedy=True, pad_token_id=0, counts=RolloutCounts(), one_turn=True)
         requests = [
             TurnRequest(token_ids=torch.tensor([3]), stop_strings=None, seed=0, prompt_id=0, position=row, messages=[])
             for row in range(rows)

@@ -89,6 +89,10 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
         answer: BatchedDataDict[Any] = self._sampler.generate(data, greedy, weight_version=self.get_weight_version())
         return answer
 
+    def batch_progress(self) -> tuple[int, int]:
+        rows = self._sampler.batch
+        return sum(row.has_ended for row in rows), sum(len(row.tokens) for row in rows)
+
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:
@@ -106,6 +110,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             self._model.to(self.context.device)
 
     def finish_generation(self) -> None:
+        self._sampler.batch = ()
         self._rows.release_if_idle()
         return_freed_memory()
         if self.context.device == "cuda":

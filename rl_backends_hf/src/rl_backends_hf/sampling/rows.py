@@ -46,6 +46,11 @@ class Row(SampledRow):
         """Maximum number of tokens of prompt and completion."""
         return len(self.prompt.tokens) + self.prompt.limit
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stop or the limit has ended it."""
+        return self.stopped or len(self.tokens) >= self.prompt.limit
+
     def append(self, token: int, logprob: float, *, version: int, end_ids: frozenset[int]) -> bool:
         """Append a token that weights of `version` drew; returns whether the row ends with it."""
         self.tokens.append(token)
@@ -54,7 +59,7 @@ class Row(SampledRow):
         # The scanner must read every token, including end tokens.
         is_stopped = self.scanner is not None and self.scanner.push(token)
         self.stopped = is_stopped or token in end_ids
-        return self.stopped or len(self.tokens) >= self.prompt.limit
+        return self.has_ended
 
     def so_far(self) -> Completion:
         """The row with its tokens so far, at least one."""

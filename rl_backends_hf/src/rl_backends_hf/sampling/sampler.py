@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +88,9 @@ class Sampler:
         seed: for rows without `sample_seeds`.
         rank: index of the replica, whose rows without `sample_seeds` differ from those of others.
 
+    Attributes:
+        batch: rows of the latest `generate` call, which other threads may read.
+
     Raises:
         NotSupportedError: the cache does not support the model's attention.
     """
@@ -102,6 +105,7 @@ class Sampler:
         rank: int = 0,
     ) -> None:
         self.model, self.settings, self.tokenizer = model, settings or SamplerSettings(), tokenizer
+        self.batch: Sequence[Row] = ()
         self._layout = AttentionLayout.of(model)
         self._sharing = PromptSharing.of(model, window=self._layout.window)
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -143,7 +147,7 @@ class Sampler:
             DataError: a prompt is empty, contains an id outside the vocabulary, or leaves no tokens within `max_model_len`.
             NonFiniteError: the model's logits are NaN or infinite.
         """
-        rows = self.read(data, greedy=greedy)
+        rows = self.batch = self.read(data, greedy=greedy)
         if rows:
             count = min(len(rows), self.settings.max_batch_rows)
             with self.prepared(rows=count, steps=max(row.prompt.limit for row in rows)), self.without_gradients():

@@ -18,6 +18,7 @@ import ray
 from ray import cloudpickle
 
 from rl_core.cluster import orphan_reaper, stacks
+from rl_core.cluster.batch_progress import stored_progress
 from rl_core.cluster.ports import free_port
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError, frames_of
@@ -121,7 +122,7 @@ class ActorHost:
         try:
             args = (*leading, *args)
             seed_call(self._worker, self._context, method, args)
-            with explaining_memory(self._worker, method):
+            with explaining_memory(self._worker, method), stored_progress(self._worker, method):
                 result = getattr(self._worker, method)(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))

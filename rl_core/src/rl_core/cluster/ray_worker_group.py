@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from rl_core.cluster import daemons
+from rl_core.cluster.batch_progress import read_progress
 from rl_core.cluster.bundle_allocator import BundleAllocator, scheduling_strategy
 from rl_core.cluster.deadlines import Deadlines
 from rl_core.cluster.isolation import runtime_env_of
@@ -79,6 +80,7 @@ class RayWorkerGroup(WorkerGroup):
         self._runtime_env = runtime_env_of(python)
         self._actors: list[RemoteActor] = []
         self._contexts: dict[int, WorkerContext] = {}
+        self._sampling: list[str] = []  # IDs of the tasks of the latest `generate` call
         cluster.attach(self, self._name)
         try:
             self._packed = pack_worker(worker_class, worker_kwargs or {})
@@ -98,6 +100,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def describe_rank(self, rank: int) -> str:
         return f"{self._actors[rank].label}, {self._actors[rank].where()}"
+
+    def batch_progress(self) -> tuple[int, int] | None:
+        return read_progress(self._sampling)
 
     def workers_alive(self) -> list[bool]:
         return [actor.is_alive() for actor in self._actors]
@@ -231,6 +236,8 @@ class RayWorkerGroup(WorkerGroup):
             self._actors[rank].call(method, stored_shared, *stored[id(items)], keep_result=kept is None or rank in kept)
             for rank, items in leading.items()
         ]
+        if method == "generate":
+            self._sampling = [call.ref.task_id().hex() for call in calls]
         deadline_s = self._deadlines.call_s if deadline_s is None else deadline_s
         return PendingCall(calls, deadline_s=deadline_s, deadlines=self._deadlines)
 

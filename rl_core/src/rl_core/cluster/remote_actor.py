@@ -13,10 +13,12 @@ from typing import Any
 import psutil
 import ray
 from ray import cloudpickle
+from ray.experimental.internal_kv import _internal_kv_del
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_core.cluster import daemons, orphan_reaper, stacks
 from rl_core.cluster.actor_host import MARKER, ActorHost, Failure, Identity
+from rl_core.cluster.batch_progress import NAMESPACE
 from rl_core.cluster.ray_runtime import live_nodes
 from rl_core.errors import EngineDiedError, UserError, WorkerDiedError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
@@ -138,6 +140,7 @@ class RemoteActor:
         if not daemons.is_dead():  # otherwise Ray does not respond, and `wait_exited` ends the process
             with suppress(ray.exceptions.RayError):  # it may already be dead
                 ray.kill(self._handle, no_restart=True)
+                _internal_kv_del(self._handle._actor_id.hex(), namespace=NAMESPACE)
 
     def local_process(self) -> psutil.Process | None:
         """The process, if it is alive and on this host."""

@@ -99,6 +99,10 @@ class WorkerGroup(ABC):
         """Call `submit_sharded` and wait: one result per shard, that of the rank whose other coordinates are all 0."""
         return list(self.submit_sharded(method, shards, *args, axis=axis, deadline_s=deadline_s, **kwargs).result())
 
+    def batch_progress(self) -> tuple[int, int] | None:
+        """The sum of `GenerationWorker.batch_progress` over the ranks of the latest `generate` call; None if unknown."""
+        return self.run_one("batch_progress")  # type: ignore[no-any-return]
+
     @abstractmethod
     def pids(self) -> list[int]:
         """The process id of each rank, on its host."""

@@ -94,6 +94,9 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         self._check_rows(data)
         return self._stream.rows(prompt_columns(data), greedy=greedy)
 
+    def batch_progress(self) -> tuple[int, int] | None:
+        return self.group.batch_progress() if self._overrides("batch_progress") else None
+
     def close_sessions(self, sessions: Sequence[str]) -> None:
         self._stream.close_sessions(sessions, notify_replicas=self._overrides("close_sessions"))
 

@@ -124,6 +124,10 @@ class GenerationInterface(ABC):
             DataError: a prompt is empty, has an id outside the vocabulary, or leaves no space within `max_model_len`.
         """
 
+    def batch_progress(self) -> tuple[int, int] | None:
+        """Number of ended rows and of sampled tokens of the latest `generate` call; read in other threads. None if unknown."""
+        return None
+
     @abstractmethod
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Make the engine ready to sample; calling it twice is fine. Returns True."""

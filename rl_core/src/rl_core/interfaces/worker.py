@@ -239,6 +239,10 @@ class GenerationWorker(MeasuredWorker, ABC):
     def generate(self, data: BatchedDataDict[Any], *, greedy: bool = False) -> BatchedDataDict[Any]:
         """Complete this replica's rows; see `GenerationInterface.generate`."""
 
+    def batch_progress(self) -> tuple[int, int] | None:
+        """Number of ended rows and of sampled tokens of the latest `generate` call; read in other threads. None if unknown."""
+        return None
+
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
     ) -> dict[str, BatchedDataDict[Any] | RLCoreError]:

@@ -19,6 +19,18 @@ PRINT_EVERY_S = 30.0
 """Seconds without a new line after which a redirected output gets one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampledBatch:
+    """Turns of rollouts that an engine is sampling in one call."""
+
+    rows: int
+    """Number of turns."""
+    are_rollouts: bool
+    """Whether a rollout has only one turn."""
+    read: Callable[[], tuple[int, int] | None]
+    """Returns the number of turns that have ended, and of tokens sampled so far; None if the engine does not report them."""
+
+
 @dataclass(kw_only=True)
 class RolloutCounts:
     """Rollouts since the run started."""
@@ -29,8 +41,10 @@ class RolloutCounts:
     """Number of rollouts that have ended."""
     tokens: int = 0
     """Number of tokens of the turns that were sampled."""
-    in_batches: bool = False
-    """Whether the engine returns the rollouts of a batch together, so that none ends while they are sampled."""
+    sampled: int = 0
+    """Number of rollouts that batches have sampled completely. They end when they have been scored."""
+    batch: SampledBatch | None = None
+    """The batch that is being sampled."""
 
 
 class Progress:
@@ -65,15 +79,26 @@ class Progress:
         phase, since, now, before = self.phase, self._since, replace(self.rollouts), self._before
         if phase is None:
             return ""
-        seconds = time.perf_counter() - since
-        texts = [f"{phase} {_clock(seconds)}"]
+        seconds, batch = time.perf_counter() - since, now.batch
+        reported = None if batch is None else batch.read()
+        rows, tokens = reported or (0, 0)
+        tokens += now.tokens - before.tokens
         ended, total = now.ended - before.ended, now.begun - before.ended
+        sampled = now.sampled - before.sampled + (rows if batch is not None and batch.are_rollouts else 0)
+        done = max(ended, min(sampled, total))
+        texts = [f"{phase} {_clock(seconds)}"]
         if total > 0:
-            texts.append(f"{total} rollouts in one batch" if now.in_batches and not ended else f"{ended}/{total} rollouts")
-        if (tokens := now.tokens - before.tokens) and seconds > 0:
+            texts.append(f"{done}/{total} rollouts")
+            if batch is None and done > ended:
+                texts[-1] = f"{ended}/{total} rollouts scored"
+            elif batch is not None and reported is None and not done:
+                texts[-1] = f"{total} rollouts in one batch"
+            elif batch is not None and not batch.are_rollouts:
+                texts.append(f"{rows}/{batch.rows} in this turn")
+        if tokens and seconds > 0:
             texts.append(f"{tokens / seconds:.0f} tokens/s")
-        if 0 < ended < total:
-            texts.append(f"about {_clock(seconds / ended * (total - ended))} left")
+        if 0 < done < total:
+            texts.append(f"about {_clock(seconds / done * (total - done))} left")
         elif phase in self._seconds:
             texts.append(f"{_clock(self._seconds[phase])} in the last step")
         return "  ".join(texts)

@@ -193,8 +193,14 @@ class Collector:
             return RowSampler(self.generation, greedy=greedy, pad_token_id=pad_token_id)
         if self._several_turns:
             _log_batches(type(self.generation).__name__)
-        self.activities.counts.in_batches = True
-        return BatchSampler(self.generation, rollouts=rollouts, greedy=greedy, pad_token_id=pad_token_id)
+        return BatchSampler(
+            self.generation,
+            rollouts=rollouts,
+            greedy=greedy,
+            pad_token_id=pad_token_id,
+            counts=self.activities.counts,
+            one_turn=not self._several_turns,
+        )
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -15,6 +15,7 @@ from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.messages import Message
 from rl_core.testing.outputs.models import RightRow, checked_generation, generated, right_row
+from rl_train.metrics.progress import RolloutCounts, SampledBatch
 from rl_train.rollouts.activity import ENGINE, RolloutActivity
 from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
@@ -129,10 +130,22 @@ class BatchSampler(TurnSampler):
         rollouts: number of rollouts.
         greedy: use greedy decoding.
         pad_token_id: padding of prompts.
+        counts: updated for the progress of the run.
+        one_turn: whether every rollout has only one turn.
     """
 
-    def __init__(self, generation: GenerationInterface, *, rollouts: int, greedy: bool, pad_token_id: int) -> None:
+    def __init__(
+        self,
+        generation: GenerationInterface,
+        *,
+        rollouts: int,
+        greedy: bool,
+        pad_token_id: int,
+        counts: RolloutCounts,
+        one_turn: bool,
+    ) -> None:
         self._generation, self._greedy, self._pad_token_id = generation, greedy, pad_token_id
+        self._counts, self._one_turn = counts, one_turn
         self._active = rollouts
         self._waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]] = []
 
@@ -156,6 +169,8 @@ class BatchSampler(TurnSampler):
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].position), []
         requests = [request for request, _ in waiting]
+        read = self._generation.batch_progress
+        self._counts.batch = SampledBatch(rows=len(requests), are_rollouts=self._one_turn, read=read)
         try:
             batch = _prompts(requests, self._pad_token_id, with_messages=self._generation.reads_messages)
             output = generated(self._generation, batch, greedy=self._greedy)
@@ -165,6 +180,10 @@ class BatchSampler(TurnSampler):
                 if not future.done():
                     future.set_exception(error)
             return
+        finally:
+            self._counts.batch = None
+        if self._one_turn:
+            self._counts.sampled += len(requests)
         for (_, future), turn in zip(waiting, turns, strict=True):
             if future.done():
                 continue
