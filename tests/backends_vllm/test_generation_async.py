@@ -190,8 +190,6 @@ def test_rows_that_stream_are_returned_while_they_are_sampled_and_others_only_at
 def test_progress_is_read_in_another_thread_while_a_batch_is_sampled_and_changes_no_output(engine, monkeypatch):
     batch, seen = random_batch(rows=4, max_new_tokens=torch.tensor([60, 5, 40, 60])), []
     expected = engine.generate(batch)
-    engine.finish_generation()
-    assert engine.batch_progress() == (0, 0)
     processor = engine.group.worker._running._engine.output_processor
     process = processor.process_outputs
 

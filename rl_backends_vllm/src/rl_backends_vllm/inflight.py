@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rl_backends_vllm.engine import Engine, FailedRequest
@@ -12,6 +12,7 @@ from rl_backends_vllm.requests import completion_of, completion_so_far, row_erro
 from rl_core.data.generation_io import Completion
 from rl_core.errors import DataError, RLCoreError
 
+_WAIT_S = 1.0
 _PAUSED_WAIT_S = 0.01
 """How long `collect` waits while a refit has paused the engine; the next refit call must wait for it."""
 
@@ -28,6 +29,8 @@ class InFlightRequests:
         self._rows: dict[str, _Row] = {}
         self._by_request: dict[str, str] = {}
         self._requests = itertools.count()
+        self._completed = 0, 0
+        """Number of rows and of their tokens that the latest call of `complete` has collected."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -70,6 +73,29 @@ class InFlightRequests:
         for name in ready:
             del self._rows[name]
         return ready
+
+    def complete(self, rows: Mapping[str, tuple[list[int], Any]]) -> list[Completion]:
+        """Submit rows, as tokens and parameters by name, and wait for them; if one fails, cancel all and raise its error."""
+        done: dict[str, Completion] = {}
+        self._completed = 0, 0
+        try:
+            for name, (tokens, parameters) in rows.items():
+                self.add(name, tokens, parameters)
+            while len(done) < len(rows):
+                for name, row in self.collect(_WAIT_S, only=rows.keys()).items():
+                    if isinstance(row, RLCoreError):
+                        raise row
+                    done[name] = row
+                    self._completed = len(done), self._completed[1] + len(row.tokens)
+        except BaseException:
+            self.cancel(list(rows))
+            raise
+        return [done[name] for name in rows]
+
+    def batch_progress(self) -> tuple[int, int]:
+        """Number of rows that `complete` has collected, and of all tokens sampled so far; read in other threads."""
+        rows, tokens = self._completed
+        return rows, tokens + self._engine.tokens_in_progress()
 
     def unfinished(self, weight_version: int) -> dict[str, Completion]:
         """Rows that stream and have tokens that were not returned yet, with all their tokens, marked with `weight_version`."""

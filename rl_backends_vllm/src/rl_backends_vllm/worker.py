@@ -25,7 +25,6 @@ from rl_backends_vllm.standalone import as_batch, as_sent, only_config, standalo
 from rl_core.backend import (
     NO_VERSION,
     BatchedDataDict,
-    Completion,
     GenerationFacts,
     GenerationRequest,
     GenerationWorker,
@@ -39,7 +38,6 @@ from rl_core.backend import (
 )
 from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError
 
-_POLL_S = 1.0
 _STEP_S = 0.01
 _TOO_LITTLE_MEMORY = ("No available memory", "available KV cache memory", "Free memory on device")
 """In the errors of an engine that does not start because it has no memory for its KV cache."""
@@ -82,8 +80,6 @@ class VllmGenerationWorker(GenerationWorker):
         self._weight_version = NO_VERSION
         self._asleep: set[str] = set()
         self._checked_weights = False
-        self._batch: dict[str, Completion] = {}
-        """The rows of the latest call of `generate` that have ended."""
 
     def setup(self) -> GenerationFacts:
         config = self._config
@@ -158,22 +154,14 @@ class VllmGenerationWorker(GenerationWorker):
         self._check_weights()
         prompts = self._reader.read(data)
         self._calls += 1
-        names = [f"{self._calls}-{prompt.number}" for prompt in prompts]
-        done = self._batch = dict[str, Completion]()
-        try:
-            for name, prompt in zip(names, prompts, strict=True):
-                self._add(name, prompt, greedy=greedy)
-            while len(done) < len(names):
-                ended = self._requests.collect(_POLL_S, only=set(names))
-                done.update({name: _raise_if_failed(row) for name, row in ended.items()})
-        except BaseException:
-            self._requests.cancel(names)
-            raise
-        return to_output([done[name] for name in names], has_options="sampling" in data)
+        rows = {
+            f"{self._calls}-{prompt.number}": (prompt.tokens, self._sampling.parameters(prompt, greedy=greedy))
+            for prompt in prompts
+        }
+        return to_output(self._requests.complete(rows), has_options="sampling" in data)
 
-    def batch_progress(self) -> tuple[int, int] | None:
-        done = list(self._batch.values())
-        return len(done), sum(len(row.tokens) for row in done) + self._running.tokens_in_progress()
+    def batch_progress(self) -> tuple[int, int]:
+        return self._requests.batch_progress()
 
     def poll(
         self, arrivals: Sequence[GenerationRequest], *, cancelled: Sequence[str] = (), wait_s: float = 0.1
@@ -203,7 +191,6 @@ class VllmGenerationWorker(GenerationWorker):
             self._wake(tag)
 
     def finish_generation(self) -> None:
-        self._batch = {}
         level = self._config.vllm_cfg.sleep_level or 0
         if level == 0 or self._asleep or not can_sleep(self.context.device):
             return
@@ -383,12 +370,6 @@ class VllmGenerationWorker(GenerationWorker):
         if tag in self._asleep:
             self._running.wake(tag)
             self._asleep.discard(tag)
-
-
-def _raise_if_failed(row: Completion | RLCoreError) -> Completion:
-    if isinstance(row, RLCoreError):
-        raise row
-    return row
 
 
 def _start(arguments: Mapping[str, Any], *, asynchronous: bool) -> Engine:

@@ -5,22 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 _RESERVED = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "max_length",
-    "messages",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "tools",
-    "truncation",
-)
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
+    "tools", "truncation",
+)  # fmt: skip
 
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:

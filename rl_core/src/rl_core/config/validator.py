@@ -16,20 +16,9 @@ from rl_core.config.source_tree import KeyPath, Node, dotted
 
 _MOST_KEYS_LISTED = 30
 _WRONG_VALUE = {
-    "literal_error",
-    "enum",
-    "int_from_float",
-    "finite_number",
-    "greater_than",
-    "greater_than_equal",
-    "less_than",
-    "less_than_equal",
-    "multiple_of",
-    "too_short",
-    "too_long",
-    "string_too_short",
-    "string_too_long",
-}
+    "literal_error", "enum", "int_from_float", "finite_number", "greater_than", "greater_than_equal", "less_than",
+    "less_than_equal", "multiple_of", "too_short", "too_long", "string_too_short", "string_too_long",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rl_core.data.padding import cat_right_padded
-from rl_core.data.row_planner import (
-    DynamicBatchingArgs,
-    RowPlanner,
-    SequencePackingArgs,
-    ShardPlan,
-    runs_of,
-)
+from rl_core.data.row_planner import DynamicBatchingArgs, RowPlanner, SequencePackingArgs, ShardPlan, runs_of
 from rl_core.data.schema import pad_value
 from rl_core.data.transfer import BorrowedColumn, arrived_column, portable_column, to_device
 from rl_core.errors import DataError

@@ -247,10 +247,7 @@ class DistributedGeneration(WorkerFacade[GenerationFacts], TextGeneration, Repli
         self._restarting = threading.RLock()
         """Held while workers are restarted and while `_without_weights` changes; never while weights are awaited."""
         self._restarter = WorkerRestarter(
-            group,
-            max_restarts=self.config.max_restarts,
-            key="policy.generation.max_restarts",
-            start_s=self._deadlines.start_s,
+            group, max_restarts=self.config.max_restarts, key="policy.generation.max_restarts", start_s=self._deadlines.start_s
         )
         self._stream = RowStream(group, deadline_s=self._deadlines.generate_s, recovery=self)
         return group

@@ -118,11 +118,7 @@ class WorkerFacade(PrivateNames, Generic[FactsT]):
                     "process. Set `cluster.backend: ray`, or pass `cluster=RayVirtualCluster([...])` in Python."
                 )
             return InProcessWorkerGroup(
-                self.worker_class,
-                worker_kwargs=worker_kwargs,
-                sharding=self._sharding,
-                name=self._name,
-                device=local_device(),
+                self.worker_class, worker_kwargs=worker_kwargs, sharding=self._sharding, name=self._name, device=local_device()
             )
         from rl_core.cluster.ray_worker_group import RayWorkerGroup
 
