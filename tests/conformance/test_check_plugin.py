@@ -1,9 +1,12 @@
 """`rlcore check plugin`: components that cannot be created with their default configs."""
 
 import json
+import subprocess
+from importlib.metadata import entry_points
 
 import pytest
 from command_line import rlcore
+from network_nodes import SCRIPTS
 
 from rl_core.testing.promises import Status
 
@@ -46,3 +49,18 @@ def test_a_policy_of_several_ranks_is_reported_as_tested_on_one():
     done = rlcore("check", "plugin", "policy:hf")
     assert done.returncode == 0, done.stdout
     assert "`multiple_ranks` is declared, but was not tested: run `pytest --ray` in its repository" in done.stdout
+
+
+def test_a_plugin_is_tested_as_a_package():
+    done = rlcore("check", "plugin", "rlcore")
+    assert (done.returncode, done.stdout) == (0, "plugin 'rlcore': 10 of 10 promises kept\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", sorted({entry.name for entry in entry_points(group="rl_core.plugins")} - {"core"}))
+def test_an_installed_plugin_is_tested_with_all_its_components(plugin):
+    """`core` registers nothing."""
+    command = [SCRIPTS / "rlcore", "check", "plugin", plugin]  # a new interpreter: components may start process groups
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"plugin '{plugin}': 10 of 10 promises kept\n")

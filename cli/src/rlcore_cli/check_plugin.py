@@ -18,6 +18,8 @@ _CREATION = "test_it_is_created_from_its_section"
 _NOT_TESTED = """{title} {component!r}: not tested with its default config:
 {reason}
 Test it with `pytest tests/test_conformance.py` in the repository of the plugin; docs/conformance.md shows such a file."""
+_OF_EVERY_RUN = ("jsonl", "console")
+"""Loggers that a run creates itself, with other arguments than those of a plugin's logger."""
 Name = Annotated[
     str,
     typer.Argument(
@@ -91,7 +93,7 @@ def _summary(tests: type[Conformance[Any]]) -> str:
     results = [*tests.results.values()]
     if all(result.status is Status.NOT_CHECKED for result in results):
         return _NOT_TESTED.format(title=tests.title(), component=tests.component, reason=results[0].found)
-    if tests.kind is Kind.POLICY and Capability.MULTIPLE_RANKS in tests.capabilities():
+    if getattr(tests, "kind", None) is Kind.POLICY and Capability.MULTIPLE_RANKS in tests.capabilities():
         return f"{tests.summary()}; `multiple_ranks` is declared, but was not tested: run `pytest --ray` in its repository"
     return tests.summary()
 
@@ -128,7 +130,7 @@ def _tests_of(name: str) -> Iterator[type[Conformance[Any]]]:
         )
     yield _tests(PackagingConformance, matching[0].name)
     for registered, described in matching[0].components:
-        if registered in kits:
+        if registered in kits and not (registered is Kind.LOGGER and described.name in _OF_EVERY_RUN):
             yield _tests(kits[registered], described.name)
 
 
