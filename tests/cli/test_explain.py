@@ -137,6 +137,25 @@ def test_an_unknown_key_suggests_the_one_that_was_meant(key, meant, config):
     assert result.stderr.endswith(f"key {key}. Did you mean {meant}?\n")
 
 
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("disable_dropout", "Model dropout is only on in SFT"),
+        ("policy.ref_model", "The reference policy is always the initial policy."),
+        ("adam_beta1", "Set `policy.optimizer.kwargs.betas"),
+        ("data.dataset_num_proc", "there is nothing to set"),
+    ],
+)
+@pytest.mark.parametrize("config", [(), ("--config", GRPO)])
+def test_a_setting_of_another_library_without_a_key_says_what_to_do_instead(key, instead, config):
+    result = explain(key, *config)
+    assert result.returncode == 2
+    assert instead in result.stderr
+    assert "Did you mean" not in result.stderr
+    section = key if "." in key else f"policy.{key}"
+    assert instead in rlcore("validate", GRPO, f"++{section}=1").stderr
+
+
 def test_overrides_without_a_config_are_refused():
     result = explain("grpo.seed", "grpo.seed=3")
     assert (result.returncode, "give it with --config" in result.stderr) == (2, True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from statistics import mode
 
-from rl_core.config.diagnostics import nearest
+from rl_core.config.diagnostics import KEY_CUTOFF, nearest
 from rl_core.config.introspection import NO_DEFAULT, Field, all_fields
 from rl_core.config.section import Devices
 from rl_core.config.source_tree import dotted
@@ -13,10 +14,10 @@ from rl_core.errors import ConfigError
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.aliases import MEANINGS
 from rl_train.config.config_layout import SectionSchema
 from rl_train.config.device_defaults import effective_values
 from rl_train.config.dotted_keys import leaves
+from rl_train.config.foreign_names import INSTEAD, MEANINGS
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.optimizers import allowed_argument
 from rl_train.config.schema_index import SchemaIndex, schema_index
@@ -222,7 +223,8 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
     ends = [name.rpartition(".")[2] for name in known]
     last = given if given in ends else MEANINGS.get(given, given)
     in_section = [end for name, end in zip(known, ends, strict=True) if name.rpartition(".")[0] == section]
-    end = last if last in ends else nearest(last, in_section) or nearest(last, ends)
+    similar = partial(nearest, cutoff=KEY_CUTOFF)
+    end = last if last in ends else similar(last, in_section) or similar(last, ends)
     top = key.partition(".")[0]
 
     def ending_in(end: str | None) -> list[str]:
@@ -232,12 +234,14 @@ def _no_key(key: str, known: list[str], *, where: str) -> Exception:
         return sorted(same_end, key=lambda name: (name.rpartition(".")[0] != section, name.partition(".")[0] != top))
 
     same_end = ending_in(end)
-    suggestion = same_end[0] if same_end else nearest(key, known)
+    suggestion = same_end[0] if same_end else similar(key, known)
     # A key may mean something else in another library.
     others = ending_in(MEANINGS.get(given)) if last == given else []
     if not others and not section and len(set(same_end)) == 2:
         others = [name for name in same_end if name != suggestion]
     hint = f" Did you mean {' or '.join([suggestion, *others[:1]])}?" if suggestion else ""
+    if given not in ends and given in INSTEAD:
+        hint = f" {INSTEAD[given]}"
     return ConfigError(f"{where} unknown key {key}.{hint}" if where else f"No installed plugin has the key {key}.{hint}")
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_train.config.foreign_names import INSTEAD
+
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "config.md").read_text()
 
@@ -61,7 +63,7 @@ def trl_names():
 @pytest.mark.parametrize("name", trl_names())
 def test_a_setting_of_trl_suggests_our_key(files, good, name):
     [error] = files.errors(good.replace("  arithmetic: {}", f"  own: {{reward_fn: os.path.join}}\n{name}: 1"))
-    assert f"There is no section {name!r}. Did you mean the key " in error
+    assert f"There is no section {name!r}. {INSTEAD.get(name, 'Did you mean the key ')}" in error
     assert any(key.replace("<task>", "own") in error for key in trl_names()[name])
 
 

@@ -25,7 +25,7 @@ from rl_train.config.torch_arguments import (
 
 OPTIMIZER = {
     "{name: torch.optim.AdamX}": "policy.optimizer.name: torch.optim.AdamX cannot be imported: torch.optim has no 'AdamX'. "
-    "Did you mean 'Adam'?",
+    "Did you mean 'Adamax'?",
     "{name: nowhere.Lion}": "policy.optimizer.name: nowhere.Lion cannot be imported: there is no package 'nowhere'. Install "
     "it, or put its folder on PYTHONPATH.",
     "{name: torch.optim.LBFGS}": "policy.optimizer.name: torch.optim.LBFGS cannot be used to train a language model: it "

@@ -1,15 +1,20 @@
 """The JSON schema accepts what the loader accepts, and the reference pages document every key."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
+from rl_core.config.diagnostics import KEY_CUTOFF, InvalidConfigError, nearest
+from rl_core.config.source_tree import dotted
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.aliases import MEANINGS
+from rl_train.config.foreign_names import INSTEAD, MEANINGS
 from rl_train.config.json_schema import json_schema
+from rl_train.config.loader import load_config
 from rl_train.config.reference import reference
 from rl_train.config.schema_index import schema_index
 
@@ -89,17 +94,46 @@ def test_the_reference_page_is_current():
 
 
 def test_every_key_of_every_section_has_a_docstring():
-    from rl_core.config.source_tree import dotted
-
     plugins = ["core", "train", "hf", "megatron", "vllm", "openai", "envs"]
     sections = schema_index(Registry(discover()), plugins=plugins)
     silent = {dotted(f.path) for section in sections.sections for f in section.fields() if not f.info.description}
     assert not silent
 
 
-def test_names_of_other_libraries_lead_to_our_keys():
-    index = schema_index(Registry(discover()))
-    fields = [field for section in index.sections for field in section.fields()]
-    names = {str(field.path[-1]) for field in fields}
-    arguments = {name for field in fields if isinstance(field.default, dict) and field.model is None for name in field.default}
-    assert set(MEANINGS.values()) <= names | arguments
+@pytest.fixture(scope="module")
+def keys():
+    """All full keys, including the default arguments of free mappings."""
+    fields = [field for section in schema_index(Registry(discover())).sections for field in section.fields()]
+    arguments = [
+        (field, name) for field in fields if isinstance(field.default, dict) and field.model is None for name in field.default
+    ]
+    return {dotted(field.path) for field in fields} | {f"{dotted(field.path)}.{name}" for field, name in arguments}
+
+
+def test_names_of_other_libraries_lead_to_our_keys(keys):
+    names = {key.rpartition(".")[2] for key in keys}
+    assert set(MEANINGS.values()) <= names
+    assert not set(INSTEAD) & (names | {*MEANINGS})
+    given = {key for text in INSTEAD.values() for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", text)}
+    assert {key for key in given if key not in keys and not key.startswith("policy.optimizer.kwargs")} == set()
+
+
+def test_no_setting_of_trl_or_transformers_is_mistaken_for_a_misspelled_key(keys):
+    trl = pytest.importorskip("trl")
+    kinds = (trl.GRPOConfig, trl.DPOConfig, trl.SFTConfig)
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)} - {*MEANINGS, *INSTEAD}
+    ends = {key.rpartition(".")[2] for key in keys}
+    assert {name: meant for name in names - ends if (meant := nearest(name, ends, cutoff=KEY_CUTOFF))} == {}
+    assert {"disable_dropout", "adam_beta1", "dataset_num_proc"} <= {*INSTEAD}
+    for place in ((), ("grpo",), ("policy",), ("policy", "generation"), ("data", "train"), ("loss_fn",), ("checkpointing",)):
+        config = {"grpo": {}, "policy": {"backend": "hf", "generation": {"backend": "hf"}}, "data": {"train": {}}}
+        section = config
+        for part in place:
+            section = section.setdefault(part, {})
+        section.update(dict.fromkeys(names, 1))
+        with pytest.raises(InvalidConfigError) as error:
+            load_config(config)
+        hints = {
+            str(problem.path[-1]): problem.message for problem in error.value.problems if "Did you mean" in problem.message
+        }
+        assert {name: hint for name, hint in hints.items() if name in names - ends} == {}

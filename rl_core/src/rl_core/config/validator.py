@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rl_core.config.diagnostics import Problems, nearest, show
+from rl_core.config.diagnostics import KEY_CUTOFF, Problems, nearest, show
 from rl_core.config.introspection import Field, Model, allows_bool, choices, describe_type, find_field, inner_annotation
 from rl_core.config.source_tree import KeyPath, Node, dotted
 
@@ -29,11 +29,13 @@ class Validator:
         written: The values with their source locations.
         problems: Receives what is wrong.
         find_elsewhere: The full keys of all sections that end in a name, for suggestions.
+        instead: What to do instead of setting a key that does not exist, by its name.
     """
 
     written: Node
     problems: Problems
     find_elsewhere: Callable[[str], list[KeyPath]]
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def validate(self, model: Model, values: Mapping[str, Any], *, path: KeyPath) -> BaseModel | None:
         """The section at `path` as its model, or None if something is wrong; sections within it may already be instances."""
@@ -132,15 +134,10 @@ class Validator:
             field = find_field(model, here[len(section) :])
             owner = field.model if field is not None and field.model is not None else model
         keys = list(owner.model_fields)
-        other = self._section_of_other_backend(name, keys, values) if here == section else None
-        if other is not None:
-            self.problems.add(other, location=written.key_location, path=path)
-            return
-        self.problems.add(
-            f"{dotted(here) or model.__name__} has no key {name!r}.{self._suggestion(name, keys, here)}",
-            location=written.key_location,
-            path=path,
-        )
+        message = self._section_of_other_backend(name, keys, values) if here == section else None
+        if message is None:
+            message = f"{dotted(here) or model.__name__} has no key {name!r}.{self._suggestion(name, keys, here)}"
+        self.problems.add(message, location=written.key_location, path=path)
 
     def _suggestion(self, name: str, keys: list[str], here: KeyPath) -> str:
         if "." in name:
@@ -150,7 +147,9 @@ class Validator:
         if elsewhere and not own:
             self.problems.misspelled.update(path for path in elsewhere[:2] if self.written.at(path) is None)
             return f" Did you mean {' or '.join(dotted(path) for path in elsewhere[:2])}?"
-        if (meant := own[0] if own else nearest(name, keys)) is not None:
+        if name in self.instead and not own:
+            return f" {self.instead[name]}"
+        if (meant := own[0] if own else nearest(name, keys, cutoff=KEY_CUTOFF)) is not None:
             self.problems.misspelled.update({(*here, meant)} if self.written.at((*here, meant)) is None else ())
             return f" Did you mean {meant!r}?"
         shown = ", ".join(keys[:_MOST_KEYS_LISTED]) + (", ..." if len(keys) > _MOST_KEYS_LISTED else "")

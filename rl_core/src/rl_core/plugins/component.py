@@ -201,14 +201,10 @@ def describe(error: BaseException) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The candidate that was probably meant, or None: one that differs in letter case only, else the most similar one."""
-    options = list(candidates)
-    folded = {option.casefold(): option for option in reversed(options)}
-    if name.casefold() in folded:
-        return folded[name.casefold()]
-    matches = get_close_matches(name, options, n=1, cutoff=cutoff)
-    matches = matches or [folded[match] for match in get_close_matches(name.casefold(), folded, n=1, cutoff=cutoff)]
-    return matches[0] if matches else None
+    """The candidate that was probably meant, or None: the most similar one, whatever the letter case."""
+    folded = {option.casefold(): option for option in reversed(list(candidates))}
+    matches = get_close_matches(name.casefold(), folded, n=1, cutoff=cutoff)
+    return folded[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from rl_core.config.source_tree import KeyPath, Node, dotted
 from rl_core.errors import PluginError, UnknownComponentError
 from rl_core.plugins.component import Component, Kind, is_path
 from rl_core.plugins.registry import Registry
-from rl_train.config.aliases import MEANINGS
+from rl_train.config.foreign_names import INSTEAD, MEANINGS
 
 
 class AlgorithmPathConfig(Section):
@@ -110,13 +110,15 @@ def report_unknown_section(
     """
     algorithms = registry.names(Kind.ALGORITHM)
     not_installed = [known.name for known in registry.not_installed() if known.kind is Kind.ALGORITHM]
-    meant = None if name in MEANINGS else nearest(name, [*sections, *algorithms, *not_installed])
+    meant = None if name in {**MEANINGS, **INSTEAD} else nearest(name, [*sections, *algorithms, *not_installed], cutoff=0.7)
     suggested = [(meant,)] if meant else keys[:2]
     problems.misspelled.update(path for path in suggested if written.at(path) is None)
     if meant:
         hint = f"Did you mean {meant!r}?"
     elif keys:
         hint = f"Did you mean the key {' or '.join(map(dotted, suggested))}?"
+    elif name in INSTEAD:
+        hint = INSTEAD[name]
     else:
         hint = f"Sections: {', '.join([*algorithms, *sections])}."
     location = written.nearest((name,)).key_location

@@ -1,7 +1,4 @@
-"""Expands short forms in a config: `data.train_data_path` means `data.train` with the dataset `jsonl`.
-
-Also has the names that other libraries use for our keys, for suggestions.
-"""
+"""Expands short forms in a config: `data.train_data_path` means `data.train` with the dataset `jsonl`."""
 
 from __future__ import annotations
 
@@ -14,72 +11,6 @@ if TYPE_CHECKING:
     from rl_train.config.schema import DataConfig
 
 DatasetT = TypeVar("DatasetT", bound="DatasetConfig")
-
-MEANINGS = {
-    "learning_rate": "lr",
-    "lr_scheduler_type": "scheduler",
-    "warmup_ratio": "scheduler",
-    "warmup_steps": "scheduler",
-    "batch_size": "train_global_batch_size",
-    "per_device_train_batch_size": "train_micro_batch_size",
-    "gradient_accumulation_steps": "train_global_batch_size",
-    "micro_batch_size": "train_micro_batch_size",
-    "per_device_eval_batch_size": "val_batch_size",
-    "max_steps": "max_num_steps",
-    "num_steps": "max_num_steps",
-    "epochs": "max_num_epochs",
-    "num_epochs": "max_num_epochs",
-    "num_train_epochs": "max_num_epochs",
-    "max_length": "max_total_sequence_length",
-    "max_seq_length": "max_total_sequence_length",
-    "max_prompt_length": "max_input_seq_length",
-    "packing": "sequence_packing",
-    "max_tokens": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "num_generations": "num_generations_per_prompt",
-    "group_size": "num_generations_per_prompt",
-    "gradient_checkpointing": "activation_checkpointing",
-    "model_path": "model_name",
-    "model_name_or_path": "model_name",
-    "torch_dtype": "precision",
-    "dtype": "precision",
-    "bf16": "precision",
-    "peft_config": "lora",
-    "use_peft": "lora",
-    "lora_config": "lora",
-    "lora_r": "lora",
-    "use_vllm": "backend",
-    "vllm_mode": "resources",
-    "model_init_kwargs": "hf_cfg",
-    "reward_funcs": "reward_fns",
-    "beta": "reference_policy_kl_penalty",
-    "kl_coef": "reference_policy_kl_penalty",
-    "epsilon": "ratio_clip_min",
-    "epsilon_high": "ratio_clip_max",
-    "delta": "ratio_clip_c",
-    "loss_type": "token_level_loss",
-    "importance_sampling_level": "sequence_level_importance_ratios",
-    "scale_rewards": "normalize_rewards",
-    "mask_truncated_completions": "overlong_filtering",
-    "assistant_only_loss": "only_unmask_final",
-    "log_completions": "num_rollouts_logged",
-    "loss_weights": "preference_loss_weight",
-    "rpo_alpha": "sft_loss_weight",
-    "generation_batch_size": "num_prompts_per_step",
-    "steps_per_generation": "train_global_batch_size",
-    "metric_for_best_model": "metric_name",
-    "load_best_model_at_end": "metric_name",
-    "report_to": "loggers",
-    "output_dir": "log_dir",
-    "logging_dir": "log_dir",
-    "save_steps": "save_period",
-    "save_total_limit": "keep_latest_k",
-    "save_strategy": "save_period",
-    "eval_steps": "val_period",
-    "eval_strategy": "val_period",
-    "evaluation_strategy": "val_period",
-}
-"""Names of other libraries, and our name for the same setting."""
 
 _DATA_PATHS = {"train_data_path": "train", "val_data_path": "validation"}
 

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.config.introspection import NO_DEFAULT, Field, Model, all_fields, find_field
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import Component, Kind
-from rl_train.config.aliases import MEANINGS
+from rl_train.config.foreign_names import MEANINGS
 from rl_train.config.slots import is_named_by_user
 
 

@@ -23,6 +23,7 @@ from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.config.aliases import expand_aliases
 from rl_train.config.config_layout import ConfigLayout
+from rl_train.config.foreign_names import INSTEAD
 from rl_train.config.interpolation import escape, resolve
 from rl_train.config.overrides import apply_overrides
 from rl_train.config.partial_sections import partial_section, unavailable_section
@@ -247,7 +248,7 @@ def _validated_sections(
     values: dict[str, Any], layout: ConfigLayout, *, written: Node, problems: Problems
 ) -> dict[KeyPath, BaseModel]:
     """Every section as its model; inner ones first, since outer ones contain them."""
-    validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in)
+    validator = Validator(written=written, problems=problems, find_elsewhere=layout.ending_in, instead=INSTEAD)
     done: dict[KeyPath, BaseModel] = {}
     for path in sorted(layout.sections, key=len, reverse=True):
         if problems.is_invalid(path):

@@ -11,7 +11,7 @@ from rl_core.config.schedules import SCHEDULES
 from rl_core.config.source_tree import KeyPath
 from rl_core.plugins.component import did_you_mean
 from rl_core.plugins.static_lookup import missing_target
-from rl_train.config.aliases import MEANINGS
+from rl_train.config.foreign_names import MEANINGS
 from rl_train.config.rules.models import MODELS, each_model
 from rl_train.config.rules.rule import TRAINING, CheckedConfig, rule
 from rl_train.config.schedule_lengths import LENGTH, arguments, is_number
