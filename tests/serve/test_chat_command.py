@@ -29,6 +29,12 @@ def test_redirected_input_gets_the_answers_only(chat):
     assert chat("12+34=", "/reset", "", "12+34=", "/exit", "2+2=") == (0, "46\n46\n")
 
 
+def test_greedy_is_temperature_0(chat):
+    assert chat("12+34=", arguments=(MODEL, "--backend", "hf", "--greedy")) == (0, "46\n")
+    code, said = chat("12+34=", arguments=(MODEL, "--backend", "hf", "--greedy", "--temperature", "0.5"))
+    assert (code, "Remove one of them" in said) == (2, True)
+
+
 def test_a_run_that_was_trained_without_an_engine_gets_one_for_longer_conversations(chat, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "12+34=", "response": "46"}) + "\n")
     config = {

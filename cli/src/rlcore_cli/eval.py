@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from rlcore_cli.arguments import Bases, Overrides, config_files, integers
 if TYPE_CHECKING:
     from rl_train.evaluation.evaluate import EvaluationPlan, EvaluationResult, ModeResult, ProgressCallback
     from rl_train.rollouts.eval_metrics import Scores
+    from rl_train.rollouts.pass_at_k import Estimate
 
 TABLE_WIDTH = 200
 """Maximum width of a table; a narrower terminal wraps its lines."""
@@ -55,6 +57,7 @@ def evaluate(
     best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
     samples: Annotated[int | None, typer.Option(min=1, help="Number of samples per prompt.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Decode greedily; with --samples, do both.")] = False,
+    temperature: Annotated[float | None, typer.Option(hidden=True, help="0, as in `rlcore chat`, is --greedy.")] = None,
     k: Annotated[
         str | None, typer.Option("--k", help="Values of k for pass@k and cons@k, for example 1,4,8. Powers of two by default.")
     ] = None,
@@ -84,6 +87,8 @@ def evaluate(
         config, checkpoint = run / "config.yaml", checkpoint or run
     elif config is not None and not config.suffix and "=" not in str(config):
         existing_run_path(config)  # a config has a suffix: what is missing here was meant as a run
+    if temperature:
+        raise UserError(f"--temperature must be 0, which is --greedy. To sample: policy.generation.temperature={temperature:g}")
     files, changes = config_files(config, bases, overrides)
     ks = integers(k, "--k", "1,4,8") or []
     if engine is not None:
@@ -100,7 +105,7 @@ def evaluate(
         checkpoint=None if checkpoint is None else existing_run_path(checkpoint),
         best=best,
         samples=samples,
-        greedy=greedy,
+        greedy=greedy or temperature == 0,
         ks=ks,
         reward_above=reward_above,
     )
@@ -212,9 +217,10 @@ def _print_scores(passes: Sequence[ModeResult]) -> None:
     tasks = list(passes[0].by_task)
     for task in tasks if len(tasks) == 1 else ("all", *tasks):
         scores = [found.by_task.get(task, found.scores) for found in passes]
-        names = list(dict.fromkeys(name for one in scores for name in one.metrics))
+        metrics = [_without_repetition(one) for one in scores]
+        names = list(dict.fromkeys(name for one in metrics for name in one))
         for name in sorted(names, key=_sort_key):
-            table.add_row(task, name, *(_format(one, name) for one in scores))
+            table.add_row(task, name, *(_format(one.get(name), name) for one in metrics))
         table.add_row(task, "length (max)", *(str(one.max_length) for one in scores))
         table.add_row(task, "prompts", *(str(one.num_prompts) for one in scores), end_section=True)
     console.print(table)
@@ -232,15 +238,24 @@ def _print_omissions(passes: Sequence[ModeResult]) -> None:
         print(f"\n{cut} prompts exceed data.max_input_seq_length and were truncated")
 
 
+def _without_repetition(scores: Scores) -> dict[str, Estimate]:
+    """The metrics, with `mean@n` as `accuracy`, and without `pass@1` and `cons@1` if they are equal to it."""
+    mean = scores.metrics.get(f"mean@{scores.samples_per_prompt}")
+    if mean is None:
+        return dict(scores.metrics)
+    repeated = {name for name in ("pass@1", "cons@1") if isclose(scores.metrics.get(name, mean).value, mean.value)}
+    others = {name: value for name, value in scores.metrics.items() if value is not mean and name not in repeated}
+    return {"accuracy": mean, **others}
+
+
 def _sort_key(name: str) -> tuple[int, str, int]:
     """Sort key: shares of correct samples first, by kind and k; then the rest by name."""
-    kind, at, k = name.partition("@")
-    kinds = ("mean", "pass", "cons")
-    return (kinds.index(kind), "", int(k)) if at else (len(kinds), name, 0)
+    kind, _, k = name.partition("@")
+    kinds = ("accuracy", "pass", "cons")
+    return (kinds.index(kind), "", int(k or 0)) if kind in kinds else (len(kinds), name, 0)
 
 
-def _format(scores: Scores, name: str) -> str:
-    estimate = scores.metrics.get(name)
+def _format(estimate: Estimate | None, name: str) -> str:
     if estimate is None:
         return "-"
     digits = 1 if name == "length" else 4

@@ -33,7 +33,11 @@ def train(
     ] = False,
     show_samples: Annotated[
         int | None,
-        typer.Option(min=1, help="Every N steps, print a prompt with its best and its worst sample and their rewards."),
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help="Every STEPS steps, print a prompt with its best and its worst sample with rewards.",
+        ),
     ] = None,
     replay: Annotated[
         Path | None,

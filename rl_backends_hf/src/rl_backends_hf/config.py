@@ -36,7 +36,7 @@ class HFPolicyConfig(PolicyConfig):
 
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report missing models and libraries, LoRA targets that do not exist in the model, and dropout in RL."""
-        yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
+        yield from model_problems(self, lambda: self.hf_cfg)
         shards = self.hf_cfg.fsdp_num_shards
         # Components created in Python bring their own cluster.
         if shards is not None and "cluster" in run.model_fields_set and (ranks := self.data_ranks(run.cluster)) % shards:
@@ -123,7 +123,7 @@ class HFGenerationConfig(GenerationConfig):
     def conflicts(self, run: RunSections) -> Iterator[tuple[KeyPath, str]]:
         """Report missing models and libraries."""
         yield from super().conflicts(run)
-        yield from model_problems(self.model_name, self.hf_cfg, same_environment=self.python is None)
+        yield from model_problems(self, lambda: self.hf_cfg)
 
     def logit_changes(self) -> dict[KeyPath, Any]:
         """The repetition penalty, if it is set."""

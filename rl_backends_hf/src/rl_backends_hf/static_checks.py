@@ -6,12 +6,13 @@ import importlib.util
 import json
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_core.config.model_paths import model_path_problem
+from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.config.source_tree import KeyPath
 from rl_core.errors import UserError
 from rl_core.plugins.component import did_you_mean
@@ -28,18 +29,20 @@ NEEDS_FLASH_ATTN = (
 )
 
 
-def model_problems(model_name: str | None, options: HFModelConfig, *, same_environment: bool) -> Iterator[tuple[KeyPath, str]]:
+def model_problems(
+    section: PolicyConfig | GenerationConfig, hf_cfg: Callable[[], HFModelConfig]
+) -> Iterator[tuple[KeyPath, str]]:
     """Problems with a model's path and loading options, by key of the backend's section.
 
     Args:
-        model_name: `model_name` of the section; None if it is taken from another section.
-        options: the section's `hf_cfg`.
-        same_environment: whether the workers use this Python environment, so that its libraries can be checked here.
+        section: the section; without `model_name` if it is taken from another one.
+        hf_cfg: returns its `hf_cfg`, which is read after the path, because it may be invalid.
     """
-    if model_name is not None and (problem := model_path_problem(model_name)) is not None:
+    if section.model_name is not None and (problem := model_path_problem(section.model_name)) is not None:
         yield ("model_name",), problem
-    if not same_environment:
+    if section.python is not None:  # the libraries of another Python environment cannot be checked here
         return
+    options = hf_cfg()
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(options, key) and importlib.util.find_spec("bitsandbytes") is None:
             yield ("hf_cfg", key), NEEDS_BITSANDBYTES.format(key=key)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rl_core.errors import UserError
 from rl_train.run_folders.run_names import completed_runs, text_of_run
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, max=100.0, help="Sampling temperature, 0 for greedy decoding.", show_default="the engine's"),
+        typer.Option(min=0.0, max=100.0, help="Sampling temperature.", show_default="the engine's"),
     ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Decode greedily, as --temperature 0.")] = False,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum number of tokens of an answer.", show_default="the engine's")
     ] = None,
@@ -57,13 +59,16 @@ def chat(
 
     Example:
         rlcore chat runs/config
-        rlcore chat path/to/model --backend hf --temperature 0
+        rlcore chat path/to/model --backend hf --greedy
         echo "12+34=" | rlcore chat examples/addition/model --backend hf
     """
     from rl_serve.conversation import Conversation
     from rl_serve.engine import EngineThread
     from rl_serve.served_model import started_model
 
+    if greedy and temperature:
+        raise UserError(f"--greedy is --temperature 0, but --temperature is {temperature:g}. Remove one of them.")
+    temperature = 0.0 if greedy else temperature
     with started_model(text_of_run(target), backend=backend, overrides=overrides or [], best=best) as model:
         engine = EngineThread(model.generation)
         try:

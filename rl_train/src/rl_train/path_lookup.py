@@ -36,6 +36,12 @@ def looks_like_path(text: str) -> bool:
     return text.startswith(("./", "../", "~", "/")) or text.endswith((".gguf", ".jinja", ".jsonl", ".safetensors"))
 
 
+def leads_into_folder(text: str, *, location: SourceLocation | None) -> bool:
+    """Whether a text is a path in a folder that exists, and so no name on the hub."""
+    parent = os.path.dirname(text)
+    return bool(parent) and any(_exists(os.path.join(folder, parent)) for folder in folders(location))
+
+
 def _exists(path: str) -> bool:
     try:
         return os.path.exists(path)

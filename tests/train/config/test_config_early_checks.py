@@ -147,6 +147,24 @@ def test_a_run_folder_as_model_is_an_error_that_names_its_weights(files, good):
     assert error.endswith("The weights of a checkpoint are in run/checkpoints/step_000010/policy/weights.")
 
 
+@pytest.mark.parametrize("given", [".", "checkpoints", "checkpoints/step_000010"])
+def test_a_folder_above_a_model_is_an_error_that_names_the_model(files, good, given):
+    checkpoint = files.folder / "run" / "checkpoints" / "step_000010"
+    checkpoint.mkdir(parents=True)
+    model_folder(checkpoint / "model")
+    [error] = files.errors(good.replace("some/model", str(files.folder / "run" / given)))
+    assert error.endswith("A model is in run/checkpoints/step_000010/model.")
+
+
+@pytest.mark.parametrize(("path", "problem"), [("empty", "has no config.json"), ("empty/model", "does not exist")])
+def test_a_wrong_model_folder_is_reported_together_with_invalid_options_of_the_backend(files, good, path, problem):
+    (files.folder / "empty").mkdir()
+    wrong = f"{path}\n  hf_cfg: {{trust_remote_code: maybe}}"
+    of_model, of_option = files.errors(good.replace("some/model", wrong))
+    assert problem in of_model
+    assert "policy.hf_cfg.trust_remote_code: must be true or false" in of_option
+
+
 @pytest.mark.parametrize("section", ["policy", "generation"])
 @pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
 def test_quantized_loading_without_bitsandbytes_is_refused(files, good, section, key):

@@ -83,6 +83,7 @@ def init(
         rlcore init pairs.jsonl --question query --chosen better --rejected worse
         rlcore init questions.jsonl --model path/to/model --gpus 8x80GiB
     """
+    from rl_core.config.model_paths import model_path_problem
     from rl_core.data.hub import require_model
     from rlcore_cli.starter.data_file import read_data_file
     from rlcore_cli.starter.recipe import parse_hardware
@@ -98,6 +99,8 @@ def init(
     algorithm = _algorithm(algorithm, form, data)
     _reject_existing([_CONFIG], output)
     require_model(model)
+    if (problem := model_path_problem(model)) is not None:
+        raise ConfigError(f"--model: {problem}")
     print(f"measuring the rows with the tokenizer of {model}", file=sys.stderr)
     files, starter = _files(
         train, held_out, form, model=model, algorithm=algorithm, output=output, own_reward=own_reward, hardware=hardware

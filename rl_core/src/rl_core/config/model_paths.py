@@ -34,12 +34,10 @@ def model_path_problem(name_or_path: str) -> str | None:
 
 
 def _checkpoint_hint(path: Path) -> str:
-    """Where the weights are, if the folder is a run or one of its checkpoints."""
-    inner = sorted(path.glob("policy/weights/config.json")) or sorted(
-        path.glob("checkpoints/step_*/policy/weights/config.json")
-    )
-    if inner:
-        return f" The weights of a checkpoint are in {inner[-1].parent}."
+    """Where a model is in the folder: the last checkpoint of a run, or a folder at most three levels below."""
+    for pattern in ("policy/weights", "*/policy/weights", "checkpoints/*/policy/weights", "*", "*/*", "*/*/*"):
+        if inner := sorted(path.glob(f"{pattern}/config.json")):
+            return f" {'The weights of a checkpoint are' if 'policy' in pattern else 'A model is'} in {inner[-1].parent}."
     return " Use a folder written by `save_pretrained` or `rlcore convert`."
 
 

@@ -146,7 +146,7 @@ _INSTEAD = {
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port",
     "Set `grpo.adv_estimator.name: gdpo` to normalize each reward before they are summed.": "multi_objective_aggregation",
     "Metrics of every step are recorded; `logger.loggers` chooses where.": "logging_steps logging_strategy logging_first_step",
-    "`rlcore train --show-samples N` prints samples.": "num_completions_to_print log_unique_prompts",
+    "`rlcore train --show-samples STEPS` prints samples.": "num_completions_to_print log_unique_prompts",
     "`rlcore train --resume` continues a run, by default its newest checkpoint.": "resume_from_checkpoint resume_mode",
     "`rlcore convert RUN --push NAME` publishes a finished run.": "push_to_hub hub_model_id hub_strategy hub_token "
     "hub_revision hub_private_repo hub_always_push",

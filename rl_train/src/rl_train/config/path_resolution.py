@@ -9,11 +9,10 @@ from rl_core.config.diagnostics import Problems, show
 from rl_core.config.paths import PathRule
 from rl_core.config.source_tree import KeyPath, Node
 from rl_train.config.config_layout import ConfigLayout
-from rl_train.path_lookup import folders, locate, looks_like_path
+from rl_train.path_lookup import folders, leads_into_folder, locate, looks_like_path
 
-_ON_THE_HUB = {"path": ", or the name of a dataset on the hub"} | dict.fromkeys(
-    ("model_name", "name", "tokenizer_name"), ", or the name of a model on the hub"
-)
+_MODELS = ("model_name", "name", "tokenizer_name")
+_ON_THE_HUB = {"path": ", or the name of a dataset on the hub"} | dict.fromkeys(_MODELS, ", or the name of a model on the hub")
 """What else a key accepts besides a path."""
 
 
@@ -39,7 +38,7 @@ def locate_paths(values: dict[str, Any], layout: ConfigLayout, *, written: Node,
         found = locate(text, location=location)
         if found is not None:
             section[str(key)] = found
-        elif rule.must_exist or looks_like_path(text):
+        elif rule.must_exist or looks_like_path(text) or (key in _MODELS and leads_into_folder(text, location=location)):
             searched = "" if os.path.isabs(os.path.expanduser(text)) else f" in {' or in '.join(folders(location))}"
             other = "" if rule.must_exist else _ON_THE_HUB.get(str(key), "")
             message = f"{show(text)} does not exist{searched}. Give an existing path{other}."

@@ -1,4 +1,4 @@
-"""Shows one prompt of a step with its best and its worst sample (`rlcore train --show-samples N`)."""
+"""Shows one prompt of a step with its best and its worst sample (`rlcore train --show-samples STEPS`)."""
 
 from __future__ import annotations
 
