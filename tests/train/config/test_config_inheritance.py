@@ -59,6 +59,21 @@ def test_an_empty_section_keeps_inherited_values_and_null_removes_them(files):
     assert merged(files, "defaults: base.yaml\ngrpo:\nenv: null") == {"grpo": {"a": 1}, "env": None}
 
 
+def test_null_removes_an_inherited_task_set_or_logger(files, good):
+    own = "env: {math: null}\nlogger: {loggers: {wandb: null}}\ndata: {validation_sets: {hard: null}}\n"
+    more = "  math: {}\nlogger: {loggers: {wandb: {}}}\n"
+    files.write(good.replace("data:", "data:\n  validation_sets: {hard: {dataset_name: arithmetic}}") + more, "base.yaml")
+    inherited = files.load("defaults: base.yaml\n").run
+    assert [*inherited.env] == ["arithmetic", "math"]
+    assert "wandb" in inherited.logger.loggers
+    overrides = ("env.math=null", "logger.loggers.wandb=null", "data.validation_sets.hard=null")
+    for run in (files.load(f"defaults: base.yaml\n{own}").run, files.load("defaults: base.yaml\n", *overrides).run):
+        assert [*run.env] == ["arithmetic"]
+        assert "wandb" not in run.logger.loggers
+        assert not run.data.validation_sets
+    assert [*files.load("defaults: base.yaml\nenv:\n  math:\n").run.env] == ["arithmetic", "math"], "empty: its defaults"
+
+
 def test_an_inheritance_cycle_is_reported_at_the_line_that_closes_it(files):
     files.write("defaults: config.yaml", "base.yaml")
     assert files.errors("a: 1\ndefaults: base.yaml") == [
