@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from command_line import rlcore
@@ -13,8 +14,9 @@ from rl_core.errors import DeadlineExceededError
 from rlcore_cli.cluster_check.findings import findings_of
 from rlcore_cli.cluster_check.node_probe import NodeProbe, digest, report
 from rlcore_cli.cluster_check.nodes import Survey
-from rlcore_cli.cluster_check.questions import Questions
+from rlcore_cli.cluster_check.questions import Questions, questions_of
 
+ADDITION = Path(__file__).parents[2] / "examples" / "grpo_addition.yaml"
 FIRST, SECOND = "10.0.0.1", "10.0.0.2"
 
 
@@ -125,6 +127,18 @@ def test_without_a_cluster_or_with_a_silent_address_the_error_says_what_to_set(m
     assert silent.returncode == 2
     assert "Nothing answers at RAY_ADDRESS" in silent.stderr
     assert rlcore("doctor", "--json").returncode == 2
+    several = rlcore("doctor", "hf", "++cluster.num_nodes=2")
+    assert several.returncode == 2
+    assert "need --cluster" in several.stderr
+
+
+def test_the_overrides_of_the_run_apply_to_the_checks(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"defaults: {ADDITION}\n")
+    asked = questions_of(config, ["++cluster.num_nodes=2", "++cluster.workers_per_node=8", "logger.log_dir=/shared/runs"])
+    workers = asked.workers["cluster"]
+    assert (workers.num_nodes, workers.workers_per_node) == (2, 8)
+    assert asked.outputs["logger.log_dir"] == "/shared/runs"
 
 
 def test_workers_use_gpus_if_a_node_has_some_and_the_engine_those_of_the_policy(here, questions):

@@ -117,8 +117,14 @@ def test_the_commands_of_a_file_exist(name):
         text = shlex.split(yaml.safe_load(text)["spec"]["entrypoint"])[2].replace(" && ", "\n")
     found = re.findall(r"^ *rlcore (.*?)(?: &)?$", text, flags=re.MULTILINE)
     assert [command.split()[0] for command in found] == ["doctor", "train"]
-    for command in found:
-        subcommand, *words = shlex.split(command)
-        context = typer.main.get_command(app).make_context("rlcore", [subcommand, *words], resilient_parsing=True)
-        given = context.command.get_command(context, subcommand).make_context(subcommand, words, parent=context).params
-        assert given.get("cluster") is True or any("cluster.num_nodes" in change for change in given["overrides"])
+    checked, trained = [arguments_of(command) for command in found]
+    assert checked.pop("cluster") is True
+    assert (Path(checked["name"]), checked["overrides"]) == (trained["config"], trained["overrides"])
+    assert any("cluster.num_nodes" in change for change in trained["overrides"])
+    assert any("cluster.workers_per_node" in change for change in trained["overrides"])
+
+
+def arguments_of(command):
+    subcommand, *words = shlex.split(command)
+    context = typer.main.get_command(app).make_context("rlcore", [subcommand, *words], resilient_parsing=True)
+    return context.command.get_command(context, subcommand).make_context(subcommand, words, parent=context).params

@@ -21,6 +21,7 @@ from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.record import Plugin, Status
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
+from rlcore_cli.arguments import Overrides
 from rlcore_cli.listing import print_table
 from rlcore_cli.machine import print_machine
 from rlcore_cli.plugin_problems import problems_of
@@ -38,6 +39,7 @@ def doctor(
             help="A plugin, distribution, component or import path; all plugins by default. With --cluster, a config.",
         ),
     ] = None,
+    overrides: Overrides = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Also import the targets and configs of the components; takes seconds.")
     ] = False,
@@ -57,12 +59,14 @@ def doctor(
     Example:
         rlcore doctor
         rlcore doctor hf --deep
-        rlcore doctor --cluster config.yaml
+        rlcore doctor --cluster config.yaml ++cluster.num_nodes=2 logger.log_dir=/shared/runs
     """
     if cluster:
         from rlcore_cli.cluster_check.command import check_cluster
 
-        healthy = check_cluster(None if name is None else Path(name), timeout_s=timeout, as_json=as_json)
+        healthy = check_cluster(None if name is None else Path(name), overrides or [], timeout_s=timeout, as_json=as_json)
+    elif overrides:
+        raise UserError(f"Overrides ({', '.join(overrides)}) need --cluster and a config. Give one NAME to check plugins.")
     elif as_json:
         raise UserError("--json needs --cluster. To list plugins as JSON: rlcore list-plugins --json.")
     elif name is not None and is_path(name):

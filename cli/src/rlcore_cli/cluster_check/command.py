@@ -16,13 +16,13 @@ from rlcore_cli.listing import print_table
 _SHOWN = ("rlcore", "ray", "torch")
 
 
-def check_cluster(config: Path | None, *, timeout_s: float, as_json: bool) -> bool:
+def check_cluster(config: Path | None, overrides: list[str], *, timeout_s: float, as_json: bool) -> bool:
     """Prints a table of the nodes and all problems; returns whether a run would work.
 
     Raises:
         UserError: This process cannot join the cluster, or the config is invalid.
     """
-    questions = questions_of(config)
+    questions = questions_of(config, overrides)
     address = refuse_if_unreachable(timeout_s)
     survey = survey_nodes(questions, timeout_s=timeout_s)
     findings = findings_of(survey, questions)

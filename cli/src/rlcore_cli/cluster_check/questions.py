@@ -34,13 +34,13 @@ class Questions:
     workers: Mapping[str, ResourcesConfig] = field(default_factory=dict)
 
 
-def questions_of(config: Path | None) -> Questions:
-    """What to check for a config; without one, the default run folder only."""
+def questions_of(config: Path | None, overrides: list[str]) -> Questions:
+    """What to check for a config with overrides; without a config, the default run folder only."""
     if config is None:
         return Questions()
     from rl_train.config.loader import load_config
 
-    loaded = load_config([config])
+    loaded = load_config([config], overrides)
     run = loaded.run
     outputs = {"logger.log_dir": run.logger.log_dir}
     if run.checkpointing.enabled and run.checkpointing.checkpoint_dir is not None:
