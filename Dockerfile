@@ -4,17 +4,22 @@
 #   docker build --tag rlcore .
 #   docker run --rm --shm-size 2g --volume "$PWD":/work rlcore train config.yaml
 #
+# More packages, here what KubeRay and vLLM on GPUs need (docs/clusters.md); torch of PyPI is a build for CUDA:
+#   docker build --build-arg PACKAGES="ray[default] ./rl_backends_vllm[cuda]" --tag rlcore-gpu .
+#
 # --shm-size: Ray keeps its object store in /dev/shm, of which Docker gives a container only 64 MiB by default.
 
 FROM python:3.11-slim
 
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends bubblewrap gcc g++ make \
+ && apt-get install --yes --no-install-recommends bubblewrap gcc g++ make wget \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/rlcore
 COPY . .
 RUN make PYTHON=python3.11 .venv/.installed
+ARG PACKAGES=""
+RUN test -z "$PACKAGES" || .venv/bin/python -m pip install --constraint constraints.txt --no-build-isolation $PACKAGES
 
 RUN useradd --create-home rlcore \
  && mkdir /work \

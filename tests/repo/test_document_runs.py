@@ -52,7 +52,7 @@ OTHER_PROGRAMS = {
     **dict.fromkeys(
         ["cd", "pytest"], "test what `rlcore init` and `new-plugin` wrote, as tests/cli/test_init.py and test_scaffold.py do"
     ),
-    "docker": "needs Docker; test_release_files.py reads the Dockerfile",
+    "docker": "needs Docker",
     "curl": "needs a server; tests/serve has requests of this form",
     "MODEL=$(ls": "set in this test",
 }
