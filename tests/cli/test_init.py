@@ -193,7 +193,7 @@ def test_empty_answers_are_reported_and_do_not_change_the_environment(tmp_path):
     config = tmp_path / "new" / "config.yaml"
     assert "math" in yaml.safe_load(config.read_text())["env"]
     shown = rlcore("data", "show", config, "--graded", 0).stdout
-    assert re.search(r"empty expected answers: 1 of \d+ \(\d\.\d %\); remove these rows", shown)
+    assert re.search(rf"empty expected answers: 1 of \d+ \(\d\.\d %\); remove these rows: {path}:51\n", shown)
 
 
 def test_no_system_prompt_is_added_to_rows_that_have_one(tmp_path):
@@ -307,9 +307,14 @@ def test_data_show_measures_lengths_finds_duplicates_and_answers_that_cannot_be_
     assert (train["rows"], train["repeated"]) == (52, 1)
     assert (validation["rows"], validation["shared_with_training"]) == (4, 3)
     assert train["too_long"] == sum(length > 6 for length in train["lengths"]) > 0
+    lines = [f"{tmp_path / 'train.jsonl'}:{row + 1}" for row, length in enumerate(train["lengths"]) if length > 6]
+    assert train["locations"]["too_long"] == lines[:3]
     assert shown["answers"][0]["unrewarded"] == ["\\boxed{"]
-    text = rlcore("data", "show", tmp_path / "config.yaml").stdout
-    assert "same prompt as a training row: 3 of 4" in text
+    text = rlcore("data", "show", tmp_path / "config.yaml", "--graded", 8).stdout
+    assert f"same prompt as an earlier row: 1 of 52 (1.9 %): {tmp_path / 'train.jsonl'}:51\n" in text
+    checked = [f"{tmp_path / 'validation.jsonl'}:{line}" for line in (1, 2, 3)]
+    assert f"same prompt as a training row: 3 of 4 (75.0 %): {', '.join(checked)}\n" in text
+    assert "; 8 of 52 rows, --graded for more\n" in text
 
 
 def test_data_show_counts_text_that_the_tokenizer_cannot_represent(prepared):

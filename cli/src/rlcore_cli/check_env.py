@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -53,13 +54,15 @@ def check_env(
         rlcore check env my_rewards.short --rows rows.jsonl
         rlcore check env my_task --config config.yaml
     """
-    from rl_train.diagnostics import DiagnosisStatus
+    from rl_train.diagnostics import Diagnosis, DiagnosisStatus
     from rl_train.workbench.check import check_environment
     from rl_train.workbench.trial import open_trial
 
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=num_rows)
     results = []
-    for result in check_environment(trial):
+    few = f"{len(trial.rows)} of {trial.total} rows, --num-rows for more"
+    note = [Diagnosis(status=DiagnosisStatus.NOTE, name="rows", found=few)] if len(trial.rows) < trial.total else []
+    for result in chain(check_environment(trial), note):
         results.append(result)
         if not as_json:
             print(f"{result.status:<7} {result.name}: {result.found}")

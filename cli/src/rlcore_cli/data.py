@@ -100,18 +100,26 @@ def _described(view: DatasetView) -> list[str]:
     of_all = "" if measured == view.rows else f" of {measured} evenly spaced rows"
     lines += ["", f"  tokens per row{of_all}, limit {view.limit}:", *_histogram(view.lengths)]
     longest = f", the longest is {view.longest_row}" if view.too_long else ""
-    lines += [f"  too long: {_share(view.too_long, measured)}{longest}"]
+    lines += [f"  too long: {_share(view.too_long, measured)}{longest}{_at(view, 'too_long')}"]
     if view.empty_answers:
-        lines += [f"  empty expected answers: {_share(view.empty_answers, measured)}; remove these rows"]
+        empty = _share(view.empty_answers, measured)
+        lines += [f"  empty expected answers: {empty}; remove these rows{_at(view, 'empty_answers')}"]
     if total := sum(view.unknown):
         lines += [
             f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {counted(total, 'token')}.",
             *_origin_of_unknown(view, total),
         ]
-    lines += [f"  same prompt as an earlier row: {_share(view.repeated, view.rows)}"]
+    lines += [f"  same prompt as an earlier row: {_share(view.repeated, view.rows)}{_at(view, 'repeated')}"]
     if view.name != "train":
-        lines += [f"  same prompt as a training row: {_share(view.shared_with_training, view.rows)}"]
+        shared = _share(view.shared_with_training, view.rows)
+        lines += [f"  same prompt as a training row: {shared}{_at(view, 'shared_with_training')}"]
     return [*lines, ""]
+
+
+def _at(view: DatasetView, problem: str) -> str:
+    """The locations of the first rows with a problem, after a colon."""
+    located = view.locations[problem]
+    return f": {', '.join(located)}" if located else ""
 
 
 def _origin_of_unknown(view: DatasetView, total: int) -> list[str]:
@@ -151,7 +159,8 @@ def _described_answers(answers: GradedAnswers) -> list[str]:
     line = f"env.{answers.task}: expected answers that get no more than a wrong one: {_share(count, answers.graded)}"
     listed = [f"  {answer!r}" for answer in answers.unrewarded[:_LISTED]]
     more = [f"  and {count - _LISTED} more"] if count > _LISTED else []
-    return [f"{line} (as {answers.form.format('ANSWER')!r})", *listed, *more]
+    few = f"; {answers.rows_read} of {answers.rows} rows, --graded for more" if answers.rows_read < answers.rows else ""
+    return [f"{line} (as {answers.form.format('ANSWER')!r}){few}", *listed, *more]
 
 
 def _share(count: int, total: int) -> str:

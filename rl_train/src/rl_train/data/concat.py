@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from rl_train.data.holdout import row_location
+
 
 class ConcatDataset(Sequence[Any]):
     """Several map-style collections, concatenated.
@@ -25,6 +27,11 @@ class ConcatDataset(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         number, row = self.locate(index)
         return self._parts[number][row]
+
+    def row_location(self, index: int) -> str:
+        """Location of the row of a record."""
+        number, row = self.locate(index)
+        return row_location(self._parts[number], row)
 
     def locate(self, index: int) -> tuple[int, int]:
         """The number of the collection, and the index in it."""

@@ -15,6 +15,8 @@ from rl_train.data.holdout import prompt_digest, row_location
 from rl_train.prompts.prompt_files import read_prompt
 from rl_train.rollouts.records import expected_answer
 
+_LOCATED = 3
+"""Number of rows of each problem whose location is given."""
 _UNLIMITED = 1_000_000_000
 """A row limit that no row reaches, so that lengths are measured before rows are cut."""
 
@@ -58,6 +60,8 @@ class DatasetView:
     """Number of rows whose prompt an earlier row of this dataset has."""
     shared_with_training: int
     """Number of rows whose prompt is also in the training data; 0 for the training data itself."""
+    locations: Mapping[str, tuple[str, ...]]
+    """Locations of the first rows that `too_long`, `empty_answers`, `repeated` and `shared_with_training` count."""
     samples: tuple[RenderedRow, ...]
 
     @property
@@ -87,6 +91,15 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
         digests = _digests(source)
         indices = _spaced(len(digests), measured)
         lengths, unknown, answers = zip(*map(reader.measured, indices), strict=True)
+        firsts = {digest: index for index, digest in reversed([*enumerate(digests)])}
+        found = {
+            "too_long": [index for index, length in zip(indices, lengths, strict=True) if length > reader.limit],
+            "empty_answers": [
+                index for index, answer in zip(indices, answers, strict=True) if isinstance(answer, str) and not answer.strip()
+            ],
+            "repeated": [index for index, digest in enumerate(digests) if firsts[digest] != index],
+            "shared_with_training": [index for index, digest in enumerate(digests) if digest in training and not is_training],
+        }
         views.append(
             DatasetView(
                 name=name,
@@ -94,13 +107,17 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
                 rows=len(digests),
                 lengths=lengths,
                 longest_row=row_location(source.records, indices[lengths.index(max(lengths))]),
-                empty_answers=sum(isinstance(answer, str) and not answer.strip() for answer in answers),
+                empty_answers=len(found["empty_answers"]),
                 unknown_token=reader.unknown_token,
                 unknown=unknown,
                 unknown_in_prompt=max(map(reader.unknown_tokens, _prompt_texts(prepared.config, name)), default=0),
                 limit=reader.limit,
-                repeated=len(digests) - len(set(digests)),
-                shared_with_training=0 if is_training else sum(digest in training for digest in digests),
+                repeated=len(found["repeated"]),
+                shared_with_training=len(found["shared_with_training"]),
+                locations={
+                    name: tuple(row_location(source.records, index) for index in rows[:_LOCATED])
+                    for name, rows in found.items()
+                },
                 samples=tuple(reader.rendered(index) for index in _spaced(len(digests), shown)),
             )
         )

@@ -20,6 +20,10 @@ class GradedAnswers:
     """The text around the answer, `{0}`, in which most of them are rewarded."""
     graded: int
     """Number of rows with an expected answer that were graded."""
+    rows_read: int
+    """Number of rows in which expected answers were looked for: the first of each dataset."""
+    rows: int
+    """Number of rows of the task."""
     unrewarded: tuple[str, ...]
     """Expected answers that get no more reward than a wrong one, in any of the usual forms."""
 
@@ -37,8 +41,9 @@ def grade_expected_answers(prepared: Preparation, *, limit: int) -> Iterator[Gra
         UserError: An environment cannot be created, or fails.
     """
     for task in prepared.config.env:
-        rows = [row for row in rows_of_task(task, prepared, limit=limit) if expected_answer(row.metadata) is not None]
-        if not rows or (trial := trial_of_run(task, prepared, rows)).reads_tool_calls:
+        first, total = rows_of_task(task, prepared, limit=limit)
+        rows = [row for row in first if expected_answer(row.metadata) is not None]
+        if not rows or (trial := trial_of_run(task, prepared, rows, total)).reads_tool_calls:
             continue
         expected = [str(expected_answer(row.metadata)) for row in rows]
         environment = trial.make()
@@ -47,4 +52,4 @@ def grade_expected_answers(prepared: Preparation, *, limit: int) -> Iterator[Gra
         finally:
             environment.shutdown()
         unrewarded = tuple(answer for row, answer in enumerate(expected) if row not in rewards)
-        yield GradedAnswers(task=task, form=form, graded=len(rows), unrewarded=unrewarded)
+        yield GradedAnswers(task=task, form=form, graded=len(rows), rows_read=len(first), rows=total, unrewarded=unrewarded)

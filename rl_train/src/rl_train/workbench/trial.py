@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import isroutine
 from pathlib import Path
@@ -31,6 +32,14 @@ UNDECLARED_TURNS = 100
 """Maximum number of turns for a class named by its path, which declares no number and may need several."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampledTrial(EnvironmentTrial):
+    """An environment, and the first rows of its datasets."""
+
+    total: int
+    """Number of rows of the datasets."""
+
+
 def open_trial(
     name: str,
     settings: Sequence[str] = (),
@@ -38,7 +47,7 @@ def open_trial(
     config: Path | None = None,
     rows: Path | None = None,
     limit: int = 8,
-) -> EnvironmentTrial:
+) -> SampledTrial:
     """An environment by name, with rows from a file, from a config, or from the dataset of the same name.
 
     Args:
@@ -60,14 +69,15 @@ def open_trial(
         if name not in run.env:
             raise ConfigError(f"{config} has no section env.{name}; its tasks are {', '.join(run.env) or 'none'}.")
         prepared = Preparation(run, registry)
-        return trial_of_run(name, prepared, rows_of_task(name, prepared, limit=limit) if given is None else given)
+        return trial_of_run(name, prepared, *(rows_of_task(name, prepared, limit=limit) if given is None else given))
     section, generated = _by_name(name, settings, registry, limit=0 if given is not None else limit)
     max_turns = section.max_rollout_turns or (UNDECLARED_TURNS if section.env_cls is not None else section.turns_needed)
-    return _trial(name, section, registry, rows=generated if given is None else given, max_turns=max_turns)
+    chosen, total = generated if given is None else given
+    return _trial(name, section, registry, rows=chosen, total=total, max_turns=max_turns)
 
 
-def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> list[TrialRow]:
-    """Rows of a task from the training data of a run, or from its first validation set if the training data has none.
+def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> tuple[list[TrialRow], int]:
+    """First rows of a task and their total number: of the training data, or if it has none, of the first validation set.
 
     Args:
         task: name of a section of `env`.
@@ -77,32 +87,33 @@ def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> list[TrialR
     data, tasks = prepared.data, list(prepared.config.env)
     training = [*sources_of(task, [data.train], tasks=tasks)]
     sources = training or [*sources_of(task, [*data.validation.values()], tasks=tasks)][:1]
-    return [row for each in sources for row in _rows_of(each.records, limit, name=each.name if len(sources) > 1 else "")]
+    read = [_rows_of(each.records, limit, name=each.name if len(sources) > 1 else "") for each in sources]
+    return [row for rows, _ in read for row in rows], sum(total for _, total in read)
 
 
-def trial_of_run(task: str, prepared: Preparation, rows: Sequence[TrialRow]) -> EnvironmentTrial:
+def trial_of_run(task: str, prepared: Preparation, rows: Sequence[TrialRow], total: int) -> SampledTrial:
     """A task of a run with rows.
 
     Raises:
         UserError: the environment cannot be used, or there are no rows.
     """
     run = prepared.scoring_config
-    return _trial(task, run.env[task], prepared.registry, rows=rows, max_turns=run.max_turns[task])
+    return _trial(task, run.env[task], prepared.registry, rows=rows, total=total, max_turns=run.max_turns[task])
 
 
 def _trial(
-    task: str, section: EnvironmentConfig, registry: Registry, *, rows: Sequence[TrialRow], max_turns: int
-) -> EnvironmentTrial:
+    task: str, section: EnvironmentConfig, registry: Registry, *, rows: Sequence[TrialRow], total: int, max_turns: int
+) -> SampledTrial:
     if not rows:
         raise ConfigError(f"There are no rows for {task!r}: give --rows FILE (JSON Lines), or --config FILE of a run.")
     make, reads_tool_calls = environment_factory(task, section, registry)
-    return EnvironmentTrial(
-        task=task, section=section, make=make, rows=rows, max_turns=max_turns, reads_tool_calls=reads_tool_calls
+    return SampledTrial(
+        task=task, section=section, make=make, rows=rows, total=total, max_turns=max_turns, reads_tool_calls=reads_tool_calls
     )
 
 
-def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
-    """The first rows of a JSON Lines file; see `open_trial` for their form.
+def read_rows(path: Path, *, limit: int) -> tuple[list[TrialRow], int]:
+    """The first rows of a JSON Lines file and their total number; see `open_trial` for their form.
 
     Raises:
         DataError: the file cannot be read, or a row has no prompt.
@@ -112,10 +123,12 @@ def read_rows(path: Path, *, limit: int) -> list[TrialRow]:
     for number in range(min(limit, len(lines))):
         row = lines[number]
         rows.append(trial_row(row, f"{lines.row_location(number)}: the row", read=partial(read_messages, role="user")))
-    return rows
+    return rows, len(lines)
 
 
-def _by_name(name: str, settings: Sequence[str], registry: Registry, *, limit: int) -> tuple[EnvironmentConfig, list[TrialRow]]:
+def _by_name(
+    name: str, settings: Sequence[str], registry: Registry, *, limit: int
+) -> tuple[EnvironmentConfig, tuple[list[TrialRow], int]]:
     values, data = _parsed(settings)
     if is_path(name):
         chosen = {"name": FUNCTIONS, "reward_fn": name} if _is_function(name) else {"env_cls": name}
@@ -135,23 +148,24 @@ def _is_function(path: str) -> bool:
         return False
 
 
-def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, limit: int) -> list[TrialRow]:
-    """Rows of the dataset of the same name, if there is one that needs no file."""
+def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, limit: int) -> tuple[list[TrialRow], int]:
+    """First rows and their total number of the dataset of the same name, if there is one that needs no file."""
     if not limit or name not in registry.names("dataset"):
         if values and limit:
             raise ConfigError(f"There is no dataset {name!r} for {', '.join(f'data.{key}' for key in values)}.")
-        return []
+        return [], 0
     component = registry.find("dataset", name)
     section = section_of_values(section_of(component, Kind.DATASET), dict(values), name="data")
     return _rows_of(component.load()(section), limit)
 
 
-def _rows_of(records: Any, limit: int, name: str = "") -> list[TrialRow]:
+def _rows_of(records: Any, limit: int, name: str = "") -> tuple[list[TrialRow], int]:
     selected = (records[index] for index in range(min(limit, len(records))))
-    return [
+    rows = [
         TrialRow(messages=without_answer(record["messages"]), metadata=record.get("extra_env_info"), source=name)
         for record in selected
     ]
+    return rows, len(records)
 
 
 def _parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
