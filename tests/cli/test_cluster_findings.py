@@ -9,8 +9,9 @@ from command_line import rlcore
 
 from rl_core.cluster.placement import Node
 from rl_core.cluster.ports import free_port
+from rl_core.cluster.ray_runtime import RayLease
 from rl_core.config.cluster_section import ResourcesConfig
-from rl_core.errors import DeadlineExceededError
+from rl_core.errors import DeadlineExceededError, UserError
 from rlcore_cli.cluster_check.findings import findings_of
 from rlcore_cli.cluster_check.node_probe import NodeProbe, digest, report
 from rlcore_cli.cluster_check.nodes import Survey
@@ -127,6 +128,8 @@ def test_without_a_cluster_or_with_a_silent_address_the_error_says_what_to_set(m
     assert silent.returncode == 2
     assert "Nothing answers at RAY_ADDRESS" in silent.stderr
     assert rlcore("doctor", "--json").returncode == 2
+    with pytest.raises(UserError, match="Nothing answers at RAY_ADDRESS"):
+        RayLease()  # a run, which Ray would let wait for minutes
     several = rlcore("doctor", "hf", "++cluster.num_nodes=2")
     assert several.returncode == 2
     assert "need --cluster" in several.stderr

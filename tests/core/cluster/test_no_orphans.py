@@ -145,3 +145,37 @@ def test_a_ray_process_without_readable_environment_is_identified_by_its_logs(tm
         agent.kill()
         bystander.kill()
         bystander.wait()
+
+
+_STARTING = """
+import signal
+from ray._private import services
+from rl_core.cluster.ray_runtime import RayLease
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+def start_raylet(*arguments, start=services.start_raylet, **settings):
+    started = start(*arguments, **settings)
+    signal.raise_signal(signal.SIGTERM)
+    return started
+
+services.start_raylet = start_raylet
+signal.signal(signal.SIGTERM, interrupt)
+try:
+    RayLease()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_ray_starts_is_handled_by_the_driver_and_leaves_nothing():
+    scratch = tempfile.mkdtemp(prefix="t")
+    try:
+        command = [sys.executable, "-c", _STARTING]
+        done = subprocess.run(command, env={**os.environ, "TMPDIR": scratch}, capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+        assert wait_until(lambda: glob.glob(f"{scratch}/rlcore-ray-*") == [])
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

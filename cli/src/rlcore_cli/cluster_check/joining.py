@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
+from rl_core.cluster.ray_runtime import refuse_silent_port
 from rl_core.errors import UserError
 
 TOKENS = (
     "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=<the same secret> for `ray start` on every node and for the run. `ray start "
     "--head` turns tokens on by itself if it finds ~/.ray/auth_token; the other nodes and the run do not."
 )
-_CONNECT_S = 10.0
 _TRIAL = """
 from rl_core.cluster.ray_runtime import RayLease
 RayLease().release()
@@ -32,7 +31,7 @@ def refuse_if_unreachable(timeout_s: float) -> str:
             "RAY_ADDRESS is not set, so a run would start Ray on this machine only. Set it to the address of the head node, "
             "for example RAY_ADDRESS=10.0.0.1:6379."
         )
-    _refuse_silent_port(address)
+    refuse_silent_port(address)
     try:
         trial = subprocess.run([sys.executable, "-c", _TRIAL], capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -42,19 +41,6 @@ def refuse_if_unreachable(timeout_s: float) -> str:
     if trial.returncode:
         raise UserError(f"This process cannot join the Ray cluster at {address}. {_reason(trial.stderr)}")
     return address
-
-
-def _refuse_silent_port(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return  # `auto`: Ray looks for the address
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-    except OSError as error:
-        raise UserError(
-            f"Nothing answers at RAY_ADDRESS={address} ({error}). Check that `ray start --head --port={port}` runs there, and "
-            "that no firewall blocks the port."
-        ) from error
 
 
 def _reason(output: str) -> str:

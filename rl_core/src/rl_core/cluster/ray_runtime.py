@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -38,18 +39,19 @@ class RayLease:
     """A lease on this process's Ray; releasing the last one stops a Ray that we started."""
 
     def __init__(self) -> None:
-        self._runtime: _Runtime | None = _acquire()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether this process is connected to Ray."""
-        return bool(ray.is_initialized())
+        global _leases
+        if _leases is None or not ray.is_initialized() or _session() != _leases.session:
+            _leases = _Runtime()
+        _leases.claims += 1
+        self._runtime: _Runtime | None = _leases
 
     def release(self) -> None:
         """Release the lease. Idempotent."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
-            runtime.release()
+            runtime.claims -= 1
+            if runtime.claims == 0:
+                runtime.stop()
 
 
 class _Runtime:
@@ -66,11 +68,6 @@ class _Runtime:
             atexit.register(self.stop)
         self.session = _session()
         self._watch = daemons.DaemonWatch(ray._private.worker._global_node)
-
-    def release(self) -> None:
-        self.claims -= 1
-        if self.claims == 0:
-            self.stop()
 
     def stop(self) -> None:
         global _leases
@@ -95,6 +92,7 @@ class _Runtime:
         logging.getLogger("ray").setLevel(logging.ERROR)  # before `init`, which logs before it applies its argument
         address, job = os.environ.get("RAY_ADDRESS"), JobConfig(_py_driver_sys_path=list(MODULE_FOLDERS))
         if address:
+            refuse_silent_port(address)
             try:
                 ray.init(address=address, job_config=job, logging_level=logging.ERROR)
             except (ConnectionError, ray.exceptions.AuthenticationError) as error:
@@ -140,6 +138,19 @@ class _Runtime:
             shutil.rmtree(self._temp_dir, ignore_errors=True)  # a killed daemon may still write a last line
 
 
+def refuse_silent_port(address: str) -> None:
+    """Raise a UserError if nothing listens at the address of a Ray cluster, which Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():  # unlike `auto`
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as error:
+            raise UserError(
+                f"Nothing answers at RAY_ADDRESS={address} ({error}). Check that `ray start --head --port={port}` runs there, "
+                "and that no firewall blocks the port."
+            ) from error
+
+
 def _busy_machine() -> str:
     load, free = os.getloadavg()[0], psutil.virtual_memory().available / _GIB
     return (
@@ -151,15 +162,17 @@ def _busy_machine() -> str:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Restore our own signal handlers: Ray's C++ code takes over SIGTERM, prints a stack and aborts."""
-    own = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Keep our own handlers from Ray's, which exits with code 15, and its C++ code's, which prints a stack and aborts."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    own = {number: by for number, by in before.items() if callable(by) and not isinstance(by, signal.Handlers)}
+    rays = (lambda _: None) if signal.SIGTERM in own else ray._private.utils.set_sigterm_handler
     try:
-        yield
+        with patch.object(ray._private.utils, "set_sigterm_handler", rays):
+            yield
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, handler in own.items():
-                if callable(handler) and not isinstance(handler, signal.Handlers):
-                    signal.signal(number, handler)
+                signal.signal(number, handler)
 
 
 @contextmanager
@@ -196,14 +209,6 @@ def _exit_without_ray() -> None:
         with suppress(OSError, ValueError):  # it may be closed
             stream.flush()
     os._exit(1)
-
-
-def _acquire() -> _Runtime:
-    global _leases
-    if _leases is None or not ray.is_initialized() or _session() != _leases.session:
-        _leases = _Runtime()
-    _leases.claims += 1
-    return _leases
 
 
 def _session() -> str:

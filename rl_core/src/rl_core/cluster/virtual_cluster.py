@@ -20,8 +20,7 @@ from rl_core.cluster.ray_runtime import RayLease, live_nodes
 from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.errors import ResourceInsufficientError, UserError
 
-# Ray frees resources a moment after a shutdown.
-_SETTLE_S = 5.0
+_SETTLE_S = 5.0  # Ray frees resources a moment after a shutdown
 _PLACE_S = 30.0
 
 
@@ -105,17 +104,15 @@ class RayVirtualCluster:
     def worker_share(self) -> dict[str, float]:
         """Ray resource options of one worker: its fraction of a bundle."""
         share = 1.0 / self.max_colocated_worker_groups
-        cpus = 1.0 if self._cpus is None else self._cpus
-        return {"num_cpus": cpus * share, "num_gpus": share if self.use_gpus else 0.0}
+        return {"num_cpus": share * (1.0 if self._cpus is None else self._cpus), "num_gpus": share if self.use_gpus else 0.0}
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """The address of rank 0's node, and a port that is free there and was not returned before."""
         node = self._bundles[0].node
         if node.node_id == ray.get_runtime_context().get_node_id():
             return node.address, free_port()
-        find = ray.remote(free_port).options(
-            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        )
+        there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        find = ray.remote(free_port).options(num_cpus=0, scheduling_strategy=there)
         return node.address, int(ray.get(find.remote(), timeout=_PLACE_S))
 
     def attach(self, tenant: WorkerGroup, name: str) -> None:
@@ -156,9 +153,7 @@ class RayVirtualCluster:
         self.shutdown()
 
     def _place(self, request: Request, nodes: Sequence[Node]) -> None:
-        resources = {"CPU": request.cpus_per_bundle}
-        if self.use_gpus:
-            resources["GPU"] = request.gpus_per_bundle
+        resources = {"CPU": request.cpus_per_bundle, **({"GPU": request.gpus_per_bundle} if self.use_gpus else {})}
         for count, node in zip(request.entries, nodes, strict=True):
             # Each on its planned node, so that ranks are in order; if it dies, on any that has no other entry.
             others = ",".join(other.node_id for other in nodes if other is not node)
