@@ -49,12 +49,7 @@ def test_steps_are_counted_in_whole_numbers(last, ticks):
     assert ticks is None or numbers == ticks
 
 
-@pytest.mark.parametrize(("value", "low", "high"), [(0.0, 0.0, 1.0), (2.0, 1.8, 2.2)])
-def test_the_axis_of_a_constant_curve_is_around_its_value(value, low, high):
-    lines = draw([("A", Curve(steps=[1, 2, 3], values=[value] * 3))], "mean reward").splitlines()
-    labels = [line.split("┤")[0].strip() for line in lines if "┤" in line]
-    assert (float(labels[-1]), float(labels[0])) == (low, high)
-
-
-def test_a_single_step_is_drawn():
-    assert "5" in draw([("A", Curve(steps=[5], values=[0.5]))], "loss").splitlines()[-2]
+def test_curves_of_one_value_are_one_line():
+    constant = Curve(steps=[1, 2, 3], values=[0.0] * 3)
+    assert draw([("braille", constant)], "mean reward") == "mean reward: 0.000 from step 1 to 3"
+    assert draw([("A", constant), ("B", Curve(steps=[5], values=[0.0]))], "loss") == "loss: 0.000 from step 1 to 5"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_train.metrics.jsonl import iter_jsonl
 from rlcore_cli.report.run_folder import Curve
-from rlcore_cli.report.scales import nice_ticks, padded_range, thin
+from rlcore_cli.report.scales import nice_ticks, thin
 
 WIDTH = 72
 HEIGHT = 14
@@ -25,7 +25,7 @@ def read_series(path: Path, name: str) -> Curve:
 
 
 def draw(curves: Sequence[tuple[str, Curve]], title: str) -> str:
-    """Overlaid curves without colors, `WIDTH` columns wide or as wide as the terminal if that is less.
+    """Overlaid curves without colors, at most as wide as `WIDTH` and the terminal; one line if all values are equal.
 
     Args:
         curves: marker (a letter or a plotext marker such as `braille`) and values of each curve.
@@ -34,6 +34,9 @@ def draw(curves: Sequence[tuple[str, Curve]], title: str) -> str:
     import plotext
 
     steps = [step for _, series in curves for step in series.steps]
+    values = [value for _, series in curves for value in series.values]
+    if min(values) == max(values):
+        return f"{title}: {values[0]:.3f} from step {min(steps)} to {max(steps)}"
     plotext.clear_figure()
     plotext.plot_size(min(WIDTH, shutil.get_terminal_size().columns), HEIGHT)
     plotext.theme("clear")
@@ -42,9 +45,6 @@ def draw(curves: Sequence[tuple[str, Curve]], title: str) -> str:
     if min(steps) < max(steps):
         ticks = nice_ticks(min(steps), max(steps), count=6, whole=True)
         plotext.xticks(ticks, [f"{tick:.0f}" for tick in ticks])
-    values = [value for _, series in curves for value in series.values]
-    if min(values) == max(values):
-        plotext.ylim(*padded_range(values))
     plotext.title(title)
     plotext.xlabel("step")
     lines = plotext.uncolorize(plotext.build()).rstrip("\n").split("\n")

@@ -76,7 +76,8 @@ def _print_results(finished: RunResult) -> None:
     for name, title in DRAWN:
         series = read_series(metrics, name)
         if len(series.steps) > 1:
-            print(f"\n{title}: {series.values[0]:.3f} at step {series.steps[0]}, {series.values[-1]:.3f} at {series.steps[-1]}")
+            first, last = (f"{series.values[at]:.3f} at step {series.steps[at]}" for at in (0, -1))
+            print(f"\n{title}: {first}, {last}" if len(set(series.values)) > 1 else "")
             print(draw([("braille", series)], title))
     steps = "1 step" if finished.steps == 1 else f"{finished.steps} steps"
     print(f"\n{steps} done; training took {format_duration(finished.training_seconds)}")

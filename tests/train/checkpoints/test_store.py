@@ -43,6 +43,16 @@ def test_a_metric_that_no_checkpoint_has_is_a_warning(tmp_path, caplog):
     assert "steps 1, 2 has the metric validation/acuracy" in record.getMessage()
 
 
+def test_checkpoints_of_interrupted_runs_need_no_metric(tmp_path, caplog):
+    store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=2, keep_top_k=1, metric_name="m", save_period=10))
+    for step in (2, 3, 10):
+        store.write(step, fill, {})
+    assert not caplog.records
+    store.write(20, fill, {})
+    [record] = caplog.records
+    assert "steps 10, 20 has the metric m" in record.getMessage()
+
+
 def test_a_metric_that_some_checkpoints_lack_is_not_reported(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=1, keep_top_k=1, metric_name="m"))
     for step, metrics in enumerate([{}, {"m": 1.0}, {}, {}], start=1):

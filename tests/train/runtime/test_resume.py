@@ -87,6 +87,11 @@ def test_resuming_an_earlier_checkpoint_moves_later_ones_to_another_folder(launc
     assert (again.folder, again.resumed_from) == (folder, 3)
 
 
+def test_a_resume_of_a_path_that_does_not_exist_names_the_other_choices(tmp_path):
+    with pytest.raises(CheckpointError, match=r"--resume latest: there is no such .*`auto`.*`never`"):
+        launch_in(tmp_path, resume="latest")
+
+
 def test_a_start_without_checkpointing_does_not_change_the_earlier_run(launch, folder, capsys):
     before = contents(folder)
     new = launch({"checkpointing": {"enabled": False}, "sft": {"max_num_steps": 5}})

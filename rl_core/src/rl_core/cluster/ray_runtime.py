@@ -45,6 +45,11 @@ class RayLease:
         _leases.claims += 1
         self._runtime: _Runtime | None = _leases
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether this process is connected to Ray."""
+        return bool(ray.is_initialized())
+
     def release(self) -> None:
         """Release the lease. Idempotent."""
         runtime, self._runtime = self._runtime, None
@@ -71,8 +76,7 @@ class _Runtime:
 
     def stop(self) -> None:
         global _leases
-        if _leases is self:
-            _leases = None
+        _leases = None if _leases is self else _leases
         if self._stopped:
             return
         self._stopped = True

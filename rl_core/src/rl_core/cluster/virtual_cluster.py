@@ -75,7 +75,7 @@ class RayVirtualCluster:
         self._cpus = cpus_per_bundle
         self.tenants: list[WorkerGroup] = []
         self._groups: list[PlacementGroup] = []
-        self._bundles: list[Bundle] = []
+        self.bundles: list[Bundle] = []  # in rank order
         self._lease = RayLease()
         try:
             request = Request.of(bundle_ct_per_node_list, live_nodes(), cpus=cpus_per_bundle, use_gpus=use_gpus)
@@ -87,18 +87,13 @@ class RayVirtualCluster:
 
     def world_size(self) -> int:
         """Number of bundles, and thus the maximum number of ranks of a group."""
-        return len(self._bundles)
-
-    @property
-    def bundles(self) -> list[Bundle]:
-        """The bundles in rank order."""
-        return list(self._bundles)
+        return len(self.bundles)
 
     def threads_of(self, bundle: Bundle) -> int:
         """Threads that a worker in this bundle may use."""
         if self._cpus is not None:
             return max(1, int(self._cpus))
-        neighbours = sum(other.node.node_id == bundle.node.node_id for other in self._bundles)
+        neighbours = sum(other.node.node_id == bundle.node.node_id for other in self.bundles)
         return max(1, int(bundle.node.cpus) // neighbours)
 
     def worker_share(self) -> dict[str, float]:
@@ -108,7 +103,7 @@ class RayVirtualCluster:
 
     def get_master_address_and_port(self) -> tuple[str, int]:
         """The address of rank 0's node, and a port that is free there and was not returned before."""
-        node = self._bundles[0].node
+        node = self.bundles[0].node
         if node.node_id == ray.get_runtime_context().get_node_id():
             return node.address, free_port()
         there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
@@ -121,7 +116,7 @@ class RayVirtualCluster:
         Raises:
             ResourceInsufficientError: `max_colocated_worker_groups` groups already share the cluster.
         """
-        if not self._bundles:
+        if not self.bundles:
             raise UserError(f"{self.name} was shut down; create a new one for '{name}'")
         if len(self.tenants) >= self.max_colocated_worker_groups:
             raise ResourceInsufficientError(
@@ -140,7 +135,7 @@ class RayVirtualCluster:
         """Shut down the worker groups, free the bundles, and stop Ray if it was started here. Idempotent."""
         for tenant in list(self.tenants):
             tenant.shutdown()
-        groups, self._groups, self._bundles = self._groups, [], []
+        groups, self._groups, self.bundles = self._groups, [], []
         if ray.is_initialized() and not daemons.is_dead():
             for group in groups:
                 remove_placement_group(group)
@@ -168,7 +163,7 @@ class RayVirtualCluster:
         for node_rank, (count, group, node) in enumerate(zip(request.entries, self._groups, nodes, strict=True)):
             if not group.wait(_PLACE_S) or set(placement_group_table(group)["bundles_to_node_id"].values()) != {node.node_id}:
                 raise insufficient(request, live_nodes(), free=True)
-            self._bundles += [Bundle(group, at, node, node_rank) for at in range(count)]
+            self.bundles += [Bundle(group, at, node, node_rank) for at in range(count)]
 
 
 def _choose_nodes(request: Request) -> list[Node]:

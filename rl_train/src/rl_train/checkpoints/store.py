@@ -32,6 +32,8 @@ class Retention:
     keep_top_k: int | None = None
     metric_name: str | None = None
     higher_is_better: bool = True
+    save_period: int = 1
+    """Steps between checkpoints; those of an interrupted run are in between, where validation may not be due."""
 
 
 class CheckpointStore:
@@ -209,13 +211,14 @@ class CheckpointStore:
         sign = 1.0 if self._retention.higher_is_better else -1.0
         scores = {step: _metric(self.find(step), name) for step in steps}
         scored = [step for step in steps if scores[step] is not None]
-        if len(steps) > 1 and not scored and not self._has_warned:
+        due = [step for step in steps if step % self._retention.save_period == 0]
+        if len(due) > 1 and not scored and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "none of the checkpoints of steps %s has the metric %s (checkpointing.metric_name), so keep_top_k has no "
                 "effect. Check its name in metrics.jsonl. Metrics of validation exist only at steps with validation: set "
                 "val_period so that it divides checkpointing.save_period.",
-                ", ".join(map(str, steps)),
+                ", ".join(map(str, due)),
                 name,
             )
         return sorted(scored, key=lambda step: (sign * scores[step], step))[-top:]

@@ -244,6 +244,8 @@ def plan_evaluation(
         check_before_start(facts)
     _check_whose_weights(facts, checkpoint)
     config, prepared, name = facts.run, facts.prepared, validation_set or ""
+    if paths is not None:
+        config = config.model_copy(update={"policy": paths.policy_to_load(config.policy)})
     source = prepared.data.validation[name]
     return EvaluationPlan(
         loaded=replace(loaded, run=prepared.with_completion_formats(config)),

@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from rl_core.cluster import daemons
 from rl_core.cluster.deadlines import Deadlines, deadline_error
 from rl_core.cluster.isolation import runtime_env_of
@@ -157,7 +155,7 @@ class ActorPool(Pool):
 
     def _end(self) -> None:
         slots, self._slots = self._slots, []
-        if ray.is_initialized():
+        if self._lease.is_connected:
             for slot in slots:
                 slot.actor.kill()
             wait_exited([slot.actor for slot in slots])

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from rl_core.config.policy_sections import PolicyConfig
 from rl_core.errors import CheckpointError
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.manifest import read_manifest
@@ -40,6 +41,15 @@ class CheckpointPaths:
     def weights(self) -> Path:
         """The folder of the weights."""
         return self.path / "policy" / "weights" if self.is_checkpoint else self.path
+
+    def policy_to_load(self, policy: PolicyConfig) -> PolicyConfig:
+        """The section of the policy that reads this checkpoint, whose model is not a GGUF file, which takes a minute to read.
+
+        The checkpoint itself replaces the file, unless it has only an adapter.
+        """
+        if not self.is_checkpoint or not policy.model_name.endswith(".gguf") or not (self.weights / MODEL_FILE).is_file():
+            return policy
+        return policy.model_copy(update={"model_name": str(self.weights)})
 
 
 def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:

@@ -137,6 +137,7 @@ def checkpoint_store(section: CheckpointingConfig, folder: Path) -> CheckpointSt
         keep_top_k=section.keep_top_k,
         metric_name=section.metric_name,
         higher_is_better=section.higher_is_better,
+        save_period=section.save_period,
     )
     return CheckpointStore(Path(section.checkpoint_dir) if section.checkpoint_dir else folder / CHECKPOINTS, retention)
 
@@ -259,6 +260,11 @@ def _at_path(path: Path, section: CheckpointingConfig, runs: _Runs) -> ResumePoi
         if latest is None:
             raise CheckpointError(f"The run folder {path} has no complete checkpoint. Start a new run with --resume never.")
         return ResumePoint(folder=path, identity=runs.identity_of(path), checkpoint=latest)
+    if not path.exists():
+        raise CheckpointError(
+            f"--resume {path}: there is no such checkpoint or run folder. `auto`, the default, continues the newest unfinished "
+            "run of this name from its newest checkpoint; `never` starts a new run."
+        )
     read_state(path)
     owner = read_identity(path.parent)
     # A copied run continues in the copy.
