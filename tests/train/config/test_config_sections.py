@@ -293,3 +293,23 @@ def test_an_empty_file_says_what_a_config_needs(files):
         "policy.backend is required. Installed: ....",
         "policy.model_name is required. Name, `NAME@REVISION` or folder of the model, or a GGUF file.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("section", "override", "reason"),
+    [
+        (
+            "checkpointing: {metric_name: reward/mean, keep_top_k: 3}",
+            "++checkpointing.metric_name=null",
+            "checkpointing: keep_top_k requires metric_name",
+        ),
+        (
+            "cluster: {workers_per_node: 2}",
+            "++cluster.backend=in_process",
+            "cluster.workers_per_node: 2 is not supported: cluster.backend is in_process",
+        ),
+    ],
+)
+def test_an_error_between_two_keys_names_the_override_of_one_of_them(files, good, section, override, reason):
+    [error] = files.errors(good.replace("env:", f"{section}\nenv:", 1), "++policy.precision=float32", override)
+    assert error.startswith(f"override #2 `{override}`: {reason}"), error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,14 @@ class Node:
                 yield from item.leaves((*path, index))
         else:
             yield path, self
+
+
+def override_named(root: Node, path: KeyPath, message: str) -> SourceLocation | None:
+    """The last override of a key that a message about `path` names: by its whole path, or by its name in that section."""
+    named = re.findall(r"\w+(?:\.\w+)*", message)
+    overridden = [(key, node.location) for key, node in root.leaves() if node.location.number is not None]
+    hits = [at for key, at in overridden if dotted(key) in named or (key[:-1] in (path, path[:-1]) and str(key[-1]) in named)]
+    return max(hits, key=lambda at: at.number or 0, default=None)
 
 
 def node_from_plain(value: Any, *, location: SourceLocation) -> Node:

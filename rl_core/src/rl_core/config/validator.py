@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from rl_core.config.diagnostics import KEY_CUTOFF, Problems, nearest, show
 from rl_core.config.introspection import Field, Model, allows_bool, choices, describe_type, find_field, inner_annotation
-from rl_core.config.source_tree import KeyPath, Node, dotted
+from rl_core.config.source_tree import KeyPath, Node, dotted, override_named
 
 _MOST_KEYS_LISTED = 30
 _WRONG_VALUE = {
@@ -83,8 +83,9 @@ class Validator:
         elif kind == "extra_forbidden":
             self._unknown_key(model, where, section=path, values=values)
         elif kind in ("value_error", "assertion_error"):
-            written = self.written.nearest(where)
-            self.problems.add(_reason(detail), location=written.key_location, path=where)
+            reason = _reason(detail)
+            location = override_named(self.written, where, reason) or self.written.nearest(where).key_location
+            self.problems.add(reason, location=location, path=where)
         elif kind in _WRONG_VALUE or kind.endswith(("_type", "_parsing")):
             self._wrong_value(field, where, value, model=model, section=path)
         else:
@@ -129,14 +130,10 @@ class Validator:
         name = str(path[-1])
         here = path[:-1]
         written = self.written.nearest(path)
-        owner = model
-        if here != section:
-            field = find_field(model, here[len(section) :])
-            owner = field.model if field is not None and field.model is not None else model
-        keys = list(owner.model_fields)
-        message = self._section_of_other_backend(name, keys, values) if here == section else None
-        if message is None:
-            message = f"{dotted(here) or model.__name__} has no key {name!r}.{self._suggestion(name, keys, here)}"
+        field = find_field(model, here[len(section) :]) if here != section else None
+        keys = list(((field.model if field is not None else None) or model).model_fields)
+        other = self._section_of_other_backend(name, keys, values) if here == section else None
+        message = other or f"{dotted(here) or model.__name__} has no key {name!r}.{self._suggestion(name, keys, here)}"
         self.problems.add(message, location=written.key_location, path=path)
 
     def _suggestion(self, name: str, keys: list[str], here: KeyPath) -> str:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from rl_core.config.diagnostics import Problem, Problems
-from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted, override_named
 from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
@@ -89,7 +89,7 @@ class LoadedConfig(LocatedConfig):
         """
         located = Problems()
         for problem in problems:
-            located.include(replace(problem, location=self.location_of(problem.path)))
+            located.include(replace(problem, location=_location(self.written, problem.path, problem.message)))
         located.raise_if_any()
 
     def to_yaml(self) -> str:
@@ -247,7 +247,7 @@ def _without_null_sections(node: Node, path: KeyPath = ()) -> Node:
 
 def _add(report: RuleReport, problems: Problems, written: Node) -> None:
     for problem in report.problems:
-        problems.include(replace(problem, location=problem.location or _location(written, problem.path)))
+        problems.include(replace(problem, location=problem.location or _location(written, problem.path, problem.message)))
     problems.not_checked += [text for text in map(str, report.not_checked) if text not in problems.not_checked]
 
 
@@ -352,6 +352,9 @@ def _resolved(run: RunConfig, sections: Mapping[KeyPath, BaseModel]) -> dict[str
     return {**by_path, name: dumped.pop("algorithm"), **dumped}
 
 
-def _location(written: Node, path: KeyPath) -> SourceLocation:
+def _location(written: Node, path: KeyPath, message: str = "") -> SourceLocation:
     here = written.at(path)
-    return here.location if here is not None else written.nearest(path).key_location
+    if here is not None and here.location.number is not None:
+        return here.location
+    override = override_named(written, path, message)
+    return override or (here.location if here is not None else written.nearest(path).key_location)
