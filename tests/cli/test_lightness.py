@@ -1,5 +1,6 @@
 """The command does not import heavy libraries: imports are asserted, times are printed."""
 
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,16 @@ def test_it_imports_none_of_the_heavy_libraries(arguments):
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
     assert "rlcore_cli" in imported
     assert not imported & HEAVY
+
+
+@pytest.mark.parametrize("command", [["train"], ["validate"], ["data", "show"], ["explain", "grpo.seed", "--config"]])
+def test_a_mistake_in_a_config_is_reported_without_heavy_libraries(tmp_path, command):
+    (tmp_path / "config.yaml").write_text("grpo: {sed: 1}\n")
+    code = "import sys\nfrom rlcore_cli.main import main\ntry:\n    main()\nfinally:\n    print(sorted(sys.modules))"
+    command = [sys.executable, "-c", code, *command, str(tmp_path / "config.yaml")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (result.returncode, "Did you mean 'seed'?" in result.stderr) == (2, True)
+    assert not HEAVY & set(re.findall(r"'(\w+)'", result.stdout))
 
 
 def test_the_lists_import_neither_pydantic_nor_a_table_library():

@@ -117,7 +117,7 @@ def test_a_run_folder_that_cannot_be_created_is_a_user_error(rlcore, config, tmp
     (tmp_path / "file").write_text("")
     code, out, err = rlcore("train", config, "logger.log_dir=file")
     assert (code, out) == (2, "")
-    assert err.startswith("error: Cannot create the folder file/run: ")
+    assert "\nerror: Cannot create the folder file/run: " in err
     assert err.endswith("Choose another one with logger.log_dir=FOLDER.\n")
 
 

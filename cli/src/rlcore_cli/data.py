@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,14 +62,17 @@ def show(
     """
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
-    from rl_train.assembly.preparation import Preparation
     from rl_train.config.loader import load_config
-    from rl_train.workbench.dataset_view import view_datasets
-    from rl_train.workbench.graded_answers import grade_expected_answers
 
     registry = Registry(discover())
     files, changes = config_files(config, bases, overrides)
-    prepared = Preparation(load_config(files, changes, registry=registry).run, registry)
+    loaded = load_config(files, changes, registry=registry)
+    print(f"reading the data of {loaded.path}", file=sys.stderr, flush=True)
+    from rl_train.assembly.preparation import Preparation
+    from rl_train.workbench.dataset_view import view_datasets
+    from rl_train.workbench.graded_answers import grade_expected_answers
+
+    prepared = Preparation(loaded.run, registry)
     views = view_datasets(prepared, measured=measured, shown=shown)
     answers = list(grade_expected_answers(prepared, limit=graded)) if graded else []
     if as_json:

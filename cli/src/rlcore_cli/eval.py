@@ -95,6 +95,7 @@ def evaluate(
         changes = [f"policy.generation.backend={engine}", *changes]
     if json_file is not None:
         _reject_unwritable(json_file)
+    print(f"evaluating with the config {files[-1]}: loading PyTorch and Ray", file=sys.stderr, flush=True)
     from rl_train.evaluation.evaluate import plan_evaluation
     from rl_train.evaluation.report import default_path, prompts_path, write_results
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +60,13 @@ def train(
         rlcore train config.yaml --resume runs/config/checkpoints/step_000010
         rlcore train config.yaml --replay runs/config
     """
+    from rl_train.config.loader import load_config
+
     files, changes = config_files(config, bases, overrides)
+    # Importing PyTorch and Ray takes seconds: the config's mistakes are reported before, and what is going to run.
+    loaded = load_config(files, changes)
+    name = loaded.run.logger.run_name or loaded.path.stem
+    print(f"config {loaded.path}, run {name}: loading PyTorch and Ray", file=sys.stderr, flush=True)
     from rl_train.launch.train import train as launch
 
     finished = launch(
