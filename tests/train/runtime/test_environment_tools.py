@@ -327,6 +327,20 @@ def test_a_constant_answer_that_is_rewarded_on_most_problems_fails_and_near_miss
     assert (found["constant answers"][0], found["near misses"][0]) == (DiagnosisStatus.OK, DiagnosisStatus.OK)
 
 
+def a_digit_in_common(completion, expected_answer):
+    return 1.0 if completion == expected_answer else 0.2 * any(digit in completion for digit in expected_answer)
+
+
+def test_a_reward_for_what_answers_have_in_common_by_chance_is_noted_with_an_example(tmp_path):
+    sums = [{"question": f"{a}+{a}=", "expected_answer": str(2 * a)} for a in (11, 12, 19)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    status, detail = checked(f"{__name__}.a_digit_in_common", tmp_path / "rows.jsonl")["answers of other rows"]
+    assert status is DiagnosisStatus.NOTE
+    assert detail.startswith("their mean reward is 0.0667, the highest is 0.2, of '22' instead of '24'. ")
+    status, detail = checked("math", tmp_path / "rows.jsonl")["answers of other rows"]
+    assert (status, detail) == (DiagnosisStatus.OK, "their mean reward is 0, the highest is 0")
+
+
 def test_junk_that_follows_an_instruction_is_shown(rows):
     instruction = {"num_words": 50, "relation": "at least"}
     row = {"prompt": "Why?", "instruction_id_list": ["length_constraints:number_words"], "kwargs": [instruction]}

@@ -40,6 +40,8 @@ _MOST = 0.5
 """Fraction of problems above which a wrong answer fails the check."""
 _NOTED = 0.3
 """Mean reward of a constant answer, relative to that of expected answers, above which it is noted."""
+_COINCIDENCE = 0.05
+"""Mean reward of other rows' answers, above the least of them and relative to that of expected answers, that is noted."""
 _SHOWN_CHARS = 30
 
 
@@ -72,8 +74,13 @@ class _Paid:
     """Number of rows on which it gets as much as the expected answer."""
     rows: int
     """Number of rows on which it is wrong and was scored."""
-    mean: float
-    """Mean reward on them."""
+    rewards: Sequence[tuple[str, float]]
+    """The expected answer and the reward of each of them."""
+
+    @property
+    def mean(self) -> float:
+        """Mean reward on them."""
+        return sum(reward for _, reward in self.rewards) / max(self.rows, 1)
 
     @property
     def is_on_most(self) -> bool:
@@ -111,6 +118,8 @@ class _SourceCheck:
         self._trial, self._environment, self._rows = trial, environment, rows
         self._form = ANSWER_FORMS[0]
         self._solved: list[_Solved] = []
+        self._of_others: list[_Paid] = []
+        """Expected answers, as answers to all other rows."""
         self._read: set[str] = set()
         """Keys of the metadata that the environment reads."""
 
@@ -121,6 +130,7 @@ class _SourceCheck:
             yield from check_result("constant answers", self._constant_answers_without_expected)
             return
         yield from check_result("constant answers", self._constant_answers)
+        yield from check_result("answers of other rows", self._answers_of_others)
         yield from check_result("near misses", self._near_misses)
 
     def _rewards(self, rows: Sequence[TrialRow], answers: Sequence[str]) -> list[float | None]:
@@ -143,10 +153,9 @@ class _SourceCheck:
                 )
             return DiagnosisStatus.NOTE, "the environment does not read the metadata of its rows, so no answer is the right one"
         if self._solved:
-            mean = sum(each.reward for each in self._solved) / len(self._solved)
             return DiagnosisStatus.OK, (
                 f"as {self._form.format('ANSWER')!r}, {len(self._solved)} of {len(given)} expected answers got more than a "
-                f"wrong one; their mean reward is {mean:g}"
+                f"wrong one; their mean reward is {self._mean:g}"
             )
         tried = ", ".join(form.format("ANSWER") for form in ANSWER_FORMS)
         problem = f"no form of the expected answer got a higher reward than {WRONG_ANSWERS[1]!r} (tried {tried})"
@@ -181,8 +190,13 @@ class _SourceCheck:
         return not self._read.isdisjoint(EXPECTED_KEYS)
 
     def _constant_answers(self) -> tuple[DiagnosisStatus, str]:
-        answers = dict.fromkeys([*CONSTANTS, *(each.expected for each in self._solved)])
-        results = [self._paid(repr(_cut(answer)), partial(_always, answer)) for answer in answers]
+        expected = dict.fromkeys(each.expected for each in self._solved)
+        by_answer = {
+            answer: self._paid(repr(_cut(answer)), partial(_always, answer))
+            for answer in dict.fromkeys([*CONSTANTS, *expected])
+        }
+        self._of_others = [by_answer[answer] for answer in expected]
+        results = [*by_answer.values()]
         results.append(self._paid("the question", lambda solved: str(solved.row.messages[-1]["content"])))
         most, best = max(results, key=lambda each: each.paid / max(each.rows, 1)), max(results, key=lambda each: each.mean)
         if most.is_on_most:
@@ -198,8 +212,26 @@ class _SourceCheck:
             f"of {len(results)} answers that do not depend on the problem, if they are wrong, {worst} rewarded "
             f"like the expected one; the highest mean reward is {best.mean:g}, of {best.label}"
         )
-        mean = sum(each.reward for each in self._solved) / len(self._solved)
-        return DiagnosisStatus.NOTE if best.mean > _NOTED * mean else DiagnosisStatus.OK, detail
+        return DiagnosisStatus.NOTE if best.mean > _NOTED * self._mean else DiagnosisStatus.OK, detail
+
+    @property
+    def _mean(self) -> float:
+        """Mean reward of the expected answers."""
+        return sum(each.reward for each in self._solved) / len(self._solved)
+
+    def _answers_of_others(self) -> tuple[DiagnosisStatus, str]:
+        pairs = [(reward, expected, other.label) for other in self._of_others for expected, reward in other.rewards]
+        if not pairs:
+            return DiagnosisStatus.NOTE, "none was tried, because all rows have the same answer"
+        (least, *_), (most, expected, answer) = min(pairs), max(pairs)
+        mean = sum(reward for reward, *_ in pairs) / len(pairs)
+        found = f"their mean reward is {mean:.3g}, the highest is {most:g}"
+        if mean - least <= _COINCIDENCE * self._mean:
+            return DiagnosisStatus.OK, found
+        return DiagnosisStatus.NOTE, (
+            f"{found}, of {answer} instead of {_cut(expected)!r}. A reward for what answers have in common by chance, such as "
+            "a digit, also rewards guesses"
+        )
 
     def _near_misses(self) -> tuple[DiagnosisStatus, str]:
         others = {each.expected: self._other(each) for each in self._solved}
@@ -235,7 +267,7 @@ class _SourceCheck:
             label=label,
             paid=sum(reward >= each.reward for each, reward in scored),
             rows=len(scored),
-            mean=sum(reward for _, reward in scored) / max(len(scored), 1),
+            rewards=[(each.expected, reward) for each, reward in scored],
         )
 
     def _other(self, solved: _Solved) -> str:
