@@ -11,6 +11,7 @@ import pytest
 import yaml
 from command_line import rlcore
 
+from rlcore_cli.starter.config_values import Starter, comments, config_values
 from rlcore_cli.starter.row_format import has_system_messages, recognize
 
 MODEL = Path(__file__).parents[2] / "examples" / "addition" / "model"
@@ -131,8 +132,40 @@ def test_lengths_follow_from_the_tokens_of_the_rows_and_the_positions_of_the_mod
     chats = yaml.safe_load((prepared / "chats" / "config.yaml").read_text())["policy"]
     positions = json.loads((MODEL / "config.json").read_text())["max_position_embeddings"]
     assert numbers["max_total_sequence_length"] <= positions
-    assert numbers["generation"]["max_new_tokens"] < positions
+    assert numbers["generation"]["max_new_tokens"] == 16
+    comment = "longer completions are cut off; 2 x the longest answer (3 tokens), because no prompt asks to reason"
+    assert f"# {comment}\n" in (prepared / "numbers" / "config.yaml").read_text()
     assert chats["max_total_sequence_length"] == 16
+
+
+@pytest.mark.parametrize(
+    ("changed", "tokens", "said"),
+    [
+        ({}, 16, "2 x the longest answer (3 tokens), because no prompt asks to reason"),
+        (
+            {"has_template": True},
+            272,
+            "256 for reasoning + 2 x the longest answer (3 tokens); lower it if the model answers at once",
+        ),
+        ({"math": True, "longest_answer": 100}, 464, "256 for reasoning + 2 x the longest answer (100 tokens)"),
+        ({"math": True, "reads_requests": False}, 16, "2 x the longest answer (3 tokens), because no prompt asks to reason"),
+        ({"longest_answer": 0}, 256, "a default, because the data has no answers"),
+        ({"has_template": True, "positions": 128}, 119, "all that the model's 128 positions leave, less than 272: 256 for"),
+    ],
+)
+def test_completions_have_room_for_reasoning_unless_nothing_asks_for_it(changed, tokens, said):
+    given = {
+        "algorithm": "grpo",
+        "model": "m",
+        "form": recognize(FORMATS["texts"], "texts.jsonl"),
+        "task": "task",
+        "math": False,
+    }
+    source = {"train": {"dataset_name": "jsonl", "path": "texts.jsonl"}, "validation": None, "rows": 50, "run_name": "texts"}
+    measured = {"has_template": False, "is_small": True, "longest_row": 8, "longest_answer": 3, "positions": None}
+    starter = Starter(**given | source | measured | changed)
+    assert config_values(starter)["policy"]["generation"]["max_new_tokens"] == tokens
+    assert f"longer completions are cut off; {said}" in comments(starter)["policy.generation.max_new_tokens"]
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.tsv", "array.json"])

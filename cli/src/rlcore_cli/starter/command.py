@@ -174,7 +174,7 @@ def _config_text(starter: Starter, model: str, hardware: Hardware | None) -> str
     from rlcore_cli.annotated import annotated_yaml
     from rlcore_cli.starter import config_values, recipe
 
-    values, comments, head = config_values.config_values(starter), config_values.COMMENTS, ""
+    values, comments, head = config_values.config_values(starter), config_values.comments(starter), ""
     if hardware is not None:
         fitted = recipe.fit(values, hardware, Registry(discover()), model=_absolute(model))
         values, comments, head = dict(fitted.values), comments | recipe.COMMENTS, fitted.description(hardware)
@@ -198,7 +198,11 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     from rlcore_cli.starter.config_values import config_values, has_few_parameters
 
     tokenizer = load_tokenizer(model)
-    starter = replace(starter, has_template=tokenizer.chat_template is not None)
+    starter = replace(
+        starter,
+        has_template=tokenizer.chat_template is not None,
+        longest_answer=_longest_answer(tokenizer, train, starter.form.answer_key),
+    )
     with _readable(train, validation) as (train_source, validation_source):
         preliminary = replace(starter, model=_absolute(model), train=train_source, validation=validation_source)
         values = {key: section for key, section in config_values(preliminary).items() if key != "env"}
@@ -217,6 +221,12 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
         longest_location=_in_given_file(longest.longest_row, train, validation),
         positions=None if limit is None else limit.tokens,
     )
+
+
+def _longest_answer(tokenizer: Any, train: DataFile, key: str | None) -> int:
+    """The most tokens of an answer, or a worked solution that ends with it; 0 without answers."""
+    answers = [str(row[key]) for row in train.rows[:_MEASURED]] if key is not None else []
+    return max((len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers), default=0)
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import ConfigError
+from rlcore_cli.counting import counted
 from rlcore_cli.starter.reward_files import reward_function
 from rlcore_cli.starter.row_format import RowFormat
 
-NEW_TOKENS = 256
-"""Default length of a completion, in tokens."""
+REASONING_TOKENS = 256
+"""Room in a completion for reasoning before the answer, in tokens."""
 _ROUNDED_TO = 16
 _SMALL_PARAMETERS = 1_000_000_000
 _HELD_OUT_ROWS = 200
@@ -32,7 +33,6 @@ COMMENTS = {
     "policy.max_total_sequence_length": "tokens of the longest row, prompt and completion together",
     "policy.optimizer.kwargs.lr": "1e-5 for models below a billion parameters, 1e-6 above",
     "policy.generation.backend": "`vllm` is faster on GPUs",
-    "policy.generation.max_new_tokens": "longer completions are cut off",
     "data.split.validation": "chance of each row to be held out and never trained on",
     "data.prompt.prompt_config": "asks for the answer in \\boxed{}, which `math` reads",
     "data.prompt.system_prompt": "what the reward function reads",
@@ -67,6 +67,8 @@ class Starter:
     """Whether the model has less than a billion parameters."""
     longest_row: int
     """Number of tokens of the longest prompt, conversation or answer."""
+    longest_answer: int = 0
+    """Number of tokens of the longest answer, with its worked solution if the data has it; 0 without answers."""
     longest_location: str = ""
     """Location of that row; empty if it was not measured."""
     positions: int | None
@@ -87,6 +89,11 @@ class Starter:
     def asks_for_format(self) -> bool:
         """Whether the config may add a prompt that asks for the answer in a format."""
         return self.reads_requests and not self.has_system_messages
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether completions may reason before the answer: the model is asked to, or is trained for chat, and has words."""
+        return self.reads_requests and (self.has_template or self.math)
 
     @property
     def validates(self) -> bool:
@@ -112,6 +119,31 @@ def has_few_parameters(config: Any) -> bool:
         return False
     parameters: int = 12 * hidden * hidden * layers + text.vocab_size * hidden
     return parameters < _SMALL_PARAMETERS
+
+
+def comments(starter: Starter) -> dict[str, str]:
+    """Comment of each key; a key that the config does not have has no effect."""
+    wanted, answer = _wanted_tokens(starter), f"2 x the longest answer ({counted(starter.longest_answer, 'token')})"
+    if not starter.longest_answer:
+        chosen = "a default, because the data has no answers"
+    elif starter.may_reason:
+        chosen = f"{REASONING_TOKENS} for reasoning + {answer}; lower it if the model answers at once"
+    else:
+        chosen = f"{answer}, because no prompt asks to reason"
+    if starter.samples and _new_tokens(starter) < wanted:
+        chosen = f"all that the model's {starter.positions} positions leave, less than {wanted}: {chosen}"
+    return COMMENTS | {"policy.generation.max_new_tokens": f"longer completions are cut off; {chosen}"}
+
+
+def _wanted_tokens(starter: Starter) -> int:
+    """Room for a completion: twice the longest answer, which a model may write in more tokens, and reasoning before it."""
+    answer = _rounded_up(2 * starter.longest_answer)
+    return answer + REASONING_TOKENS if starter.may_reason or not answer else answer
+
+
+def _new_tokens(starter: Starter) -> int:
+    wanted = _wanted_tokens(starter)
+    return wanted if starter.positions is None else min(wanted, starter.positions - starter.longest_row - 1)
 
 
 def config_values(starter: Starter) -> dict[str, Any]:
@@ -167,13 +199,12 @@ def _policy(starter: Starter) -> dict[str, Any]:
     policy: dict[str, Any] = {"backend": "hf", "model_name": starter.model}
     limit, new_tokens = _rounded_up(starter.longest_row), 0
     if starter.samples:
-        room = NEW_TOKENS if starter.positions is None else starter.positions - starter.longest_row - 1
-        if room < 1:
+        new_tokens = _new_tokens(starter)
+        if new_tokens < 1:
             raise ConfigError(
                 f"{starter.longest_location} has {starter.longest_row} tokens and {starter.model} reads {starter.positions}, "
                 "which leaves no room for a completion. Remove the rows that are this long, or use a model that reads more."
             )
-        new_tokens = min(NEW_TOKENS, room)
         limit += new_tokens
     policy["max_total_sequence_length"] = limit if starter.positions is None else min(limit, starter.positions)
     policy["train_micro_batch_size"] = 4
