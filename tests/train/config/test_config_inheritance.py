@@ -72,6 +72,7 @@ def test_null_removes_an_inherited_task_set_or_logger(files, good):
         assert "wandb" not in run.logger.loggers
         assert not run.data.validation_sets
     assert [*files.load("defaults: base.yaml\nenv:\n  math:\n").run.env] == ["arithmetic", "math"], "empty: its defaults"
+    assert [*files.load(good + "  math: null\n").run.env] == ["arithmetic", "math"], "nothing is inherited"
 
 
 def test_an_inheritance_cycle_is_reported_at_the_line_that_closes_it(files):

@@ -35,7 +35,6 @@ from rl_train.config.schema import RunConfig
 from rl_train.config.secrets import Secrets
 from rl_train.config.section_models import model_at
 from rl_train.config.section_resolver import resolve_sections
-from rl_train.config.slots import is_named_by_user
 from rl_train.config.sources import ConfigFiles, as_paths, folders_of_files, read_sources, search_modules_in
 
 
@@ -200,7 +199,6 @@ def draft_config(
     if problems.is_partial:
         problems.raise_if_any()
     written, applied = apply_overrides(written, overrides, problems=problems)
-    written = _without_null_sections(written)
     values: dict[str, Any] = written.plain()
     interpolations: dict[KeyPath, str] = {}
     if not isinstance(source, Mapping):
@@ -228,21 +226,6 @@ def draft_config(
         path=Path() if isinstance(source, Mapping) else as_paths(source)[-1],
         overrides=tuple(overrides),
     )
-
-
-def _without_null_sections(node: Node, path: KeyPath = ()) -> Node:
-    """Without the sections with names that the user chooses (tasks, data sets, loggers) that are set to `null`.
-
-    An empty section, as in `env: {math: }`, has its defaults, as well as None in Python.
-    """
-    if not isinstance(node.value, dict):
-        return node
-    kept = {
-        key: _without_null_sections(item, (*path, key))
-        for key, item in node.value.items()
-        if item.value is not None or not item.text or not is_named_by_user((*path, key))
-    }
-    return replace(node, value=kept)
 
 
 def _add(report: RuleReport, problems: Problems, written: Node) -> None:

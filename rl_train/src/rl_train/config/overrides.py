@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.config.diagnostics import InvalidConfigError, Problem, Problems, show
 from rl_core.config.source_tree import KeyPath, Node, SourceLocation, dotted
+from rl_train.config.slots import is_named_by_user
 from rl_train.yaml_reader import read_yaml
 
 _SHAPE = re.compile(r"(?P<plus>\+{0,2})(?P<key>[^=]*)=(?P<value>.*)", re.DOTALL)
@@ -130,6 +131,8 @@ def _set(node: Node, path: KeyPath, value: Node, *, done: KeyPath, location: Sou
         raise _invalid(f"{dotted(done)} is a list of {len(node.value)}: {valid}.", location, here)
     if not isinstance(node.value, dict | list):
         raise _invalid(f"{dotted(done)} is {show(node.value)} ({node.location}), which has no keys.", location, here)
+    if value.value is None and isinstance(node.value, dict) and not rest and is_named_by_user(here):
+        return replace(node, value={key: item for key, item in node.value.items() if key != part})
     # A missing or null key becomes a new section.
     child = Node({}, location=location, key_location=location) if inner is None or (inner.value is None and rest) else inner
     new = _set(child, rest, value, done=here, location=location)

@@ -16,8 +16,9 @@ from functools import reduce
 from typing import Any
 
 from rl_core.config.diagnostics import Problems, nearest, show
-from rl_core.config.source_tree import Node, SourceLocation, node_from_plain
+from rl_core.config.source_tree import KeyPath, Node, SourceLocation, node_from_plain
 from rl_core.plugins.import_path import MODULE_FOLDERS
+from rl_train.config.slots import is_named_by_user
 from rl_train.yaml_reader import read_yaml
 
 LARGEST_FILE = 1 << 20
@@ -229,13 +230,19 @@ def _similar_files(source: str) -> str:
     return f" Did you mean {folder / meant}?" if meant else ""
 
 
-def _merge(base: Node, over: Node) -> Node:
-    """The inherited value overlaid with the inheriting one: mappings merge key by key, everything else is replaced."""
+def _merge(base: Node, over: Node, path: KeyPath = ()) -> Node:
+    """The inherited value overlaid with the inheriting one: mappings merge key by key, everything else is replaced.
+
+    `null` removes an inherited section with a name that the user chose, such as a task. Without a value, it has its defaults.
+    """
     if over.replaces or not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     if base.is_default:
         return over if over.value else base
     merged: dict[str, Node] = dict(base.value)
     for key, item in over.value.items():
-        merged[key] = _merge(merged[key], item) if key in merged else item
+        if key in merged and item.value is None and item.text != "" and is_named_by_user((*path, key)):
+            del merged[key]
+        else:
+            merged[key] = _merge(merged[key], item, (*path, key)) if key in merged else item
     return Node(merged, location=over.location, key_location=over.key_location)
