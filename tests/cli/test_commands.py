@@ -128,7 +128,7 @@ def test_mistakes_in_the_command_line_are_printed_like_other_errors(arguments, e
         ("train", "[CONFIG] [KEY=VALUE]..."),
         ("compare", "RUN..."),
         ("convert", "CHECKPOINT OUTPUT"),
-        ("doctor", "[NAME]"),
+        ("doctor", "[NAME] [KEY=VALUE]..."),
     ],
 )
 def test_the_usage_line_names_arguments_like_manual_pages(command, usage):

@@ -1,6 +1,7 @@
 """What `rlcore doctor` prints about the machine."""
 
 import os
+import re
 import shutil
 
 import pytest
@@ -35,4 +36,5 @@ def test_doctor_prints_threads_memory_and_the_command_that_installs_bubblewrap(r
     assert f"{len(os.sched_getaffinity(0))} threads" in missing
     assert "GiB of memory available" in missing
     assert "apt-get install bubblewrap" in missing
+    assert re.fullmatch(r"\d+ plugins ready(; \d+ optional components? unavailable: .+)?", missing.splitlines()[-1])
     assert shutil.which("bwrap") is None

@@ -241,6 +241,7 @@ def test_no_system_prompt_is_added_to_rows_that_have_one(tmp_path):
     assert "Prompt: as in the rows, because they have system messages" in done.stdout
     assert "prompt" not in config["data"]
     assert config["env"]["math"] == {"require_box": False}
+    assert config["grpo"]["overlong_filtering"] is True
 
 
 def test_fields_can_be_named(tmp_path):
@@ -323,6 +324,7 @@ def test_an_algorithm_that_does_not_fit_the_rows_is_refused(tmp_path):
     done = rlcore("init", path, "--algorithm", "grpo", "--model", MODEL, "--output", tmp_path / "new")
     assert done.returncode == 2
     assert "dpo or rm" in done.stderr
+    assert "docs/algorithms/index.md" in done.stderr
 
 
 def test_data_show_measures_lengths_finds_duplicates_and_answers_that_cannot_be_graded(tmp_path):

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +22,7 @@ from rl_core.plugins.record import Plugin, Status
 from rl_core.plugins.registry import Registry
 from rl_core.plugins.requirements import unmet_needs
 from rlcore_cli.arguments import Overrides
+from rlcore_cli.counting import counted
 from rlcore_cli.listing import print_table
 from rlcore_cli.machine import print_machine
 from rlcore_cli.plugin_problems import problems_of
@@ -74,13 +75,14 @@ def doctor(
     else:
         # Not strict, even if the environment asks for it: `doctor` must work when strict mode stops other commands.
         manager = discover(strict=False)
-        statuses = [_examine(plugin, manager, deep=deep) for plugin in _chosen(manager, name)]
-        healthy = all(statuses)
+        results = {plugin: _examine(plugin, manager, deep=deep) for plugin in _chosen(manager, name)}
+        healthy = all(results.values())
         for warning in manager.warnings:
             print(f"warning: {warning}")
         if name is None:
             print_machine()
             _print_open_ports()
+            print(_summary(results))
     if not healthy:
         raise typer.Exit(1)
 
@@ -104,6 +106,24 @@ def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
         f"No plugin, distribution or component is named {name!r}.{did_you_mean(name, known_names)} "
         f"Plugins: {', '.join(plugin.name for plugin in manager.plugins)}."
     )
+
+
+def _summary(results: Mapping[Plugin, bool]) -> str:
+    """How many plugins are ready, and the names of those that are not and of components that lack a requirement."""
+    ready = [plugin for plugin, healthy in results.items() if healthy and plugin.status is Status.READY]
+    others = {
+        "disabled": [plugin.name for plugin in results if plugin.status is Status.DISABLED],
+        "with problems": [plugin.name for plugin, healthy in results.items() if not healthy],
+    }
+    needs = [r.component for plugin in ready for r in plugin.registrations if unmet_needs(r.component.needs) is not None]
+    parts = [
+        f"{counted(len(ready), 'plugin')} ready",
+        *(f"{len(it)} {what}: {', '.join(it)}" for what, it in others.items() if it),
+    ]
+    if needs:
+        names = ", ".join(component.name for component in needs)
+        parts.append(f"{counted(len(needs), 'optional component')} unavailable: {names}")
+    return "; ".join(parts)
 
 
 def _examine(plugin: Plugin, manager: PluginManager, *, deep: bool) -> bool:

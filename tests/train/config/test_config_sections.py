@@ -217,6 +217,10 @@ WRONG_IN_GOOD = {
     ("{dataset_name: arithmetic}", "[arithmetic]"): [
         "config.yaml:10:10: data.train: must be a section with keys below it; found a list of 1."
     ],
+    ("data:\n", "logger:\n  loggers: [tensorboard, jsonl]\ndata:\n"): [
+        "config.yaml:10:12: logger.loggers: must be a section with keys below it; found a list of 2. "
+        "Write {tensorboard: {}, jsonl: {}}."
+    ],
     ("data:\n", "data:\n  train_data_path: config.yaml\n"): [
         "config.yaml:9:1: data: train and train_data_path both define the training data: keep one of them.",
     ],

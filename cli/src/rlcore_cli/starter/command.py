@@ -114,7 +114,8 @@ def _algorithm(algorithm: str | None, form: RowFormat, data: Path) -> str:
         return form.algorithms[0]
     if algorithm not in form.algorithms:
         raise ConfigError(
-            f"Each row of {data} is {form.name}: --algorithm must be {' or '.join(form.algorithms)}, not {algorithm}."
+            f"Each row of {data} is {form.name}: --algorithm must be {' or '.join(form.algorithms)}, not {algorithm}. "
+            "docs/algorithms/index.md leads to configs of the other algorithms."
         )
     return algorithm
 

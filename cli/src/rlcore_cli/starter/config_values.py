@@ -25,6 +25,7 @@ _FINAL_ANSWER = 'End with a line that consists of "Answer: " and the answer only
 COMMENTS = {
     "grpo.num_prompts_per_step": "prompts per step",
     "grpo.num_generations_per_prompt": "completions per prompt, compared with each other",
+    "grpo.overlong_filtering": "a truncated completion may end in a number that is not its answer",
     "sft.global_batch_size": "conversations per step",
     "dpo.global_batch_size": "pairs per step",
     "rm.global_batch_size": "pairs per step",
@@ -178,6 +179,8 @@ def _algorithm(starter: Starter) -> dict[str, Any]:
     size = min(8 if starter.algorithm != "sft" else 16, _training_rows(starter))
     steps: dict[str, Any] = {"max_num_steps": 100}
     steps |= {"num_prompts_per_step": size, "num_generations_per_prompt": 8} if starter.samples else {"global_batch_size": size}
+    if starter.math and not starter.asks_for_format:
+        steps["overlong_filtering"] = True
     if starter.validates:
         steps |= {"val_period": 20, "val_at_start": True, "val_at_end": True, "max_val_samples": 64}
     return steps

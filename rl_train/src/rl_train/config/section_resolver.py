@@ -115,13 +115,13 @@ class _SectionResolver:
 
     def _paths_in(self, slot: Slot) -> Iterator[KeyPath]:
         *parents, last = slot.path
-        outer = self._values_at(tuple(parents)) or {}
+        outer = self._values_at(tuple(parents), has_names=last == ANY) or {}
         if last == ANY:
             yield from ((*parents, name) for name in outer)
         elif slot.is_required or outer.get(str(last)) is not None:
             yield slot.path
 
-    def _values_at(self, path: KeyPath) -> Mapping[str, Any] | None:
+    def _values_at(self, path: KeyPath, *, has_names: bool = False) -> Mapping[str, Any] | None:
         """The values of a section: empty if it is missing, null or a model, None if it is not a mapping, which is reported."""
         section: Mapping[str, Any] = self._values
         for depth, key in enumerate(path, start=1):
@@ -131,8 +131,10 @@ class _SectionResolver:
             if value is None or isinstance(value, BaseModel):
                 return {}
             if not isinstance(value, Mapping):
+                names = value if has_names and isinstance(value, list) and path[:depth] == path else []
+                form = f" Write {{{', '.join(f'{name}: {{}}' for name in names)}}}." if names else ""
                 self._problems.mark_invalid(
-                    f"must be a section with keys below it; found {show(value)}.",
+                    f"must be a section with keys below it; found {show(value)}.{form}",
                     location=self._written.nearest(path[:depth]).location,
                     path=path[:depth],
                 )
