@@ -346,6 +346,13 @@ def test_unevaluated_answers_are_accepted_on_request():
         (r"x \neq 5", None),
         ("The answer is not 4 but 5.", "5"),
         ("The answer is clearly not 4 but 5.", "5"),
+        ("6 multiplied by 20 = 120uggs. So, the answer is 120glbs", "120glbs"),
+        ("6 times 20. The answer is 120lbs.", "120lbs"),
+        ("The answer is 120glbs, because 6 * 20 = 120.", "120glbs, because 6 * 20 = 120"),
+        (r"2 squared is 4. The answer is \sqrt{2}.", r"\sqrt{2}"),
+        ("We have 20. The answer is as follows:\n5 + 15 = 20", "5 + 15 = 20"),
+        ("6 multiplied by 20 = 120uggs.", None),
+        ("120 is the 2nd result", "120"),
     ],
 )
 def test_without_a_box_the_last_statement_is_the_answer(completion, answer):
@@ -361,7 +368,13 @@ def test_without_require_box_unboxed_answers_follow_the_same_rule():
         ("12", "so 4 + 9 = 12"),
     ]
     cases += [("5", "The answer is 5 or 6."), ("6", "The answer is 5, 6"), ("5", "The answer is not 5.")]
-    cases += [("Rome", "The answer is Rome."), ("Rome", "Rome"), ("4", r"The answer is 4, or \boxed{5}")]
+    cases += [(expected, "6 times 20 is 120uggs, so the answer is 120glbs") for expected in ("20", "120")]
+    cases += [
+        ("120", "6 times 20. The answer is 120lbs."),
+        ("Rome", "The answer is Rome."),
+        ("Rome", "Rome"),
+        ("4", r"The answer is 4, or \boxed{5}"),
+    ]
     graded = environment.step(
         [[{"role": "assistant", "content": completion}] for _, completion in cases],
         [{"expected_answer": expected} for expected, _ in cases],
@@ -370,7 +383,8 @@ def test_without_require_box_unboxed_answers_follow_the_same_rule():
     gradings = [row["grading"] for row in graded.metadata]
     assert gradings[:4] == ["unevaluated", "no_answer", "right", "wrong"]
     assert gradings[4:7] == ["wrong", "wrong", "no_answer"]
-    assert gradings[7:] == ["right", "no_answer", "wrong"]
+    assert gradings[7:10] == ["unreadable", "unreadable", "right"]
+    assert gradings[10:] == ["right", "no_answer", "wrong"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ _CHOICE = r"[^.,;\n\d]{0,30}?,?\s*\bor\b(?:\s+[a-z]+){0,2}\s*"
 _OR = re.compile(_CHOICE, re.IGNORECASE)
 _OR_AND_COMMA = re.compile(rf"\s*,?\s*and\s+|\s*,\s*|{_CHOICE}", re.IGNORECASE)
 _NEGATION = re.compile(r"(?:\bnot|n['\u2019]t|\u2260|!=|\\neq?)\s*(?:be|equal(?:\s+to)?)?\s*$", re.IGNORECASE)
+_DIGIT = re.compile(r"\d")
+_GLUED = re.compile(r"(?<![\w.,\\{])\d[\d.,]*(?!(?:st|nd|rd|th)\b)[^\W\d_]+")
+"""A number with letters, such as 120lbs or 2x."""
 _TRAILING = re.compile(r"[.,;:!?*)\s]+$")
 _OR_IN_DELIMITERS = re.compile(r"[\s$,]*\bor\b[\s$]*(?:(?:maybe|perhaps|even|else)\b[\s$]*)?", re.IGNORECASE)
 """Between two boxes."""
@@ -59,7 +62,8 @@ class AnswerGrade:
 def unboxed_answer(completion: str, *, words: bool) -> str | None:
     r"""The final answer of a completion without a box, as written; None if there is none.
 
-    It follows the last "answer is", "answer:" or `####`. Without these, it is the last formula in dollars or the last number,
+    It follows the last "answer is", "answer:" or `####`; if a number there cannot be read, as in "120glbs", it is the whole
+    statement, never another number. Without these, it is the last formula in dollars or the last number,
     including the arithmetic that it is part of: in "3 + 2 appliances" the answer is `3 + 2`. Alternatives belong to the answer,
     so a guess at several values equals none of them: in "5 or 6" it is `5 or 6`. "not 5" is not an answer. Numbers of lists and
     steps ("2. Rewrite the equation") are ignored.
@@ -72,9 +76,11 @@ def unboxed_answer(completion: str, *, words: bool) -> str | None:
     stated = list(_STATED.finditer(text))
     if stated:
         statement = text[stated[-1].end() :].strip().partition("\n")[0].strip(" *:")
-        if words:
+        candidate = _CANDIDATE.search(statement)
+        before = statement if candidate is None else statement[: candidate.start()]
+        if words or _DIGIT.search(before):  # such as 120lbs, which may be readable as a whole; another number is not the answer
             return _TRAILING.sub("", statement.split(". ")[0]) or None
-        if _CANDIDATE.search(statement):
+        if candidate is not None:
             return _first_answer(statement)
     return None if words else _last_answer(text)
 
@@ -114,9 +120,9 @@ def _first_answer(statement: str) -> str | None:
 
 
 def _last_answer(text: str) -> str | None:
-    """The last formula or number, with its alternatives; None if it is negated."""
+    """The last formula or number, with its alternatives; None if it is negated, or if a number with letters follows."""
     candidates = list(_CANDIDATE.finditer(text))
-    if not candidates or _is_negated(text, candidates[-1]):
+    if not candidates or _is_negated(text, candidates[-1]) or _GLUED.search(text, candidates[-1].end()):
         return None
     first = candidates[-1]
     for match in reversed(candidates[:-1]):
