@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import peft
@@ -9,6 +10,8 @@ from safetensors.torch import load_file
 
 from rl_backends_hf import HuggingFacePolicy
 from rl_backends_hf.convert import to_folder
+from rl_backends_hf.model import load_model
+from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.cluster.ports import free_port
 from rl_core.config.schema import OptimizerConfig
@@ -127,6 +130,16 @@ def test_gradients_are_those_of_plain_autograd_however_rows_are_cut(
     found = parts.gradients_from(before, snapshot(worker))
     assert result["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert parts.largest_relative_error(found, {n: p.grad for n, p in model.named_parameters()}) < 1e-4
+
+
+def test_the_new_head_of_a_causal_lm_is_not_reported_as_missing(model_folder, caplog):
+    transformers_log = logging.getLogger("transformers")  # does not propagate
+    transformers_log.addHandler(caplog.handler)
+    try:
+        load_model(str(model_folder("qwen3")), options=HFModelConfig(), dtype=torch.float32, head="scalar")
+    finally:
+        transformers_log.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_a_causal_lm_starts_with_a_zero_head_for_any_seed(parts, model_folder, start):

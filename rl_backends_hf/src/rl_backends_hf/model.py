@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -184,7 +185,8 @@ def _load_as_stored(
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
     from_pretrained = (loader or AUTO_CLASSES[head]).from_pretrained
-    model, report = _with_explained_errors(name, options, lambda: from_pretrained(**arguments), head=head)
+    with _without_report_of_head() if head == "scalar" else nullcontext():
+        model, report = _with_explained_errors(name, options, lambda: from_pretrained(**arguments), head=head)
     missing = report["missing_keys"]
     if head == "scalar":
         init_missing_head(model, missing, name=name)
@@ -197,6 +199,22 @@ def _load_as_stored(
         model.to(device)
     check_not_offloaded(model, name)
     return model.eval()
+
+
+@contextmanager
+def _without_report_of_head() -> Iterator[None]:
+    """Hide Transformers' report of a head that is new on purpose; `init_missing_head` raises an error for other weights."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text  # an error follows that refers to it
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "tokens", device: str = "meta") -> PreTrainedModel:
