@@ -93,7 +93,7 @@ class Starter:
 
     @property
     def may_reason(self) -> bool:
-        """Whether completions may reason before the answer: a prompt requests it, or the model is trained for chat, and it has words."""
+        """Whether completions may reason before the answer: a prompt requests it or the model chats, and it has words."""
         return self.reads_requests and (self.has_template or self.math)
 
     @property
