@@ -242,6 +242,19 @@ def test_no_system_prompt_is_added_to_rows_that_have_one(tmp_path):
     assert "prompt" not in config["data"]
     assert config["env"]["math"] == {"require_box": False}
     assert config["grpo"]["overlong_filtering"] is True
+    done = rlcore("init", tmp_path / "chats.jsonl", "--algorithm", "sft", "--model", MODEL, "--output", tmp_path / "sft")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_row_that_is_much_longer_than_all_others_is_reported(tmp_path):
+    long = {"question": f"{'+'.join('1' * 20)}=", "expected_answer": "20"}
+    path = write(tmp_path / "sums.jsonl", [*FORMATS["numbers"], long])
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    assert f"Longest row: {path}:51 has 40 tokens, the next longest " in done.stdout
+    usual = rlcore(
+        "init", write(tmp_path / "usual.jsonl", FORMATS["numbers"]), "--model", MODEL, "--output", tmp_path / "usual"
+    )
+    assert "Longest row" not in usual.stdout
 
 
 def test_fields_can_be_named(tmp_path):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MEASURED = 1000
+_OUTLIER = 2
+"""The longest row is reported if it is more than this many times as long as the next one."""
 _CONFIG = "config.yaml"
 
 
@@ -215,10 +217,12 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
         return _measured(replace(starter, reads_requests=False), train, validation, model=model)
     limit = position_limit(model)
     longest = max(views, key=lambda view: max(view.lengths))
+    lengths = sorted(length for view in views for length in view.lengths)
     return replace(
         starter,
         is_small=has_few_parameters(read_model_config(model)),
-        longest_row=max(longest.lengths),
+        longest_row=lengths[-1],
+        next_longest_row=lengths[-2] if len(lengths) > 1 else lengths[-1],
         longest_location=_in_given_file(longest.longest_row, train, validation),
         positions=None if limit is None else limit.tokens,
     )
@@ -317,6 +321,12 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
         print(
             f"Empty answers ({form.answer_key}): {len(empty)} of {len(train.rows)} rows, the first is row {empty[0]}. "
             "Remove these rows: only an empty completion could match."
+        )
+    if starter.longest_row > _OUTLIER * starter.next_longest_row:
+        print(
+            f"Longest row: {starter.longest_location} has {starter.longest_row:,} tokens, the next longest "
+            f"{starter.next_longest_row:,}. Memory and time of a step grow with policy.max_total_sequence_length: remove this "
+            "row, or lower the limit and set data.on_long_prompt: drop."
         )
     others = ", ".join(f"--algorithm {name}" for name in form.algorithms if name != starter.algorithm)
     print(f"Algorithm: {starter.algorithm}" + (f" (also possible: {others})" if others else ""))

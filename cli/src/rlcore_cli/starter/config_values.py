@@ -68,6 +68,8 @@ class Starter:
     """Whether the model has less than a billion parameters."""
     longest_row: int
     """Number of tokens of the longest prompt, conversation or answer."""
+    next_longest_row: int = 0
+    """Number of tokens of the second longest."""
     longest_answer: int = 0
     """Number of tokens of the longest answer, with its worked solution if the data has it; 0 without answers."""
     longest_location: str = ""
@@ -179,7 +181,7 @@ def _algorithm(starter: Starter) -> dict[str, Any]:
     size = min(8 if starter.algorithm != "sft" else 16, _training_rows(starter))
     steps: dict[str, Any] = {"max_num_steps": 100}
     steps |= {"num_prompts_per_step": size, "num_generations_per_prompt": 8} if starter.samples else {"global_batch_size": size}
-    if starter.math and not starter.asks_for_format:
+    if starter.samples and starter.math and not starter.asks_for_format:
         steps["overlong_filtering"] = True
     if starter.validates:
         steps |= {"val_period": 20, "val_at_start": True, "val_at_end": True, "max_val_samples": 64}
