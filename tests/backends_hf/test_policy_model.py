@@ -109,6 +109,7 @@ def test_the_config_of_a_gguf_file_is_read_once_until_the_file_changes(model_fol
         lambda: model_without_weights(str(file), options=HFModelConfig()).config,
         lambda: read_model_config(str(file)),
     ):
+        os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
         reads.clear()
         reader().vocab_size = 3
         assert (reader().vocab_size > 3, len(reads)) == (True, 1), "a caller that changes its copy changes no other"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
@@ -28,7 +25,7 @@ from rl_backends_hf.loading_checks import check_not_offloaded, check_options
 from rl_backends_hf.model_options import HFModelConfig
 from rl_backends_hf.scoring.scalar_head import init_missing_head, prepare_head
 from rl_core.backend import Head
-from rl_core.data.hub import pretrained_location, require_model
+from rl_core.data.hub import pretrained_location, read_model_config, require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
 
@@ -165,7 +162,7 @@ def _load_as_stored(
     """The model as Transformers loads it (with the class `loader`); `save_pretrained` still fails for one read from GGUF."""
     check_options(options, name)
     where = _locate(name)
-    config = _load_config(name, where, options)
+    config = _load_config(name, options)
     prepare_head(config, head, name=name)
     arguments: dict[str, Any] = {
         **where,
@@ -230,7 +227,8 @@ def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "to
         UserError: as `load_model`, except for errors in the weights.
     """
     check_options(options, name)
-    config = _load_config(name, _locate(name), options)
+    _locate(name)
+    config = _load_config(name, options)
     prepare_head(config, head, name=name)
     with torch.device(device):
         model: PreTrainedModel = _with_explained_errors(
@@ -251,7 +249,7 @@ def exact_weights(name: str, *, options: HFModelConfig, dtype: torch.dtype, head
         dtype: dtype of the loaded model.
         head: head type.
     """
-    if not is_gguf(name) and _load_config(name, _locate(name), options).dtype == dtype:
+    if not is_gguf(name) and _load_config(name, options).dtype == dtype:
         return {}
     on_cpu = options.model_copy(update={"device_map": None})
     return dict(load_model(name, options=on_cpu, dtype=torch.float32, head=head).named_parameters())
@@ -306,22 +304,9 @@ def _locate(name: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": location, **options}
 
 
-def _read_config(where: Mapping[str, Any], *, trust_remote_code: bool) -> PretrainedConfig:
-    if "gguf_file" not in where:
-        return AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
-    file = Path(where["pretrained_model_name_or_path"]) / where["gguf_file"]
-    return deepcopy(_gguf_config(file, file.stat().st_mtime_ns))
-
-
-@lru_cache(maxsize=4)
-def _gguf_config(file: Path, changed_ns: int) -> PretrainedConfig:
-    """Reading it takes seconds, because the vocabulary is in the same header."""
-    return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
-
-
-def _load_config(name: str, where: Mapping[str, Any], options: HFModelConfig) -> PretrainedConfig:
+def _load_config(name: str, options: HFModelConfig) -> PretrainedConfig:
     config: PretrainedConfig = _with_explained_errors(
-        name, options, lambda: _read_config(where, trust_remote_code=options.trust_remote_code)
+        name, options, lambda: read_model_config(name, trust_remote_code=options.trust_remote_code)
     )
     fields = sorted(config.to_dict())
     for key, value in options.config_overrides.items():

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.config.policy_sections import TokenizerConfig
-from rl_core.data.hub import model_source, pretrained_location
+from rl_core.data.hub import model_source, read_model_config
 from rl_core.data.tokenizer import find_tokenizer
 from rl_core.errors import ConfigError
 
@@ -84,11 +84,8 @@ def read_config(model_name: str, *, trust_remote_code: bool) -> Any:
     Raises:
         ConfigError: the model does not exist or cannot be read.
     """
-    from transformers import AutoConfig
-
-    location, options = pretrained_location(model_name)
     try:
-        return AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
+        return read_model_config(model_name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.generation.model_name: cannot read {model_name!r} as a model: {error}") from error
 

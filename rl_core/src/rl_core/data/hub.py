@@ -1,10 +1,12 @@
-"""Queries the model hub once, with a short timeout, because libraries retry an unreachable hub for a minute."""
+"""Locates models and reads their configs. The hub is queried once, because libraries retry an unreachable one for a minute."""
 
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rl_core.errors import DataError
 
@@ -27,6 +29,25 @@ def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
         return str(path.parent), {"gguf_file": path.name}
     source, revision = model_source(name)
     return str(Path(source).expanduser()), {"revision": revision or "main"}
+
+
+def read_model_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The Transformers config of a model. That of a GGUF file is kept until the file changes."""
+    from transformers import AutoConfig
+
+    location, options = pretrained_location(name)
+    file = Path(location, options.get("gguf_file", ""))
+    if "gguf_file" in options and file.is_file():
+        return deepcopy(_gguf_config(file, file.stat().st_mtime_ns))
+    return AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options)
+
+
+@lru_cache(maxsize=4)
+def _gguf_config(file: Path, changed_ns: int) -> Any:
+    """Reading it takes seconds, because the vocabulary is in the same header."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
 
 
 def require_model(name: str, *, query_cached: bool = False) -> None:

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
@@ -41,13 +41,6 @@ _MESH_S = 30.0
 _LISTENS_S = 10.0
 """Timeout for a live policy to start listening once it was called to join."""
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
-
-
-class Pending(Protocol):
-    """A pending broadcast."""
-
-    def wait(self) -> bool:
-        """Wait until the operation has finished."""
 
 
 class WeightCollective:
@@ -132,7 +125,7 @@ class WeightCollective:
             "num_bytes": [size for _, size in laid_out],
         }
         self._send_plan(plan)
-        on_the_wire: list[Pending | None] = [None, None]
+        on_the_wire: list[Work | None] = [None, None]
         for number, (places, size) in enumerate(laid_out):
             turn = number % 2
             self._wait(on_the_wire[turn])
@@ -192,7 +185,7 @@ class WeightCollective:
         self._store = None
         self._buffers = []
 
-    def _start_receiving(self, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, Pending | None]:
+    def _start_receiving(self, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, Work | None]:
         if number >= len(sizes):
             return torch.empty(0), None
         if number >= 2 and self._device.type == "cuda":
@@ -220,16 +213,16 @@ class WeightCollective:
         plan: dict[str, Any] = json.loads(bytes(text.cpu().numpy()))
         return plan
 
-    def _broadcast(self, tensor: torch.Tensor) -> Pending:
+    def _broadcast(self, tensor: torch.Tensor) -> Work:
         if self._group is None:
             raise WeightSyncError("This rank has left the weight collective: join again with init_collective on both sides.")
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
-        work: Pending = self._group.broadcast([tensor], options)
+        work: Work = self._group.broadcast([tensor], options)
         return work
 
-    def _wait(self, work: Pending | None) -> None:
+    def _wait(self, work: Work | None) -> None:
         if work is None:
             return
         try:

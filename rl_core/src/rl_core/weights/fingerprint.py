@@ -69,10 +69,8 @@ def tensor_digests(
         flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
         if kind == "wsum":
             sums[name] = _weighted_sum(flat.to(dtype))
-        elif dtype == flat.dtype or flat.device.type != "cpu":
-            values[name] = _xxh3(flat.to(dtype))
         else:
-            values[name] = _xxh3_in_pieces(flat, dtype)
+            values[name] = _xxh3(flat, dtype)
     if sums:
         totals = torch.stack(list(sums.values())).tolist()
         values = {name: f"{total & _MASK:016x}" for name, total in zip(sums, totals, strict=True)}
@@ -101,16 +99,12 @@ def describe_differences(
     return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
 
 
-def _xxh3(flat: torch.Tensor) -> str:
-    if flat.numel() == 0:
-        return xxhash.xxh3_128_hexdigest(b"")
-    return xxhash.xxh3_128_hexdigest(flat.cpu().view(torch.uint8).numpy().data)
-
-
-def _xxh3_in_pieces(flat: torch.Tensor, dtype: torch.dtype) -> str:
-    """Digest of a tensor cast to another dtype, in pieces: allocating all of it would cost several times the hash."""
+def _xxh3(flat: torch.Tensor, dtype: torch.dtype) -> str:
+    """Digest of a tensor as `dtype`; cast in pieces on the CPU, because allocating a copy would cost several times the hash."""
+    if flat.numel() == 0 or dtype == flat.dtype or flat.device.type != "cpu":
+        return xxhash.xxh3_128_hexdigest(flat.to(dtype).cpu().view(torch.uint8).numpy().data if flat.numel() else b"")
     digest, piece = xxhash.xxh3_128(), torch.empty(ON_ONE_THREAD, dtype=dtype)
-    for part in flat.split(ON_ONE_THREAD) if flat.numel() else ():
+    for part in flat.split(ON_ONE_THREAD):
         digest.update(piece[: part.numel()].copy_(part).view(torch.uint8).numpy().data)
     return str(digest.hexdigest())
 

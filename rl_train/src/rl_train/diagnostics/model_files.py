@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+from rl_core.data import hub
 from rl_core.data.generation_io import end_token_ids
-from rl_core.data.hub import pretrained_location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,7 @@ def read_model_files(
     from transformers import GenerationConfig
 
     config = read_model_config(name_or_path, trust_remote_code=trust_remote_code)
-    location, named = pretrained_location(name_or_path)
+    location, named = hub.pretrained_location(name_or_path)
     sampling = None if "gguf_file" in named else _if_there(lambda: GenerationConfig.from_pretrained(location, **named))
     text = config.get_text_config(decoder=True) if config is not None else None
     tied = getattr(text, "tie_word_embeddings", None)
@@ -51,21 +48,7 @@ def read_model_files(
 
 def read_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
     """The config of a model; None if there is none, or if it needs code that may not run."""
-    from transformers import AutoConfig
-
-    location, named = pretrained_location(name_or_path)
-    file = Path(location, named.get("gguf_file", ""))
-    if file.suffix == ".gguf" and file.is_file():
-        return deepcopy(_if_there(lambda: _gguf_config(file, file.stat().st_mtime_ns)))
-    return _if_there(lambda: AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **named))
-
-
-@lru_cache(maxsize=4)
-def _gguf_config(file: Path, changed_ns: int) -> Any:
-    """Reading it takes seconds, because the vocabulary is in the same header."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    return _if_there(lambda: hub.read_model_config(name_or_path, trust_remote_code=trust_remote_code))
 
 
 def _if_there(read: Any) -> Any:
