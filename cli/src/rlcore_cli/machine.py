@@ -24,8 +24,7 @@ _BFLOAT16: Final = ("avx512_bf16", "amx_bf16", "bf16")
 
 def print_machine() -> None:
     """Print threads, memory, instruction sets and whether sandboxes are available."""
-    from rl_train.plan.machine import available_memory
-    from rl_train.sizes import format_size
+    from rl_train.sizes import available_memory, format_size
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print("machine")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_train.sizes import format_size, parse_size
+from rl_train.sizes import available_memory, format_size, parse_size
 from rlcore_cli.arguments import AsJson, Bases, Config, Overrides, config_files
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def plan(
     from rl_core.plugins.registry import Registry
     from rl_train.config.loader import load_config
     from rl_train.plan.gpus import Gpu, parse_gpu
-    from rl_train.plan.machine import available_memory
     from rl_train.plan.planner import plan_memory
     from rl_train.plan.suggestions import suggest
     from rl_train.plan.time_plan import plan_time

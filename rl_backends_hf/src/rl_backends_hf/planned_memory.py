@@ -8,7 +8,6 @@ measured with two small depths and multiplied by the depth, because tracing a de
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -65,37 +64,19 @@ _GPU_LAYER_S: Final = 1 / 25.5 / 32
 second with the 32 layers of Llama-2-7B, not compiled (https://pytorch.org/blog/accelerating-generative-ai-2/)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Numbers of weights, and of those that are trained."""
-
-    weights: int
-    trained: int
-
-
 class PolicyMemory:
-    """The memory of one rank of a policy.
+    """The memory of one rank of a policy. See `ModelMemory` in `rl_train.plan.planner`."""
 
-    Args:
-        config: its section.
-    """
-
-    libraries = _LIBRARIES
-    """Bytes of a process after its imports."""
-    stages = 1
-    """Number of pipeline stages."""
+    libraries, stages = _LIBRARIES, 1
 
     def __init__(self, config: HFPolicyConfig) -> None:
         self._config = config
 
     def matrix_sizes(self) -> dict[str, float]:
-        """Sizes of the matrices; see `rl_backends_hf.matrix_sizes`."""
         config = self._config
         if config.hf_cfg.load_in_4bit or config.hf_cfg.load_in_8bit:
             raise NotSupportedError("the speed of quantized weights is unknown")
-        model = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
-        adapt(model, config)
-        return matrix_sizes(model)
+        return matrix_sizes(_adapted(config))
 
     def by_phase(
         self,
@@ -107,27 +88,17 @@ class PolicyMemory:
         reference: bool,
         on_gpu: bool,
     ) -> dict[str, dict[str, int]]:
-        """Bytes by phase (`held`, which is in memory in all phases, `score`, `train`, `update`) and part.
-
-        Args:
-            ranks: number of ranks.
-            train: rows of a training microbatch and their length in tokens; None if the model is not trained.
-            several: whether an optimizer step has several microbatches.
-            score: the same of a scoring microbatch; None if the model does not score.
-            reference: whether the loss needs a reference policy.
-            on_gpu: whether it runs on GPUs, which multiply bfloat16 matrices without copies in float32.
-        """
-        config = self._config
+        config = self._config  # GPUs multiply bfloat16 matrices without copies in float32
         emulates = not on_gpu and multiplies_in_float32(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU)
-        sizes = _sizes(config)
-        held = _state(config, sizes, ranks=ranks)
+        weights, trained = _sizes(config)
+        held = _state(config, weights, trained, ranks=ranks)
         gradients = held.pop("gradients", 0)
         if reference and config.hf_cfg.lora is None:
-            held["reference weights"] = DTYPES[config.dtype_name].itemsize * sizes.weights
+            held["reference weights"] = DTYPES[config.dtype_name].itemsize * weights
         phases: dict[str, dict[str, int]] = {"held": held}
         if score is not None:
             phases["score"] = _traced(config, *score, training=False, emulates=emulates)
-        if train is not None and sizes.trained:
+        if train is not None and trained:
             traced = _traced(config, *train, training=True, emulates=emulates)
             # The gradients of the first microbatch exist while the next ones are computed.
             phases["train"] = traced | ({"gradients": gradients} if several else {})
@@ -147,7 +118,6 @@ class PolicyMemory:
         return self._config.hf_cfg.lora is None
 
     def not_counted(self) -> list[str]:
-        """What `by_phase` leaves out."""
         hf, left_out = self._config.hf_cfg, []
         if self._config.optimizer.name not in _STATE_BYTES:
             left_out.append(f"state of the optimizer {self._config.optimizer.name}")
@@ -158,22 +128,14 @@ class PolicyMemory:
         return left_out
 
     def saving_overrides(self) -> list[str]:
-        """Overrides that save memory and change what is trained, for `rlcore plan` to try."""
         config = self._config
         return ["++policy.hf_cfg.lora.rank=16"] if config.hf_cfg.lora is None and config.head == "tokens" else []
 
 
 class EngineMemory:
-    """The memory of one replica of the engine.
+    """The memory of one replica of the engine. See `EngineMemory` in `rl_train.plan.planner`."""
 
-    Args:
-        config: its section, with the values that it takes from the policy.
-    """
-
-    processes = 1
-    """Number of processes of a replica."""
-    libraries = _LIBRARIES
-    """Bytes of a process after its imports."""
+    libraries, processes = _LIBRARIES, 1
 
     def __init__(self, config: HFGenerationConfig) -> None:
         self._config = config
@@ -181,15 +143,6 @@ class EngineMemory:
     def by_phase(
         self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool
     ) -> dict[str, dict[str, int]]:
-        """Bytes by phase (`held`, which is in memory in all phases, and `rollout`) and part.
-
-        Args:
-            rows: rows that a replica samples in a step.
-            prompt: tokens of the longest prompt.
-            on_gpu: whether it runs on a GPU.
-            limit: bytes of the GPU; the engine takes what it needs.
-            shares_weights: whether it computes with the policy's tensors.
-        """
         config, options = self._config, self._config.hf_cfg
         model, weights = self._model()
         longest = min(options.max_model_len or prompt + config.max_new_tokens, prompt + config.max_new_tokens)
@@ -201,7 +154,6 @@ class EngineMemory:
         return {"held": {} if shares_weights else {"weights": weights}, "rollout": rollout}
 
     def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
-        """What a step of sampling reads on a GPU; see `EngineMemory` in `rl_train.plan.planner`."""
         model, weights = self._model()
         free = SHARE_OF_FREE_MEMORY * max(0, limit - weights)
         together = min(rows_together(self._config, model, rows=rows, longest=length), int(free / length / token_bytes(model)))
@@ -216,11 +168,9 @@ class EngineMemory:
         return model, sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize
 
     def not_counted(self) -> list[str]:
-        """What `by_phase` leaves out."""
         return [] if self._config.hf_cfg.session_cache_mb == 0 else ["keys and values kept between the turns of a conversation"]
 
     def saving_overrides(self) -> list[str]:
-        """Overrides that save memory, for `rlcore plan` to try."""
         rows = self._config.hf_cfg.max_batch_rows
         return [f"policy.generation.hf_cfg.max_batch_rows={size}" for size in (rows // 2, rows // 4, rows // 16) if size]
 
@@ -234,12 +184,18 @@ def rows_together(config: HFGenerationConfig, model: PreTrainedModel, *, rows: i
     return max(1, min(together, int(options.kv_cache_gib * 2**30) // (longest * token_bytes(model))))
 
 
-def _sizes(config: HFPolicyConfig) -> _Sizes:
+def _sizes(config: HFPolicyConfig) -> tuple[int, int]:
+    """Numbers of weights, and of those that are trained."""
+    parameters = [*_adapted(config).parameters()]
+    trained = 0 if config.frozen else sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in parameters), trained
+
+
+def _adapted(config: HFPolicyConfig) -> PreTrainedModel:
+    """The model with its adapters, without weights."""
     model = model_without_weights(config.model_name, options=config.hf_cfg, head=config.head)
     adapt(model, config)
-    numbers = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    trained = 0 if config.frozen else sum(size for size, is_trained in numbers if is_trained)
-    return _Sizes(weights=sum(size for size, _ in numbers), trained=trained)
+    return model
 
 
 def adapt(model: PreTrainedModel, config: HFPolicyConfig) -> None:
@@ -248,7 +204,7 @@ def adapt(model: PreTrainedModel, config: HFPolicyConfig) -> None:
         LoraAdapters(model, config.hf_cfg.lora, base=config.model_name, head=config.head)
 
 
-def _state(config: HFPolicyConfig, sizes: _Sizes, *, ranks: int) -> dict[str, int]:
+def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) -> dict[str, int]:
     """Bytes of weights, gradients, masters and optimizer state on one rank.
 
     Trained weights have float32 masters, gradients and moments (https://arxiv.org/abs/1910.02054, section 3.1, with float32
@@ -260,14 +216,14 @@ def _state(config: HFPolicyConfig, sizes: _Sizes, *, ranks: int) -> dict[str, in
     per_weight = _STATE_BYTES.get(config.optimizer.name, 0.0)
     if config.optimizer.name == "torch.optim.SGD" and config.optimizer.kwargs.get("momentum"):
         per_weight = 4.0
-    held = {"gradients": 4 * sizes.trained // shards, "optimizer state": int(per_weight * sizes.trained) // shards}
+    held = {"gradients": 4 * trained // shards, "optimizer state": int(per_weight * trained) // shards}
     if hf.lora is not None:
-        held["weights"] = width * (sizes.weights - sizes.trained) + 4 * sizes.trained
+        held["weights"] = width * (weights - trained) + 4 * trained
     elif shards > 1:
-        held["weights"] = (4 if sizes.trained else width) * sizes.weights // shards
+        held["weights"] = (4 if trained else width) * weights // shards
     else:
-        held["weights"] = width * sizes.weights
-        held["float32 master weights"] = 4 * sizes.trained if width < 4 else 0
+        held["weights"] = width * weights
+        held["float32 master weights"] = 4 * trained if width < 4 else 0
     return {part: size for part, size in held.items() if size}
 
 
@@ -362,7 +318,6 @@ class _LiveBytes(TorchDispatchMode):
         self._live = 0
         self._known = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
         self._sizes: dict[int, int] = {}
-        self._ends: dict[int, weakref.ref[Any]] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
@@ -386,12 +341,11 @@ class _LiveBytes(TorchDispatchMode):
         self._known.add(key)
         self._sizes[key] = storage.nbytes()
         self._live += storage.nbytes()
-        self._ends[key] = weakref.ref(storage, lambda _: self._remove(key))
+        weakref.finalize(storage, self._remove, key).atexit = False
 
     def _remove(self, key: int) -> None:
         self._known.discard(key)
         self._live -= self._sizes.pop(key, 0)
-        self._ends.pop(key, None)
 
     def _leave_out_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

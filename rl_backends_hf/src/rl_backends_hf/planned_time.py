@@ -57,11 +57,7 @@ _MAX_BYTES: Final = 4 * 2**30
 
 
 class PolicyTime:
-    """The time of one rank of a policy.
-
-    Args:
-        config: its section.
-    """
+    """The time of one rank of a policy. See `ModelTime` in `rl_train.plan.time_plan`."""
 
     refit_bytes_per_s = 1e9
 
@@ -71,19 +67,7 @@ class PolicyTime:
     def seconds(
         self, *, tokens: int, scored: int, length: int, training: bool, ranks: int, microbatches: float
     ) -> dict[str, float]:
-        """Seconds of the passes over one microbatch, `score` and `train` (forward and backward), and of an `update`.
-
-        Args:
-            tokens: tokens of the microbatch; a scoring pass scores all of them.
-            scored: tokens that are trained.
-            length: tokens of its longest row.
-            training: whether the model is trained; otherwise, only `score` is returned.
-            ranks: ranks of the policy, over which FSDP2 shards the update.
-            microbatches: not used, because a rank does not wait for others between microbatches.
-
-        Raises:
-            NotSupportedError: the model cannot be measured here.
-        """
+        """Does not depend on `microbatches`, because a rank does not wait for others between them."""
         config, dtype = self._config, DTYPES[self._config.dtype_name]
         if config.hf_cfg.compile_layers:
             raise NotSupportedError("compiling layers (hf_cfg.compile_layers) takes too long to try")
@@ -109,11 +93,7 @@ class PolicyTime:
 
 
 class EngineTime:
-    """The time of one replica of the engine.
-
-    Args:
-        config: its section, with the values that it takes from the policy.
-    """
+    """The time of one replica of the engine. See `EngineTime` in `rl_train.plan.time_plan`."""
 
     refit_bytes_per_s = 6e8
 
@@ -121,17 +101,6 @@ class EngineTime:
         self._config = config
 
     def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
-        """Seconds in which a replica samples its rows, all of the same length.
-
-        Args:
-            rows: its rows in a step.
-            prompts: number of different prompts.
-            prompt: tokens of a prompt.
-            completion: tokens of a completion.
-
-        Raises:
-            NotSupportedError: the model cannot be measured here, or the engine does not support it.
-        """
         config, options = self._config, self._config.hf_cfg
         assert config.model_name is not None
         dtype = DTYPES[options.precision or "float32"]

@@ -37,14 +37,9 @@ _DEPTHS: Final = (2, 4)
 
 
 class PolicyMemory:
-    """The memory of one rank of a policy.
-
-    Args:
-        config: its section.
-    """
+    """The memory of one rank of a policy. See `ModelMemory` in `rl_train.plan.planner`."""
 
     is_shared = False
-    """Whether an engine in the same process can compute with its tensors."""
     libraries = 420 * 2**20
     """Proportional set size of a process after its imports; those of Megatron-Core need 70 MiB more than Transformers alone."""
 
@@ -62,16 +57,15 @@ class PolicyMemory:
         reference: bool,
         on_gpu: bool,
     ) -> dict[str, dict[str, int]]:
-        """Bytes by phase (`held`, `score`, `train`, `update`) and part; see `ModelMemory` in `rl_train.plan.planner`."""
-        weights = self._traced(ranks, None, training=False)["weights"]
+        weights = self._traced(ranks, None)["weights"]
         held = self._state(weights, ranks)
         if reference:
             held["reference weights"] = DTYPES[self._config.dtype_name].itemsize * weights
         phases: dict[str, dict[str, int]] = {"held": held}
         if score is not None:
-            phases["score"] = self._activations(ranks, score, training=False)
+            phases["score"] = self._traced(ranks, score, training=False)
         if train is not None:
-            phases["train"] = self._activations(ranks, train, training=True)
+            phases["train"] = self._traced(ranks, train, training=True)
             if several:  # the first stage has forwarded as many microbatches as there are stages when the backward pass begins
                 phases["train"]["activations"] *= self._config.megatron_cfg.pipeline_model_parallel_size
             phases["update"] = {}
@@ -79,11 +73,9 @@ class PolicyMemory:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return self._config.megatron_cfg.pipeline_model_parallel_size
 
     def matrix_sizes(self) -> dict[str, float]:
-        """Sizes of the matrices of the whole model; see `rl_backends_megatron.matrix_sizes`."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -98,7 +90,6 @@ class PolicyMemory:
         return False
 
     def not_counted(self) -> list[str]:
-        """What `by_phase` leaves out."""
         megatron, left_out = self._config.megatron_cfg, []
         if self.is_mixture:
             left_out.append("activations, because which tokens an expert gets depends on the data")
@@ -109,7 +100,6 @@ class PolicyMemory:
         return left_out
 
     def saving_overrides(self) -> list[str]:
-        """Overrides that save memory, for `rlcore plan` to try."""
         return ["++policy.megatron_cfg.use_distributed_optimizer=true"]
 
     @property
@@ -137,12 +127,8 @@ class PolicyMemory:
             held["float32 master weights"] = 4 * weights // shards
         return held
 
-    def _activations(self, ranks: int, shape: tuple[int, int], *, training: bool) -> dict[str, int]:
-        traced = self._traced(ranks, shape, training=training)
-        return {part: size for part, size in traced.items() if part != "weights"}
-
-    def _traced(self, ranks: int, shape: tuple[int, int] | None, *, training: bool) -> dict[str, int]:
-        """Number of weights of the stage with the most layers; if `shape` is given, also the peak bytes of a microbatch."""
+    def _traced(self, ranks: int, shape: tuple[int, int] | None, *, training: bool = False) -> dict[str, int]:
+        """The peak bytes of a microbatch on the stage with the most layers; without `shape`, its number of weights."""
         megatron = self._config.megatron_cfg
         if shape is not None:
             shape = (shape[0], -(-shape[1] // megatron.context_parallel_size))
@@ -170,9 +156,10 @@ class PolicyMemory:
         head = make_head(config, ranks, vocab_size=self.hf.vocab_size)
         with FakeTensorMode(allow_non_fake_inputs=True), cpu_shim():
             [module] = self.few_layers(ranks, layers).modules
-            weights = sum(parameter.numel() for parameter in module.parameters())
-            if shape is None or self.is_mixture:
-                return {"weights": weights, "activations": 0, "logits and temporary tensors": 0}
+            if shape is None:
+                return {"weights": sum(parameter.numel() for parameter in module.parameters())}
+            if self.is_mixture:
+                return {"activations": 0, "logits and temporary tensors": 0}
             with MemTracker() as tracker:
                 if training:
                     forward_backward([module], [given], lambda output, _: (head(output, given).sum(), None))
@@ -180,7 +167,7 @@ class PolicyMemory:
                     forward([module], [given], lambda output, _: head(output, given))
         [kinds] = (each for each in tracker.get_tracker_snapshot("peak").values() if each["Total"])
         sizes = {getattr(kind, "value", kind): size for kind, size in kinds.items()}
-        return {"weights": weights, "activations": sizes["Activation"], "logits and temporary tensors": sizes["Temp"]}
+        return {"activations": sizes["Activation"], "logits and temporary tensors": sizes["Temp"]}
 
 
 def _fewer(hf: Any, layers: int) -> dict[str, Any]:

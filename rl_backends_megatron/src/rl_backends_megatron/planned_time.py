@@ -45,11 +45,7 @@ _BYTES_PER_WEIGHT: Final = 20
 
 
 class PolicyTime:
-    """The time of one rank of a policy.
-
-    Args:
-        config: its section.
-    """
+    """The time of one rank of a policy. See `ModelTime` in `rl_train.plan.time_plan`."""
 
     refit_bytes_per_s = 1.5e8
 

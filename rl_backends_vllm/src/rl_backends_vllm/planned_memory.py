@@ -17,11 +17,7 @@ considered."""
 
 
 class EngineMemory:
-    """The memory of one process of a replica.
-
-    Args:
-        config: its section, with the values that it takes from the policy.
-    """
+    """The memory of one process of a replica. See `EngineMemory` in `rl_train.plan.planner`."""
 
     libraries = 590 * 2**20
     """Bytes of a process on CPUs with a started engine, without weights and cache; config `vllm` of plan_vs_measured.py."""
@@ -37,15 +33,7 @@ class EngineMemory:
     def by_phase(
         self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool
     ) -> dict[str, dict[str, int]]:
-        """Bytes by phase (`held`, which is in memory in all phases, and `rollout`) and part.
-
-        Args:
-            rows: rows that a replica samples in a step.
-            prompt: tokens of the longest prompt.
-            on_gpu: whether it runs on GPUs.
-            limit: bytes of a GPU; None if unknown. vLLM takes `gpu_memory_utilization` of it.
-            shares_weights: whether it computes with the policy's tensors; vLLM always has its own.
-        """
+        """Of `limit`, vLLM takes `gpu_memory_utilization`, and it always has weights of its own."""
         vllm_cfg = self._config.vllm_cfg
         hf_config = read_config(str(self._config.model_name), trust_remote_code=vllm_cfg.trust_remote_code)
         count = _weights(hf_config, trust_remote_code=vllm_cfg.trust_remote_code)
@@ -69,7 +57,6 @@ class EngineMemory:
         return {"held": {"weights": weights}, "rollout": {"keys and values": size, "outside the engine's share": unused}}
 
     def decoding(self, *, rows: int, length: int, limit: int) -> dict[str, float]:
-        """What a step of sampling reads on a GPU; see `EngineMemory` in `rl_train.plan.planner`."""
         vllm_cfg = self._config.vllm_cfg
         hf_config = read_config(str(self._config.model_name), trust_remote_code=vllm_cfg.trust_remote_code)
         phases = self.by_phase(rows=rows, prompt=length, on_gpu=True, limit=limit, shares_weights=False)
@@ -79,11 +66,9 @@ class EngineMemory:
         return {"rows": together, "weights": phases["held"]["weights"], "token": token, "step_s": 0.0}
 
     def not_counted(self) -> list[str]:
-        """What `by_phase` leaves out."""
         return ["activations and recorded graphs, which vLLM takes from its share of the GPU"]
 
     def saving_overrides(self) -> list[str]:
-        """Overrides that save memory, for `rlcore plan` to try."""
         return ["policy.generation.vllm_cfg.gpu_memory_utilization=0.8"]
 
 

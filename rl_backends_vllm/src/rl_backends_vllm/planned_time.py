@@ -38,11 +38,7 @@ _TIMEOUT_S: Final = 300.0
 
 
 class EngineTime:
-    """The time of one replica.
-
-    Args:
-        config: its section, with the values that it takes from the policy.
-    """
+    """The time of one replica. See `EngineTime` in `rl_train.plan.time_plan`."""
 
     refit_bytes_per_s = 2e8
 

@@ -1,13 +1,20 @@
-"""Sizes in bytes as users write and read them."""
+"""Sizes in bytes as users write and read them, and the memory of this machine."""
 
 from __future__ import annotations
 
 import re
 from typing import Final
 
+import psutil
+
 from rl_core.errors import UserError
 
 _UNITS: Final = {"MIB": 2**20, "GIB": 2**30, "MB": 10**6, "GB": 10**9}
+
+
+def available_memory() -> int:
+    """Bytes that processes can use on this machine now, without those that others use."""
+    return int(psutil.virtual_memory().available)
 
 
 def parse_size(text: str, option: str) -> int:

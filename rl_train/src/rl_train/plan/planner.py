@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Protocol
 
 from rl_core.config.schema import GenerationConfig, PolicyConfig
@@ -21,8 +22,6 @@ from rl_train.config.schema import RunConfig
 from rl_train.plan.memory_plan import MemoryPlan, Parts, ProcessPlan
 from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step, with_shared_prefixes
 
-HELD: Final = "held"
-"""Key of the parts that are in memory in all phases."""
 _DRIVER_LIBRARIES: Final = 470 * 2**20
 """Proportional set size of a driver that has connected to Ray and loaded tokenizer and data; config `ray` of
 plan_vs_measured.py."""
@@ -48,7 +47,16 @@ class ModelMemory(Protocol):
         reference: bool,
         on_gpu: bool,
     ) -> Mapping[str, Parts]:
-        """Bytes of one rank by phase (`held`, `score`, `train`, `update`) and part."""
+        """Bytes of one rank by phase (`held`, which is in memory in all phases, `score`, `train`, `update`) and part.
+
+        Args:
+            ranks: Number of ranks.
+            train: Rows of a training microbatch and their length in tokens; None if the model is not trained.
+            several: Whether an optimizer step has several microbatches.
+            score: The same of a scoring microbatch; None if the model does not score.
+            reference: Whether the loss needs a reference policy.
+            on_gpu: Whether it runs on GPUs.
+        """
 
     def not_counted(self) -> list[str]:
         """What `by_phase` leaves out."""
@@ -87,7 +95,15 @@ class EngineMemory(Protocol):
         """Bytes of a process on CPUs after its imports (proportional set size)."""
 
     def by_phase(self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool) -> Mapping[str, Parts]:
-        """Bytes of one process by phase (`held`, `rollout`, `refit`) and part; `limit`: size of a GPU, None if unknown."""
+        """Bytes of one process by phase (`held`, `rollout`, `refit`) and part.
+
+        Args:
+            rows: Rows that a replica samples in a step.
+            prompt: Tokens of the longest prompt.
+            on_gpu: Whether it runs on GPUs.
+            limit: Bytes of a GPU; None if unknown.
+            shares_weights: Whether it may compute with the policy's tensors.
+        """
 
     def decoding(self, *, rows: int, length: int, limit: int) -> Mapping[str, float]:
         """What a step of sampling reads on a GPU of `limit` bytes, in one process.
@@ -113,6 +129,11 @@ class _Component:
     count: int
     libraries: int
 
+    @property
+    def with_held(self) -> dict[str, Parts]:
+        """All parts that are in memory in each phase."""
+        return {phase: _sum(self.held, parts) for phase, parts in self.phases.items()}
+
 
 def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int | None) -> MemoryPlan:
     """The plan of a run.
@@ -131,21 +152,14 @@ def plan_memory(run: RunConfig, registry: Registry, *, on_gpu: bool, limit: int 
     components = [*_models(run, registry, not_counted, on_gpu=on_gpu)]
     policy = memory_planner(registry, "policy", run.policy)
     shares = run.cluster.backend == "in_process" and not on_gpu and policy is not None and policy.is_shared
-    engine = _engine(run, registry, not_counted, gpu=limit if on_gpu else None, on_gpu=on_gpu, shares_weights=shares)
-    components += [] if engine is None else [engine]
+    components += _engine(run, registry, not_counted, gpu=limit if on_gpu else None, on_gpu=on_gpu, shares_weights=shares)
     processes = _on_gpu(run, components) if on_gpu else _on_cpu(run, components)
     not_counted += _assumptions(run, on_gpu=on_gpu)
     return MemoryPlan(processes=tuple(processes), on_gpu=on_gpu, limit=limit, not_counted=tuple(not_counted))
 
 
 def memory_planner(registry: Registry, kind: str, section: PolicyConfig | GenerationConfig) -> Any:
-    """The `ModelMemory` or `EngineMemory` of a section; None if its backend has none.
-
-    Args:
-        registry: Used to look up the backend.
-        kind: `policy` or `generation`.
-        section: Section of the model or engine.
-    """
+    """The `ModelMemory` (kind `policy`) or `EngineMemory` (`generation`) of a section; None if its backend has none."""
     return planner_of(registry, kind, section, attribute="memory_planner")
 
 
@@ -175,7 +189,7 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gp
             not_counted.append(f"all of `{name}`: its backend {model.backend} does not describe its memory")
             continue
         train = None if model.frozen else microbatch(run, model, training=True)
-        score = microbatch(run, model, training=False) if _scores(run, model) else None
+        score = microbatch(run, model, training=False) if model.frozen or run.algorithm.runtime_needs.samples else None
         if planner.shares_prefixes(on_gpu=on_gpu):
             train = with_shared_prefixes(run, train) if train is not None and not loss.allows_dropout else train
             score = None if score is None else with_shared_prefixes(run, score)
@@ -189,15 +203,11 @@ def _models(run: RunConfig, registry: Registry, not_counted: list[str], *, on_gp
                 on_gpu=on_gpu,
             )
         )
-        held = phases.pop(HELD)
+        held = phases.pop("held")
         not_counted += [f"{name}: {left_out}" for left_out in planner.not_counted()]
         named = {phase if name == "policy" else f"{phase} {name}": parts for phase, parts in phases.items()}
         count = -(-ranks_of(run) // nodes)
         yield _Component(name=name, held=held, phases=named, count=count, libraries=planner.libraries)
-
-
-def _scores(run: RunConfig, model: PolicyConfig) -> bool:
-    return model.frozen or run.algorithm.runtime_needs.samples
 
 
 def ranks_of(run: RunConfig) -> int:
@@ -217,25 +227,25 @@ def replicas_of(run: RunConfig, section: GenerationConfig, *, processes: int) ->
 
 def _engine(
     run: RunConfig, registry: Registry, not_counted: list[str], *, on_gpu: bool, gpu: int | None, shares_weights: bool
-) -> _Component | None:
+) -> Iterator[_Component]:
     section = run.policy.generation
     if section is None or not run.algorithm.runtime_needs.samples:
-        return None
+        return
     planner = memory_planner(registry, "generation", section)
     if planner is None:
         not_counted.append(f"all of the engine: its backend {section.backend} does not describe its memory")
-        return None
+        return
     replicas = replicas_of(run, section, processes=planner.processes if on_gpu else 1)
     rows, prompt = -(-rows_of_step(run) // replicas), longest_prompt(run)
     phases = dict(planner.by_phase(rows=rows, prompt=prompt, on_gpu=on_gpu, limit=gpu, shares_weights=shares_weights))
-    held = phases.pop(HELD)
+    held = phases.pop("held")
     if not shares_weights:
         buffer = section.refit_buffer_mib * 2**20
         buffers = min(buffer if on_gpu else 2 * min(buffer, MOST_BYTES_ON_CPU), sum(held.values()))
         phases["refit"] = {**phases.get("refit", {}), "transfer buffers": buffers}
     not_counted += [f"engine: {left_out}" for left_out in planner.not_counted()]
     count = -(-replicas * planner.processes // max(1, run.cluster.num_nodes))
-    return _Component(name="engine", held=held, phases=phases, count=count, libraries=planner.libraries)
+    yield _Component(name="engine", held=held, phases=phases, count=count, libraries=planner.libraries)
 
 
 def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPlan]:
@@ -247,8 +257,7 @@ def _on_cpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPla
         return
     yield ProcessPlan(name="driver", count=1, phases={"all": {"libraries": _DRIVER_LIBRARIES}})
     for each in components:
-        libraries = {"libraries": each.libraries}
-        phases = {phase: _sum(libraries, each.held, parts) for phase, parts in each.phases.items()}
+        phases = {phase: {"libraries": each.libraries, **parts} for phase, parts in each.with_held.items()}
         yield ProcessPlan(name=each.name, count=each.count, phases=phases)
     workers = sum(section.num_workers for section in run.env.values())
     if workers:
@@ -264,36 +273,26 @@ def _on_gpu(run: RunConfig, components: list[_Component]) -> Iterator[ProcessPla
     """One entry for each GPU of models and engine, or two if the engine has its own."""
     engine = next((each for each in components if each.name == "engine"), None)
     models = [each for each in components if each is not engine]
+    phases = {phase: parts for each in models for phase, parts in each.with_held.items()}
     section = run.policy.generation
-    separate = section is not None and section.resources is not None
-    phases: dict[str, Parts] = {}
-    for each in models:
-        phases |= {phase: _sum(each.held, parts) for phase, parts in each.phases.items()}
-    engine_phases: dict[str, Parts] = {}
-    if engine is not None:
-        engine_phases = {phase: _sum(engine.held, parts) for phase, parts in engine.phases.items()}
-        if section is not None and not separate and not section.sleeps:
-            engine_phases = {phase: _named(engine, parts, components) for phase, parts in engine_phases.items()}
-            awake = max(engine_phases.values(), key=lambda parts: sum(parts.values()))
-            held = next((each.held for each in models if each.name == "policy"), {})
+    if engine is not None and section is not None:
+        sampling, policy = engine.with_held, next((each.held for each in models if each.name == "policy"), {})
+        if section.resources is not None:
+            yield ProcessPlan(name="GPU of the engine", count=engine.count, phases=sampling)
+        elif section.sleeps:
+            sent = {"policy weights": policy.get("weights", 0)}
+            phases |= sampling | {"refit": _sum(sampling.get("refit", {}), sent)}
+        else:
+            sampling = {phase: _named(engine, parts, components) for phase, parts in sampling.items()}
+            awake = max(sampling.values(), key=lambda parts: sum(parts.values()))
             phases = {phase: _sum(parts, awake) for phase, parts in phases.items()}
-            engine_phases = {phase: _sum(held, {**awake, **parts}) for phase, parts in engine_phases.items()}
-        elif not separate:
-            sent = sum(each.held.get("weights", 0) for each in models if each.name == "policy")
-            engine_phases["refit"] = _sum(engine_phases.get("refit", {}), {"policy weights": sent})
-    if separate and engine is not None:
-        yield ProcessPlan(name="GPU of the engine", count=engine.count, phases=engine_phases)
-        engine_phases = {}
-    if phases | engine_phases:
-        yield ProcessPlan(name="GPU", count=max(each.count for each in components), phases=phases | engine_phases)
+            phases |= {phase: _sum(policy, {**awake, **parts}) for phase, parts in sampling.items()}
+    if phases:
+        yield ProcessPlan(name="GPU", count=max(each.count for each in components), phases=phases)
 
 
 def _sum(*parts: Parts) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for each in parts:
-        for part, size in each.items():
-            total[part] = total.get(part, 0) + size
-    return total
+    return {part: sum(each.get(part, 0) for each in parts) for part in dict.fromkeys(chain(*parts))}
 
 
 def _assumptions(run: RunConfig, *, on_gpu: bool) -> Iterator[str]:

@@ -40,21 +40,16 @@ def rows_of_step(run: RunConfig) -> int:
     return 1
 
 
-def longest_row(run: RunConfig) -> int:
-    """Length in tokens of the longest row that the config allows."""
-    return run.policy.max_total_sequence_length
-
-
 def longest_prompt(run: RunConfig) -> int:
     """Length in tokens of the longest prompt whose completion can still have all of its new tokens; at least 1."""
     generation = run.policy.generation
     new_tokens = 0 if generation is None else generation.max_new_tokens
-    return max(1, longest_row(run) - new_tokens)
+    return max(1, run.policy.max_total_sequence_length - new_tokens)
 
 
 def microbatch(run: RunConfig, model: PolicyConfig, *, training: bool) -> Microbatch:
     """The largest microbatch of a model on one rank; with `sequence_packing`, one row of the token budget."""
-    length, ranks = min(longest_row(run), model.max_total_sequence_length), model.data_ranks(run.cluster)
+    length, ranks = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), model.data_ranks(run.cluster)
     rows = rows_of_step(run)
     if training:
         rows = rows_per_optimizer_step(rows, batch_size=model.train_global_batch_size, multiple_of=1)

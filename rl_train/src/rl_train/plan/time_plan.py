@@ -24,7 +24,7 @@ from rl_train.config.schema import RunConfig
 from rl_train.plan.gpu_time import assumptions, gpu_planner
 from rl_train.plan.gpus import Gpu
 from rl_train.plan.planner import memory_planner, planner_of, ranks_of, replicas_of, resolved
-from rl_train.plan.rows import longest_prompt, longest_row, microbatch, rows_of_step
+from rl_train.plan.rows import longest_prompt, microbatch, rows_of_step
 
 _OVERHEAD: Final = 1.2
 """How many times as long as its fastest passes a step takes; about the mean of benchmarks/results/plan_vs_measured_time.md."""
@@ -67,7 +67,17 @@ class EngineTime(Protocol):
         """Bytes of weights that a replica receives, checks and loads per second; a constant that was measured once."""
 
     def seconds(self, *, rows: int, prompts: int, prompt: int, completion: int) -> float:
-        """Seconds in which a replica samples `rows` rows of `prompts` prompts of these lengths; raises `NotSupportedError`."""
+        """Seconds in which a replica samples its rows of a step, all of the same length.
+
+        Args:
+            rows: rows of a replica.
+            prompts: number of different prompts.
+            prompt: tokens of a prompt.
+            completion: tokens of a completion.
+
+        Raises:
+            NotSupportedError: it cannot be measured, with the reason.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +120,11 @@ def plan_time(
         prompt: Tokens of each prompt; by default as many as leave room for the completion.
         completion: Tokens of each completion; at most, and by default, `max_new_tokens`.
     """
-    longest = 0 if run.policy.generation is None else min(run.policy.generation.max_new_tokens, longest_row(run) - 1)
+    generation, limit = run.policy.generation, run.policy.max_total_sequence_length
+    longest = 0 if generation is None else min(generation.max_new_tokens, limit - 1)
     run = _with_lengths(resolved(run, on_gpu=gpu is not None), prompt, completion)
     generation = run.policy.generation
-    find: _Find = partial(_planner, registry)
-    if gpu is not None:
-        find = partial(gpu_planner, run, registry, gpu, longest)
+    find: _Find = partial(_planner, registry) if gpu is None else partial(gpu_planner, run, registry, gpu, longest)
     phases, reasons = dict[str, float](), dict[str, str]()
     components: dict[str, Callable[[], Mapping[str, float]]] = {}
     if generation is not None and run.algorithm.runtime_needs.rollouts is not None:
@@ -148,8 +157,8 @@ def _with_lengths(run: RunConfig, prompt: int | None, completion: int | None) ->
     generation = run.policy.generation
     if generation is None:
         return run
-    new = min(completion or generation.max_new_tokens, generation.max_new_tokens, longest_row(run) - 1)
-    length = min(longest_row(run), (prompt or longest_prompt(run)) + new)
+    new = min(completion or generation.max_new_tokens, generation.max_new_tokens, run.policy.max_total_sequence_length - 1)
+    length = min(run.policy.max_total_sequence_length, (prompt or longest_prompt(run)) + new)
     generation = generation.model_copy(update={"max_new_tokens": new})
     changed = {"max_total_sequence_length": length, "generation": generation}
     return run.model_copy(update={"policy": run.policy.model_copy(update=changed)})
@@ -218,7 +227,7 @@ def _passes(
         raise NotSupportedError(f"{run.algorithm_name} does not declare its number of optimizer steps")
     planner = find("policy", model)
     batch, rollouts = microbatch(run, model, training=not model.frozen), run.algorithm.runtime_needs.rollouts
-    length, tokens = min(longest_row(run), model.max_total_sequence_length), batch.rows * batch.length
+    length, tokens = min(run.policy.max_total_sequence_length, model.max_total_sequence_length), batch.rows * batch.length
     rows, scored = max(1, tokens // length), tokens
     count = -(-rows_of_step(run) // model.data_ranks(run.cluster)) * length / tokens
     if rollouts is not None:

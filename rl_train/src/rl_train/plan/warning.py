@@ -10,10 +10,9 @@ from typing import Final
 from rl_core.errors import RLCoreError
 from rl_core.plugins.registry import Registry
 from rl_train.config.schema import RunConfig
-from rl_train.plan.machine import available_memory
 from rl_train.plan.planner import plan_memory
 from rl_train.plan.rows import microbatch
-from rl_train.sizes import format_size
+from rl_train.sizes import available_memory, format_size
 
 _log = logging.getLogger("rlcore")
 _WORTH_PLANNING: Final = 0.3
