@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -76,24 +77,13 @@ def show(
     views = view_datasets(prepared, measured=measured, shown=shown)
     answers = list(grade_expected_answers(prepared, limit=graded)) if graded else []
     if as_json:
-        print(json.dumps({"datasets": [_values(view) for view in views], "answers": [_answer_values(it) for it in answers]}))
+        datasets = [{**asdict(view), "too_long": view.too_long} for view in views]
+        print(json.dumps({"datasets": datasets, "answers": [asdict(it) for it in answers]}))
         return
     for view in views:
         print("\n".join(_described(view)))
     for it in answers:
         print("\n".join(_described_answers(it)))
-
-
-def _values(view: DatasetView) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {**asdict(view), "too_long": view.too_long}
-
-
-def _answer_values(answers: GradedAnswers) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(answers)
 
 
 def _described(view: DatasetView) -> list[str]:

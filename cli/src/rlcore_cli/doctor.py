@@ -88,7 +88,6 @@ def doctor(
 
 
 def _chosen(manager: PluginManager, name: str | None) -> list[Plugin]:
-
     if name is None:
         return list(manager.plugins)
     chosen = [
@@ -127,7 +126,6 @@ def _summary(results: Mapping[Plugin, bool]) -> str:
 
 
 def _examine(plugin: Plugin, manager: PluginManager, *, deep: bool) -> bool:
-
     print(f"{plugin.name}  {plugin.label}  {plugin.status.value}")
     print(f"  path    {plugin.location}")
     if plugin.status is Status.DISABLED:
@@ -160,7 +158,6 @@ def _examine(plugin: Plugin, manager: PluginManager, *, deep: bool) -> bool:
 
 
 def _examine_component(kind: str, component: Component, *, deep: bool) -> bool:
-
     print(f"  {kind} {component.name}  {component.target}")
     problem = unmet_needs(component.needs)
     if problem is not None:

@@ -55,10 +55,6 @@ def instruction_lines(flags: Sequence[str] | None) -> Iterable[str]:
 
 def _cpu_flags() -> Sequence[str] | None:
     path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return None
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return value.split()
-    return None
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    fields = (line.partition(":") for line in lines)
+    return next((value.split() for key, _, value in fields if key.strip() in ("flags", "Features")), None)

@@ -252,8 +252,8 @@ def fewer_layers(model: PreTrainedModel, options: HFModelConfig, layers: int) ->
     lists = {
         key: value[:layers] for key, value in model.config.to_dict().items() if isinstance(value, list) and len(value) == depth
     }
-    given = {key: getattr(options, key) for key in HFModelConfig.model_fields if key not in ("config_overrides", "device_map")}
-    return HFModelConfig(**given, config_overrides={**options.config_overrides, "num_hidden_layers": layers, **lists})
+    overrides = {**options.config_overrides, "num_hidden_layers": layers, **lists}
+    return options.model_copy(update={"config_overrides": overrides, "device_map": None})
 
 
 def _trace(

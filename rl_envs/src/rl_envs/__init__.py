@@ -41,23 +41,4 @@ __all__ = [
     "WeatherEnvironment",
 ]
 
-__getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".arithmetic.dataset": "ArithmeticDataset",
-        ".arithmetic.environment": "ArithmeticEnvironment",
-        ".code.environment": "CodeEnvironment",
-        ".guess.dataset": "GuessNumberDataset",
-        ".guess.environment": "GuessNumberEnvironment",
-        ".instruction_following.environment": "InstructionFollowingEnvironment",
-        ".judge.environment": "JudgeEnvironment",
-        ".math.environment": "MathEnvironment",
-        ".reasoning_gym.dataset": "ReasoningGymDataset",
-        ".reasoning_gym.environment": "ReasoningGymEnvironment",
-        ".reward_model.environment": "RewardModelEnvironment",
-        ".sliding_puzzle.dataset": "SlidingPuzzleDataset",
-        ".sliding_puzzle.environment": "SlidingPuzzleEnvironment",
-        ".tools.environment": "ToolsEnvironment",
-        ".weather.environment": "WeatherEnvironment",
-    },
-)
+__getattr__ = import_on_first_use(__name__)

@@ -87,18 +87,13 @@ class _Probes:
             )
             for name, node in nodes.items()
         }
-        contexts = {
-            name: WorkerContext(
-                rank=rank,
-                world_size=len(nodes),
-                local_rank=0,
-                node_rank=rank,
-                master_address=next(iter(nodes.values())).address,
-                master_port=0,
-            )
-            for rank, name in enumerate(self._actors)
-        }
-        built = self._wait({name: actor.build(packed, contexts[name], {}) for name, actor in self._actors.items()})
+        first = next(iter(nodes.values())).address
+        contexts = [
+            WorkerContext(rank=rank, world_size=len(nodes), local_rank=0, node_rank=rank, master_address=first, master_port=0)
+            for rank in range(len(nodes))
+        ]
+        pairs = zip(self._actors.items(), contexts, strict=True)
+        built = self._wait({name: actor.build(packed, context, {}) for (name, actor), context in pairs})
         self._failed = {name: answer for name, answer in built.items() if isinstance(answer, RLCoreError)}
 
     @property

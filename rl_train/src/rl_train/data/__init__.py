@@ -13,11 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchedDataLoader", "DatumSpec", "RecordDataset"]
 
-__getattr__ = import_on_first_use(
-    __name__,
-    {
-        ".dataloader": "BatchedDataLoader",
-        ".messages": "DatumSpec",
-        ".datasets": "RecordDataset",
-    },
-)
+__getattr__ = import_on_first_use(__name__)
