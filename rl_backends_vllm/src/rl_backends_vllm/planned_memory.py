@@ -33,7 +33,7 @@ class EngineMemory:
     def by_phase(
         self, *, rows: int, prompt: int, on_gpu: bool, limit: int | None, shares_weights: bool
     ) -> dict[str, dict[str, int]]:
-        """Of `limit`, vLLM takes `gpu_memory_utilization`, and it always has weights of its own."""
+        """Of `limit`, vLLM takes `gpu_memory_utilization`. It never shares the weights of the policy."""
         vllm_cfg = self._config.vllm_cfg
         hf_config = read_config(str(self._config.model_name), trust_remote_code=vllm_cfg.trust_remote_code)
         count = _weights(hf_config, trust_remote_code=vllm_cfg.trust_remote_code)
