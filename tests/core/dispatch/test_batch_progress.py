@@ -59,23 +59,23 @@ def wait_for_progress(engine, expected):
         time.sleep(0.01)
 
 
-def check_call(engine, folder, first):
-    """Sample four rows, and see the number of those that have ended from 0 to 4."""
+def check_call(engine, folder, *rows):
+    """Sample these rows, and see the number of those that have ended from 0 to all."""
     with ThreadPoolExecutor(1) as pool:
-        output = pool.submit(engine.generate, rows_of(*range(first, first + 4)))
+        output = pool.submit(engine.generate, rows_of(*rows))
         wait_for_progress(engine, (0, 0))
-        (folder / str(first)).touch()  # the first row of a replica, whatever the others are
+        (folder / str(rows[0])).touch()  # the first row of a replica, whatever the others are
         wait_for_progress(engine, (1, TOKENS))
-        for row in range(1, 4):
-            (folder / str(first + row)).touch()
-        assert output.result(300)["generation_lengths"].tolist() == [TOKENS] * 4
-        wait_for_progress(engine, (4, 4 * TOKENS))
+        for row in rows[1:]:
+            (folder / str(row)).touch()
+        assert output.result(300)["generation_lengths"].tolist() == [TOKENS] * len(rows)
+        wait_for_progress(engine, (len(rows), len(rows) * TOKENS))
 
 
 def test_ended_rows_and_tokens_are_counted_while_a_batch_is_sampled(engine_for, tmp_path):
     engine = engine_for()
-    check_call(engine, tmp_path, 10)
-    check_call(engine, tmp_path, 20)
+    check_call(engine, tmp_path, 10, 11, 12, 13)
+    check_call(engine, tmp_path, 20, 21, 22, 23)
 
 
 def test_an_engine_whose_worker_reports_nothing_has_no_progress(engine_for, tmp_path):
@@ -88,10 +88,9 @@ def test_an_engine_whose_worker_reports_nothing_has_no_progress(engine_for, tmp_
 @pytest.mark.ray
 def test_the_rows_of_all_replicas_are_counted_and_nothing_is_left_in_the_store_of_ray(engine_for, cluster, tmp_path):
     engine = engine_for(cluster=cluster)
-    check_call(engine, tmp_path, 10)
-    check_call(engine, tmp_path, 20)
-    engine.generate(rows_of(10))
-    wait_for_progress(engine, (1, TOKENS))  # without the earlier rows of the replica that has none
+    check_call(engine, tmp_path, 10, 11, 12, 13)
+    check_call(engine, tmp_path, 20, 21, 22, 23)
+    check_call(engine, tmp_path, 30)  # without the earlier rows of the replica that has none
     tasks = engine.group._sampling
     assert read_progress(tasks) == (1, TOKENS)
     engine.shutdown()

@@ -16,14 +16,17 @@ NAMESPACE = "rlcore_batch_progress"
 
 @contextmanager
 def stored_progress(worker: Any, method: str) -> Iterator[None]:
-    """If the block calls `generate`, a thread stores the worker's `batch_progress` every second and at the end."""
+    """If the block calls `generate`, a thread stores the worker's `batch_progress` every second and at the end.
+
+    It takes a millisecond of CPU time, so calls of less than a second, such as those for one row, store nothing.
+    """
     if method != "generate" or not hasattr(worker, "batch_progress"):
         yield
         return
     ended, task = threading.Event(), ray.get_runtime_context().get_task_id()
 
     def store() -> None:
-        is_last = False
+        is_last = ended.wait(1.0)
         while not is_last:
             is_last = ended.wait(1.0)
             if (progress := worker.batch_progress()) is not None:
