@@ -206,6 +206,22 @@ with exit_on_sigterm(), contextlib.ExitStack() as exits:
     assert (finished.returncode, finished.stdout, finished.stderr) == (143, "shut down\n", "")
 
 
+def test_sigterm_while_a_model_loads_is_reported_in_one_line():
+    program = f"""
+import logging, signal
+from rl_serve import served_model
+from rl_serve.listening import exit_on_sigterm
+def load(*arguments):
+    arguments[-1].callback(logging.warning, "did not shut down by itself")
+    signal.raise_signal(signal.SIGTERM)
+served_model._of_model = load
+with exit_on_sigterm(), served_model.started_model({str(MODEL)!r}, backend="hf"):
+    print("loaded")
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (143, "", "stopped while loading model\n")
+
+
 def test_a_signal_that_follows_the_address_at_once_ends_the_server():
     program = """
 import builtins, signal

@@ -64,14 +64,21 @@ def exit_on_sigterm() -> Iterator[None]:
     A second SIGTERM ends the process at once. The HTTP server handles the signal while it runs, and passes it on when its
     requests have finished.
     """
+    is_stopped = False
 
     def stop(*_: object) -> None:
+        nonlocal is_stopped
+        is_stopped = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.exit(128 + signal.SIGTERM)
+        raise KeyboardInterrupt  # unlike SystemExit, not taken for an error of a model that is loaded in this process
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except BaseException:  # libraries convert the interruption to other errors
+        if is_stopped:
+            sys.exit(128 + signal.SIGTERM)
+        raise
     finally:
         signal.signal(signal.SIGTERM, previous)
 

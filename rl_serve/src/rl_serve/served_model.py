@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -113,9 +114,20 @@ def started_model(
             except DataError as error:
                 raise DataError(f"{error}.{similar_runs(target)}") from error
             start = partial(_of_model, target, registry, backend, overrides, label, exits)
-        with reported_start(f"loading {label}:", _report):
+        with _stopped_in_one_line(label), reported_start(f"loading {label}:", _report):
             model = start()
         yield model
+
+
+@contextmanager
+def _stopped_in_one_line(label: str) -> Iterator[None]:
+    """Report an interruption in one line, without warnings about workers that cannot shut down while they load."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _report(f"stopped while loading {label}")
+        logging.disable(logging.WARNING)
+        raise
 
 
 def _report(line: str) -> None:
