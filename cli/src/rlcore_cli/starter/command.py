@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError
 from rlcore_cli.counting import counted
 
 if TYPE_CHECKING:
+    from rl_core.plugins.registry import Registry
     from rlcore_cli.starter.config_values import Starter
     from rlcore_cli.starter.data_file import DataFile
     from rlcore_cli.starter.recipe import Hardware
@@ -27,6 +28,10 @@ _MEASURED = 1000
 _OUTLIER = 2
 """The longest row is reported if it is more than this many times as long as the next one."""
 _CONFIG = "config.yaml"
+
+
+def _field_option(what: str) -> Any:
+    return typer.Option(metavar="FIELD", help=f"Field with {what}.", show_default=False)
 
 
 def init(
@@ -45,21 +50,11 @@ def init(
         typer.Option("--validation", metavar="FILE", help="Validation data; by default a share of DATA.", show_default=False),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the new files.")] = Path(),
-    question: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Field with the question or prompt.", show_default=False)
-    ] = None,
-    answer: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Field with the expected answer.", show_default=False)
-    ] = None,
-    response: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Field with a response to imitate.", show_default=False)
-    ] = None,
-    chosen: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Field with the better answer of a pair.", show_default=False)
-    ] = None,
-    rejected: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Field with the worse answer of a pair.", show_default=False)
-    ] = None,
+    question: Annotated[str | None, _field_option("the question or prompt")] = None,
+    answer: Annotated[str | None, _field_option("the expected answer")] = None,
+    response: Annotated[str | None, _field_option("a response to imitate")] = None,
+    chosen: Annotated[str | None, _field_option("the better answer of a pair")] = None,
+    rejected: Annotated[str | None, _field_option("the worse answer of a pair")] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -87,6 +82,8 @@ def init(
     """
     from rl_core.config.model_paths import model_path_problem
     from rl_core.data.hub import require_model
+    from rl_core.plugins.manager import discover
+    from rl_core.plugins.registry import Registry
     from rlcore_cli.starter.data_file import read_data_file
     from rlcore_cli.starter.recipe import parse_hardware
     from rlcore_cli.starter.row_format import named_fields, recognize
@@ -104,9 +101,16 @@ def init(
     if (problem := model_path_problem(model)) is not None:
         raise ConfigError(f"--model: {problem}")
     print(f"measuring the rows with the tokenizer of {model}", file=sys.stderr)
-    files, starter = _files(
-        train, held_out, form, model=model, algorithm=algorithm, output=output, own_reward=own_reward, hardware=hardware
+    registry = Registry(discover())
+    grades = not own_reward and "math" in registry.names("environment")
+    starter = _measured(
+        _starter(train, held_out, form, model=model, algorithm=algorithm, output=output, grades=grades),
+        train,
+        held_out,
+        model=model,
+        registry=registry,
     )
+    files = _files(starter, train, held_out, model=model, hardware=hardware, registry=registry)
     _write(files, output)
     _report(starter, form, train, files, output)
 
@@ -122,77 +126,78 @@ def _algorithm(algorithm: str | None, form: RowFormat, data: Path) -> str:
     return algorithm
 
 
-def _files(
-    train: DataFile,
-    validation: DataFile | None,
-    form: RowFormat,
-    *,
-    model: str,
-    algorithm: str,
-    output: Path,
-    own_reward: bool,
-    hardware: Hardware | None,
-) -> tuple[dict[str, str], Starter]:
-    """The text of each new file by its name, and what the config was made from."""
+def _starter(
+    train: DataFile, validation: DataFile | None, form: RowFormat, *, model: str, algorithm: str, output: Path, grades: bool
+) -> Starter:
+    """What the config is made from, as far as it follows from the options and the rows; `grades`: `math` may be used."""
     from rlcore_cli.starter.config_values import Starter, are_mathematical
-    from rlcore_cli.starter.data_file import json_lines_text
-    from rlcore_cli.starter.reward_files import reward_files
     from rlcore_cli.starter.row_format import has_system_messages
 
-    key = form.answer_key
-    answers = [row[key] for row in train.rows if str(row[key]).strip()] if key is not None else []
-    is_math = not own_reward and ("record_fn" in form.keys or are_mathematical(answers)) and _has_math()
-    files = {_converted_name(file): json_lines_text(file.rows) for file in (train, validation) if file and file.converted}
-    starter = _measured(
-        Starter(
-            algorithm=algorithm,
-            model=_from_folder(model, output) if Path(model).exists() else model,
-            form=form,
-            train=_source(train, output),
-            validation=None if validation is None else _source(validation, output),
-            rows=len(train.rows),
-            task="math" if is_math else "task",
-            math=is_math,
-            has_template=False,
-            is_small=False,
-            longest_row=1,
-            positions=None,
-            has_system_messages=has_system_messages(train.rows, form),
-            run_name=train.path.stem if output.resolve() == Path.cwd() else output.resolve().name,
-        ),
-        train,
-        validation,
-        model=model,
+    is_math = grades and ("record_fn" in form.keys or are_mathematical(_answers(train, form)))
+    return Starter(
+        algorithm=algorithm,
+        model=_from_folder(model, output) if Path(model).exists() else model,
+        form=form,
+        train=_source(train, output),
+        validation=None if validation is None else _source(validation, output),
+        rows=len(train.rows),
+        task="math" if is_math else "task",
+        math=is_math,
+        has_template=False,
+        is_small=False,
+        longest_row=1,
+        positions=None,
+        has_system_messages=has_system_messages(train.rows, form),
+        run_name=train.path.stem if output.resolve() == Path.cwd() else output.resolve().name,
     )
-    head = f"# Trains on {train.path.name}: {counted(len(train.rows), 'row')}, each {form.name}. Written by `rlcore init`.\n"
-    files[_CONFIG] = head + _config_text(starter, model, hardware)
-    if starter.samples and not is_math:
+
+
+def _answers(train: DataFile, form: RowFormat) -> list[Any]:
+    key = form.answer_key
+    return [row[key] for row in train.rows if str(row[key]).strip()] if key is not None else []
+
+
+def _files(
+    starter: Starter,
+    train: DataFile,
+    validation: DataFile | None,
+    *,
+    model: str,
+    hardware: Hardware | None,
+    registry: Registry,
+) -> dict[str, str]:
+    """The text of each new file by its name."""
+    from rlcore_cli.starter.data_file import json_lines_text
+    from rlcore_cli.starter.reward_files import reward_files
+
+    files = {_converted_name(file): json_lines_text(file.rows) for file in (train, validation) if file and file.converted}
+    rows = f"{counted(len(train.rows), 'row')}, each {starter.form.name}"
+    head = f"# Trains on {train.path.name}: {rows}. Written by `rlcore init`.\n"
+    files[_CONFIG] = head + _config_text(starter, model, hardware, registry)
+    if starter.samples and not starter.math:
+        answers = _answers(train, starter.form)
         files |= reward_files(train.path.name, str(answers[0]) if answers else None)
-    return files, starter
+    return files
 
 
-def _config_text(starter: Starter, model: str, hardware: Hardware | None) -> str:
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
+def _config_text(starter: Starter, model: str, hardware: Hardware | None, registry: Registry) -> str:
     from rlcore_cli.annotated import annotated_yaml
     from rlcore_cli.starter import config_values, recipe
 
     values, comments, head = config_values.config_values(starter), config_values.comments(starter), ""
     if hardware is not None:
-        fitted = recipe.fit(values, hardware, Registry(discover()), model=_absolute(model))
+        fitted = recipe.fit(values, hardware, registry, model=_absolute(model))
         values, comments, head = dict(fitted.values), comments | recipe.COMMENTS, fitted.description(hardware)
     return head + "\n" + "\n".join(annotated_yaml(values, lambda key: comments.get(key, ""))) + "\n"
 
 
-def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *, model: str) -> Starter:
+def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *, model: str, registry: Registry) -> Starter:
     """With what the model's files and the tokens of the rows show.
 
     Raises:
         UserError: The model has no tokenizer, or a row is invalid.
     """
     from rl_core.data.tokenizer import load_tokenizer
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
     from rl_train.assembly.preparation import Preparation
     from rl_train.config.loader import load_config
     from rl_train.diagnostics.model_files import read_model_config
@@ -209,12 +214,11 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     with _readable(train, validation) as (train_source, validation_source):
         preliminary = replace(starter, model=_absolute(model), train=train_source, validation=validation_source)
         values = {key: section for key, section in config_values(preliminary).items() if key != "env"}
-        registry = Registry(discover())
         prepared = Preparation(load_config(values, registry=registry, stages=()).run, registry)
         prepared.tokenizer = tokenizer
         views = view_datasets(prepared, measured=_MEASURED, shown=0)
     if any(view.unknown_in_prompt for view in views):
-        return _measured(replace(starter, reads_requests=False), train, validation, model=model)
+        return _measured(replace(starter, reads_requests=False), train, validation, model=model, registry=registry)
     limit = position_limit(model)
     longest = max(views, key=lambda view: max(view.lengths))
     lengths = sorted(length for view in views for length in view.lengths)
@@ -258,13 +262,6 @@ def _in_given_file(location: str, *files: DataFile | None) -> str:
         if file is not None and file.converted and Path(path).name == f"{name}.jsonl":
             return f"{file.path}, row {line}"
     return location
-
-
-def _has_math() -> bool:
-    from rl_core.plugins.manager import discover
-    from rl_core.plugins.registry import Registry
-
-    return "math" in Registry(discover()).names("environment")
 
 
 def _source(file: DataFile, output: Path) -> dict[str, Any]:

@@ -226,12 +226,7 @@ def _data(starter: Starter) -> dict[str, Any]:
     elif starter.validates:
         data["split"] = {"validation": _held_out(starter.rows)}
     takes_prompt = starter.samples and starter.form.answer_key is not None and starter.asks_for_format
-    if (
-        takes_prompt
-        and starter.math
-        and "record_fn" not in starter.form.keys
-        and starter.form.keys.get("input_key") != "messages"
-    ):
+    if takes_prompt and starter.math and starter.form.is_text:
         data["prompt"] = {"prompt_config": "generic/math"}
     elif takes_prompt and starter.has_template:
         request = "Put the final answer in \\boxed{}." if starter.math else _FINAL_ANSWER

@@ -130,7 +130,7 @@ def _pairs(
 
 
 def _sharegpt(rows: Sequence[Row]) -> RowFormat | None:
-    if not all(isinstance(row.get("conversations"), list) for row in rows):
+    if not _all_have(rows, "conversations", list):
         return None
     return RowFormat(name="a ShareGPT conversation", algorithms=SUPERVISED, keys={"record_fn": "sharegpt"})
 
