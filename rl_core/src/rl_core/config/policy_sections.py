@@ -277,11 +277,14 @@ class PolicyConfig(ComponentSection):
     def microbatch_limit(self, *, training: bool) -> tuple[str, int, int]:
         """The key that limits a microbatch, its value, and its smallest useful value: tokens with a token budget, else rows."""
         name = "sequence_packing" if self.sequence_packing.enabled else "dynamic_batching"
-        if self[name].enabled:
-            key = "train_mb_tokens" if training else "logprob_mb_tokens"
-            return f"{name}.{key}", self[name][key], self.max_total_sequence_length
-        key = "train_micro_batch_size" if training else "logprob_batch_size"
-        return key, self[key], 1
+        budget: SequencePackingConfig | DynamicBatchingConfig = getattr(self, name)
+        if not budget.enabled and training:
+            return "train_micro_batch_size", self.train_micro_batch_size, 1
+        if not budget.enabled:
+            return "logprob_batch_size", self.logprob_batch_size, 1
+        if training:
+            return f"{name}.train_mb_tokens", budget.train_mb_tokens, self.max_total_sequence_length
+        return f"{name}.logprob_mb_tokens", budget.logprob_mb_tokens, self.max_total_sequence_length
 
     def data_ranks(self, cluster: ClusterConfig) -> int:
         """Number of ranks that a batch is split over; lower for a backend that shards a model copy over several ranks."""
