@@ -162,6 +162,29 @@ CASES = {
             "++policy.megatron_cfg.tensor_model_parallel_size": 2,
         },
     ),
+    "fsdp2": Case(
+        overrides={
+            "cluster.backend": "ray",
+            "++cluster.workers_per_node": 2,
+            "++policy.hf_cfg.data_parallel": "fsdp2",
+            "policy.train_micro_batch_size": 2,
+            "policy.logprob_batch_size": 2,
+            **FEW_TOKENS,
+        },
+        shape={**WIDE, "vocab_size": 32768},
+    ),
+    "fsdp2_bfloat16": Case(
+        overrides={
+            "cluster.backend": "ray",
+            "++cluster.workers_per_node": 2,
+            "++policy.hf_cfg.data_parallel": "fsdp2",
+            "policy.precision": "bfloat16",
+            "policy.train_micro_batch_size": 2,
+            "policy.logprob_batch_size": 2,
+            **FEW_TOKENS,
+        },
+        shape={**WIDE, "vocab_size": 32768, "num_hidden_layers": 8},
+    ),
     "vllm": Case(
         overrides={
             "policy.generation.backend": "vllm",

@@ -2,19 +2,24 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from policy_cases import NLL, TINY_SHAPE, counts_of, make_context, make_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rl_backends_hf.config import HFConfig, HFGenerationConfig, HFPolicyConfig
 from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import float32_products
 from rl_backends_hf.model import DTYPES, load_model, model_without_weights
+from rl_backends_hf.parallel import FullyShard
 from rl_backends_hf.planned_memory import EngineMemory, PolicyMemory
 from rl_backends_hf.sampling.cache_budget import token_bytes
 from rl_backends_hf.scoring.token_scoring import TokenScoring
 from rl_backends_hf.training.worker import HFPolicyWorker
+from rl_core.backend import WorkerContext
 
 ROWS, LENGTH = 4, 24
 
@@ -154,16 +159,43 @@ def test_keys_and_values_of_the_engine_are_limited_as_its_cache_is(model_folder)
     assert limited["rollout"]["keys and values"] == 10 * per_row
 
 
+@pytest.mark.parametrize("shards", [2, 4])
+def test_weights_that_fsdp2_gathers_are_counted_as_by_torch(model_folder, shards):
+    config = make_config(model_folder("llama"), hf={"data_parallel": "fsdp2"})
+    phases = planned(config, several=False, ranks=shards, on_gpu=True)
+    model = model_without_weights(config.model_name, options=config.hf_cfg).float()
+    scoring = TokenScoring(model, chunk_tokens=config.hf_cfg.logprob_chunk_tokens).train()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+    try:
+        context = WorkerContext(rank=0, world_size=shards, local_rank=0, node_rank=0, master_address="", master_port=0)
+        FullyShard(context, compute_dtype=torch.float32).distribute(scoring)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            use_cpu_sdpa(model)
+            ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+            scored = (torch.arange(ROWS).unsqueeze(1) * LENGTH + torch.arange(LENGTH - 1)).flatten()
+            with FSDPMemTracker(scoring) as tracker:
+                scoring(ids, scored, ids.flatten()[scored], {}).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    [total] = (size for kind, size in peak.items() if getattr(kind, "value", kind) == "Total")
+    counted = phases["held"]["weights"] + sum(phases["train"].values())
+    # The plan counts all gradients at its peak, which can be at another moment.
+    assert counted == pytest.approx(total, rel=0.1)
+    assert PolicyMemory(config).not_counted() == []
+
+
 @pytest.mark.slow
 def test_configs_that_differ_in_what_a_trace_does_not_depend_on_are_traced_once(model_folder, monkeypatch):
     from rl_backends_hf import planned_memory
 
     traced, measured = [], planned_memory._measured
     monkeypatch.setattr(planned_memory, "_TRACES", {})
-    monkeypatch.setattr(planned_memory, "_measured", lambda *given, **how: traced.append(how) or measured(*given, **how))
+    monkeypatch.setattr(planned_memory, "_measured", lambda *given: traced.append(given) or measured(*given))
     model = model_folder("llama")
     first = planned(make_config(model))
-    again = planned(make_config(model, hf={"data_parallel": "fsdp2"}, train_micro_batch_size=2), ranks=2)
+    again = planned(make_config(model, train_micro_batch_size=2), ranks=2)
     assert len(traced) == 2
     assert again["train"]["activations"] == first["train"]["activations"]
     planned(make_config(model, activation_checkpointing=True))

@@ -2,17 +2,24 @@
 
 Activations, logits and temporary tensors are not estimated: the worker's own scoring code runs, forward and backward, on
 tensors without data (`torch._subclasses.FakeTensorMode`), and the bytes of those that exist are counted. What a layer adds is
-measured with two small depths and multiplied by the depth, because tracing a deep model takes minutes.
+measured with two small depths and multiplied by the depth, because tracing a deep model takes minutes. FSDP2 gathers and
+frees weights during the trace, in a process group of torch's backend `fake`, whose collectives do nothing.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -22,14 +29,17 @@ from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
 from rl_backends_hf.matrix_sizes import matrix_sizes
 from rl_backends_hf.model import DTYPES, checkpoint_activations, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
+from rl_backends_hf.parallel import FullyShard
 from rl_backends_hf.sampling.cache_budget import SHARE_OF_FREE_MEMORY, token_bytes
 from rl_backends_hf.sampling.packed_linears import packed_bytes
 from rl_backends_hf.scoring.scalar_head import ValueScoring
 from rl_backends_hf.scoring.scoring_model import ScoringModel, padded_input
 from rl_backends_hf.scoring.token_scoring import TokenScoring
+from rl_backends_hf.shards import local
 from rl_backends_hf.training.lora import LoraAdapters
 from rl_backends_hf.training.prefix_support import why_disabled, why_not_full_attention
-from rl_core.errors import NotSupportedError
+from rl_core.backend import WorkerContext
+from rl_core.errors import NotSupportedError, UserError
 
 if TYPE_CHECKING:
     from rl_backends_hf.config import HFGenerationConfig, HFPolicyConfig
@@ -64,6 +74,20 @@ _GPU_LAYER_S: Final = 1 / 25.5 / 32
 second with the 32 layers of Llama-2-7B, not compiled (https://pytorch.org/blog/accelerating-generative-ai-2/)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """How one microbatch is traced."""
+
+    training: bool
+    """Whether there is a backward pass."""
+    float32_products: bool
+    """Whether bfloat16 matrices are multiplied with copies in float32."""
+    shards: int
+    """Number of ranks that share a copy of the model."""
+    gloo: bool
+    """Whether ranks communicate through gloo, which copies what it gathers and scatters."""
+
+
 class PolicyMemory:
     """The memory of one rank of a policy. See `ModelMemory` in `rl_train.plan.planner`."""
 
@@ -89,7 +113,9 @@ class PolicyMemory:
         on_gpu: bool,
     ) -> dict[str, dict[str, int]]:
         config = self._config  # GPUs multiply bfloat16 matrices without copies in float32
-        emulates = not on_gpu and multiplies_in_float32(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU)
+        in_float32 = not on_gpu and multiplies_in_float32(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU)
+        shards = _shards(config, ranks)
+        forward = _Pass(training=False, float32_products=in_float32, shards=shards, gloo=not on_gpu)
         weights, trained = _sizes(config)
         held = _state(config, weights, trained, ranks=ranks)
         gradients = held.pop("gradients", 0)
@@ -97,11 +123,12 @@ class PolicyMemory:
             held["reference weights"] = DTYPES[config.dtype_name].itemsize * weights
         phases: dict[str, dict[str, int]] = {"held": held}
         if score is not None:
-            phases["score"] = _traced(config, *score, training=False, emulates=emulates)
+            phases["score"] = _traced(config, *score, forward)
         if train is not None and trained:
-            traced = _traced(config, *train, training=True, emulates=emulates)
-            # The gradients of the first microbatch exist while the next ones are computed.
-            phases["train"] = traced | ({"gradients": gradients} if several else {})
+            traced = _traced(config, *train, replace(forward, training=True))
+            # The gradients of the first microbatch exist while the next ones are computed; with FSDP2, all exist when it
+            # gathers the most, at the end of the backward pass.
+            phases["train"] = traced | ({"gradients": gradients} if several or shards > 1 else {})
             phases["update"] = {"gradients": gradients}
         return phases
 
@@ -123,8 +150,6 @@ class PolicyMemory:
             left_out.append(f"state of the optimizer {self._config.optimizer.name}")
         if hf.load_in_4bit or hf.load_in_8bit:
             left_out.append("quantization: weights are counted as if they were not quantized")
-        if hf.data_parallel == "fsdp2":
-            left_out.append("layers that FSDP2 gathers")
         return left_out
 
     def saving_overrides(self) -> list[str]:
@@ -212,7 +237,7 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     """
     hf = config.hf_cfg
     width = DTYPES[config.dtype_name].itemsize
-    shards = (hf.fsdp_num_shards or ranks) if hf.data_parallel == "fsdp2" else 1
+    shards = _shards(config, ranks)
     per_weight = _STATE_BYTES.get(config.optimizer.name, 0.0)
     if config.optimizer.name == "torch.optim.SGD" and config.optimizer.kwargs.get("momentum"):
         per_weight = 4.0
@@ -227,15 +252,19 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     return {part: size for part, size in held.items() if size}
 
 
-def _traced(config: HFPolicyConfig, rows: int, length: int, *, training: bool, emulates: bool) -> dict[str, int]:
+def _shards(config: HFPolicyConfig, ranks: int) -> int:
+    """Number of ranks that share a copy of the model."""
+    return (config.hf_cfg.fsdp_num_shards or ranks) if config.hf_cfg.data_parallel == "fsdp2" else 1
+
+
+def _traced(config: HFPolicyConfig, rows: int, length: int, how: _Pass) -> dict[str, int]:
     """Peak bytes of activations and of temporary tensors of one microbatch; see the module."""
-    options = {"training": training, "emulates": emulates}
     hf = config.hf_cfg
     full = model_without_weights(config.model_name, options=hf, head=config.head)
     depth = depth_of(full)
     if depth <= _DEPTHS[1]:
-        return _trace(config, rows, length, hf, **options)
-    few, more = (_trace(config, rows, length, fewer_layers(full, hf, layers), **options) for layers in _DEPTHS)
+        return _trace(config, rows, length, hf, how)
+    few, more = (_trace(config, rows, length, fewer_layers(full, hf, layers), how) for layers in _DEPTHS)
     steps = (depth - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0])
     return {part: int(more[part] + steps * (more[part] - few[part])) for part in more}
 
@@ -256,45 +285,69 @@ def fewer_layers(model: PreTrainedModel, options: HFModelConfig, layers: int) ->
     return options.model_copy(update={"config_overrides": overrides, "device_map": None})
 
 
-def _trace(
-    config: HFPolicyConfig, rows: int, length: int, options: HFModelConfig, *, training: bool, emulates: bool
-) -> dict[str, int]:
+def _trace(config: HFPolicyConfig, rows: int, length: int, options: HFModelConfig, how: _Pass) -> dict[str, int]:
     """Peak bytes by kind while one microbatch is scored or trained, without its weights and gradients.
 
     A command plans many candidates, most of which differ in what a trace does not depend on, so traces are kept.
     """
     model = model_without_weights(config.model_name, options=options, head=config.head).to(DTYPES[config.dtype_name])
     described = config.model_dump(mode="json", exclude=_UNTRACED)
-    if not training:
+    if not how.training:
         del described["activation_checkpointing"]
-    key = f"{model.config.to_json_string()} {described} {config.scoring_temperature} {rows} {length} {training} {emulates}"
+    key = f"{model.config.to_json_string()} {described} {config.scoring_temperature} {rows} {length} {how}"
     if key not in _TRACES:
-        _TRACES[key] = _measured(config, model, rows, length, training=training, emulates=emulates)
+        with _lone_shard(how.shards):
+            _TRACES[key] = _measured(config, model, rows, length, how)
     return _TRACES[key]
 
 
-def _measured(
-    config: HFPolicyConfig, model: PreTrainedModel, rows: int, length: int, *, training: bool, emulates: bool
-) -> dict[str, int]:
+def _measured(config: HFPolicyConfig, model: PreTrainedModel, rows: int, length: int, how: _Pass) -> dict[str, int]:
     """The result of `_trace` for a model without weights."""
     ids, lengths = torch.zeros(rows, length, dtype=torch.int64), torch.full((rows,), length)
     shift = (ValueScoring if config.head == "scalar" else TokenScoring).shift
     given = padded_input(ids, lengths, device=_CPU, shift=shift)
     adapt(model, config)
+    if config.activation_checkpointing and how.training:
+        checkpoint_activations(model)
+    scoring = scoring_of(config, model).train(how.training)
+    if how.shards > 1:
+        prefetched = config.hf_cfg.fsdp_prefetched_layers
+        parallel = FullyShard(_rank_of(how.shards), compute_dtype=DTYPES[config.dtype_name], prefetched_layers=prefetched)
+        parallel.distribute(scoring, trainable=not config.frozen)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device="cpu")
         use_cpu_sdpa(model)
-        if config.activation_checkpointing and training:
-            checkpoint_activations(model)
-        scoring = scoring_of(config, model).train(training)
         tokens = [fake.from_tensor(each) for each in (given.input_ids, given.hidden_index, given.targets)]
-        live = _LiveBytes(model)
-        with live, float32_products(emulates), torch.set_grad_enabled(training):
+        live = _LiveBytes(model, gloo=how.gloo)
+        with live, float32_products(how.float32_products), torch.set_grad_enabled(how.training):
             scores = scoring(*tokens, given.attention)
-            if training:
+            if how.training:
                 live.end_forward()
                 scores.sum().backward()
     return {"activations": live.saved, "logits and temporary tensors": live.peak - live.saved}
+
+
+def _rank_of(shards: int) -> WorkerContext:
+    return WorkerContext(rank=0, world_size=shards, local_rank=0, node_rank=0, master_address="", master_port=0)
+
+
+@contextmanager
+def _lone_shard(shards: int) -> Iterator[None]:
+    """The first of several ranks, in a group whose other ranks do not exist; none for one.
+
+    Raises:
+        UserError: this process already has a process group.
+    """
+    if shards == 1:
+        yield
+        return
+    if dist.is_initialized():
+        raise UserError("FSDP2 can only be planned in a process without a torch.distributed group.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
@@ -307,46 +360,45 @@ def scoring_of(config: HFPolicyConfig, model: PreTrainedModel) -> ScoringModel:
 class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that are created while it is active, as long as they exist, without gradients.
 
+    Args:
+        model: its weights and gradients are left out.
+        gloo: whether collectives copy their larger tensor, as those of gloo do.
+
     Attributes:
         saved: bytes at the end of the forward pass.
         peak: largest number of bytes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, gloo: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._gloo = gloo
         self.saved = self.peak = 0
-        self._live = 0
-        self._known = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
-        self._sizes: dict[int, int] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._leave_out_gradient)
+        self._parameters = list(model.parameters())
+        self._known = {id(local(tensor).untyped_storage()) for tensor in (*self._parameters, *model.buffers())}
+        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         for each in tree_leaves(output):
-            if isinstance(each, torch.Tensor):
-                self._add(each.untyped_storage())
-        self.peak = max(self.peak, self._live)
+            if isinstance(each, torch.Tensor) and (key := id(storage := each.untyped_storage())) not in self._known:
+                self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+        copied = 0
+        if self._gloo and func.namespace == "c10d":
+            copied = max((each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor)), default=0)
+        self.peak = max(self.peak, self._live() + copied)
         return output
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._storages.pop(key, None)
 
     def end_forward(self) -> None:
         """Record what the forward pass has saved for the backward pass."""
-        self.saved = self._live
+        self.saved = self._live()
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self._known:
-            return
-        self._known.add(key)
-        self._sizes[key] = storage.nbytes()
-        self._live += storage.nbytes()
-        weakref.finalize(storage, self._remove, key).atexit = False
-
-    def _remove(self, key: int) -> None:
-        self._known.discard(key)
-        self._live -= self._sizes.pop(key, 0)
-
-    def _leave_out_gradient(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._live -= self._sizes.pop(id(parameter.grad.untyped_storage()), 0)
+    def _live(self) -> int:
+        """The bytes now: FSDP2 resizes the storages of weights that it gathers."""
+        sizes = {key: storage.nbytes() for key, found in self._storages.items() if (storage := found()) is not None}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                sizes.pop(id(local(parameter.grad).untyped_storage()), None)
+        return sum(sizes.values())

@@ -67,7 +67,7 @@ def chunked_token_logprobs(
     logprobs: torch.Tensor = _ChunkedTokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, several, transform, chunk
     )
-    return logprobs.view(targets.shape)
+    return logprobs if targets.ndim == 2 else logprobs.squeeze(1).clone()  # FSDP2 warns of outputs that are views
 
 
 def chunked_topk_logprobs(
