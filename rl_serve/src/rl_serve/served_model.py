@@ -170,8 +170,8 @@ def _of_run(
     run = load_config(folder / CONFIG, changes, registry=registry, use=Use.SERVE).run
     section = run.policy.generation
     assert section is not None  # a rule for configs that are served
-    tokenizer = load_policy_tokenizer(run.policy)
     policy_section = given.policy_to_load(run.policy).model_copy(update={"generation": _without_limit(section)})
+    tokenizer = load_policy_tokenizer(policy_section)
     builder = Builder.without_training(run.model_copy(update={"policy": policy_section}), registry, exits)
     policy, generation = builder.policy_and_engine()
     policy.load_checkpoint(given.weights)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.config.policy_sections import PolicyConfig
 from rl_core.errors import CheckpointError, UserError
 from rl_train.checkpoints.ownership import lock_folder, read_identity
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.config.loader import load_config
-from rl_train.run_folders.checkpoint_paths import find_weights
+from rl_train.run_folders.checkpoint_paths import CheckpointPaths, find_weights
 from rl_train.run_folders.run_folder import choose_start, lock_run_folder
 
 MODEL = Path(__file__).parents[3] / "examples" / "addition" / "model"
@@ -285,3 +286,15 @@ def test_a_start_takes_over_the_checkpoint_folder_of_a_run_that_was_killed_befor
         with pytest.raises(UserError, match="shared is in use by process"):
             start(shared, name="third")
     assert not (tmp_path / "runs" / "third").exists()
+
+
+def test_a_checkpoint_with_all_weights_replaces_the_gguf_file_that_its_run_started_from(tmp_path):
+    weights = tmp_path / "step_000001" / "policy" / "weights"
+    weights.mkdir(parents=True)
+    policy = PolicyConfig(backend="hf", model_name="model.gguf", max_total_sequence_length=8)
+    checkpoint = CheckpointPaths(path=tmp_path / "step_000001", step=1, run_folder=None)
+    assert checkpoint.policy_to_load(policy) is policy  # it may have only an adapter
+    (weights / "config.json").touch()
+    assert checkpoint.policy_to_load(policy).model_name == str(weights)
+    folder = policy.model_copy(update={"model_name": "folder"})
+    assert checkpoint.policy_to_load(folder) is folder
