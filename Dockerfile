@@ -18,8 +18,9 @@ RUN apt-get update \
 WORKDIR /opt/rlcore
 COPY . .
 RUN make PYTHON=python3.11 .venv/.installed
+# Without constraints.txt, which has versions for CPUs that vllm for CUDA does not accept; installed versions stay where they fit.
 ARG PACKAGES=""
-RUN test -z "$PACKAGES" || .venv/bin/python -m pip install --constraint constraints.txt --no-build-isolation $PACKAGES
+RUN test -z "$PACKAGES" || .venv/bin/python -m pip install --no-build-isolation $PACKAGES
 
 RUN useradd --create-home rlcore \
  && mkdir /work \
