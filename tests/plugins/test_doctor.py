@@ -102,7 +102,7 @@ def test_without_a_name_all_plugins_are_checked_and_one_failure_sets_the_exit_co
 def test_doctor_lists_network_ports_reachable_from_other_machines(site):
     site.environment.pop("RAY_ADDRESS", None)
     site.environment["GLOO_SOCKET_IFNAME"] = "eth7"
-    local = site.rlcore("doctor").stdout.partition("\nnetwork\n")[2].splitlines()
+    local = site.rlcore("doctor").stdout.partition("\nnetwork\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in local] == ["ok", "open", "open"]
     assert "GLOO_SOCKET_IFNAME=eth7" in local[1]
     assert "vLLM" in local[2]

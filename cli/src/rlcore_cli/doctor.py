@@ -82,7 +82,7 @@ def doctor(
         if name is None:
             print_machine()
             _print_open_ports()
-            print(_summary(results))
+            print(f"\n{_summary(results)}")
     if not healthy:
         raise typer.Exit(1)
 

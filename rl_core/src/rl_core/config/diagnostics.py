@@ -15,7 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.plugins.component import nearest as nearest
 
 _LONGEST_VALUE = 60
-KEY_CUTOFF = 0.8
+KEY_CUTOFF = 0.75
 """Least similarity of an unknown key and the one that is suggested; many settings have similar names."""
 
 
