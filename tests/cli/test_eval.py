@@ -139,6 +139,20 @@ def test_a_config_that_prompts_otherwise_than_the_run_is_a_warning(config, run):
     )
 
 
+@pytest.mark.parametrize("override", ["data.val_data_path=test.jsonl", "data.validation={}"])
+def test_validation_data_of_an_override_replaces_a_split(config, tmp_path, override):
+    """With the fields of the training rows, for a split holds out rows with these fields."""
+    rows = [{"problem": f"1+{digit}=", "solution": str(1 + digit)} for digit in range(9)]
+    for name, count in (("train.jsonl", 9), ("test.jsonl", 3)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    fields = {"dataset_name": "jsonl", "input_key": "problem", "output_key": "solution", "task_name": "arithmetic"}
+    data = {"train": {**fields, "path": "train.jsonl"}, "split": {"validation": 0.5}}
+    Path(config).write_text(json.dumps({**CONFIG, "data": data}))
+    found, prompts = results_of(config, override.format(json.dumps({**fields, "path": "test.jsonl"})))
+    assert found["modes"][0]["all"]["num_prompts"] == 3
+    assert [line["expected_answer"] for line in prompts] == ["1", "2", "3"]
+
+
 def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config, run, run_metrics):
     best = max(run_metrics, key=lambda step: run_metrics[step]["validation/accuracy"])
     Path("runs").symlink_to(run.parent)

@@ -115,10 +115,13 @@ def test_a_file_can_override_an_invalid_value_of_its_parent(files, good):
 
 def test_unreadable_config_files_are_errors_with_a_reason(files):
     (files.folder / "folder.yaml").mkdir()
+    (files.folder / "started").mkdir()
+    files.write("", "started/config.yaml")
     cases = {
         "nosuch.yaml": "does not exist.",
         "nosuch/x.yaml": "does not exist either",
         "folder.yaml": "is a folder: give a YAML file in it.",
+        "started": f"{files.folder}/started is a folder: give {files.folder}/started/config.yaml.",
         "\0": "is not a valid file name",
         "x" * 300: "cannot be read: File name too long.",
     }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_core.config.source_tree import KeyPath, Node
 
 if TYPE_CHECKING:
     from rl_core.config.schema import DatasetConfig
+    from rl_train.config.overrides import Override
     from rl_train.config.schema import DataConfig
 
 DatasetT = TypeVar("DatasetT", bound="DatasetConfig")
@@ -27,6 +30,26 @@ def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
     for short, split in expanded:
         data[split] = {**(data.get(split) or {}), "dataset_name": "jsonl", "path": data.pop(short)}
     return expanded
+
+
+def without_inherited_split(root: Node, overrides: Sequence[Override]) -> Node:
+    """The config without a `data.split` of its files, if overrides define the validation data.
+
+    Rows of `data.val_data_path` have the fields of the training rows, as those that the split holds out.
+    """
+    keys = {override.path[:2] for override in overrides}
+    given = keys & {("data", "validation"), ("data", "val_data_path")}
+    data = root.at(("data",))
+    if data is None or root.at(("data", "split")) is None or ("data", "split") in keys:
+        return root
+    if all((node := root.at(path)) is None or node.value is None for path in given):
+        return root
+    values = {key: node for key, node in data.value.items() if key != "split"}
+    dataset = root.at(("data", "train", "dataset_name"))
+    if given == {("data", "val_data_path")} and dataset is not None and dataset.value == "jsonl":
+        train = values["train"]
+        values["validation"] = replace(train, value={key: node for key, node in train.value.items() if key != "path"})
+    return replace(root, value={**root.value, "data": replace(data, value=values)})
 
 
 def _has_no_path(data: dict[str, Any], split: str) -> bool:

@@ -83,7 +83,8 @@ class DataConfig(Section):
             ("validation", "split", "validation", self.split and validation),
         ):
             if are_both:
-                raise ValueError(f"{one} and {other} both define the {data} data: keep one of them")
+                hint = ", or add data.split=null" if one == "split" else ""
+                raise ValueError(f"{one} and {other} both define the {data} data: keep one of them{hint}")
         for key, section in self.sections().items():
             if section.weight is not None and not key.startswith("mix."):
                 raise ValueError(f"{key}.weight has no effect: weights apply only to the datasets of mix")

@@ -212,7 +212,8 @@ def _unreadable(source: str, error: OSError | ValueError) -> str:
             hint = _similar_files(source)
             return f"File {source} does not exist.{hint}"
         case IsADirectoryError():
-            return f"{source} is a folder: give a YAML file in it."
+            config = pathlib.Path(source) / "config.yaml"  # as `rlcore init` writes it
+            return f"{source} is a folder: give {config if config.is_file() else 'a YAML file in it'}."
         case OSError():
             return f"{source} cannot be read: {error.strerror or error}."
         case _:
