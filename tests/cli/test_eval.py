@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import yaml
 from marked_processes import MARK, assert_gone
 from typer.testing import CliRunner
 
@@ -437,9 +438,29 @@ def test_a_run_on_preference_pairs_leads_to_a_config_with_prompts_if_its_policy_
     del changed["grpo"], changed["env"]
     Path(config).write_text(json.dumps(changed))
     message = str(evaluate(config).exception)
-    assert ("rlcore eval CONFIG --checkpoint RUN" in message) is samples
+    assert ("rlcore eval CONFIG_WITH_PROMPTS_AND_ENV --checkpoint RUN" in message) is samples
     assert "`validation/accuracy`" in message
     assert "++" not in message
+
+
+def test_a_run_of_supervised_training_leads_to_a_config_with_prompts_and_is_not_compared_with_it(config, run, tmp_path):
+    supervised = tmp_path / "runs" / "sft"
+    shutil.copytree(run, supervised)
+    changed = {**yaml.safe_load((run / "config.yaml").read_text()), "sft": {}}
+    del changed["grpo"], changed["env"], changed["policy"]["generation"]
+    changed["policy"]["max_total_sequence_length"] = 12
+    (supervised / "config.yaml").write_text(json.dumps(changed))
+    message = str(evaluate(str(supervised)).exception)
+    assert "rlcore eval CONFIG_WITH_PROMPTS_AND_ENV --checkpoint RUN" in message
+    assert "++" not in message
+    plain = evaluate(config, "grpo.max_val_samples=2", "--checkpoint", supervised)
+    changed["policy"]["tokenizer"]["chat_template_kwargs"] = {"short": True}
+    (supervised / "config.yaml").write_text(json.dumps(changed))
+    other = evaluate(config, "grpo.max_val_samples=2", "--checkpoint", supervised)
+    assert plain.exit_code == other.exit_code == 0, plain.output + other.output
+    assert "warning" not in plain.stderr
+    assert "other values of policy.tokenizer.chat_template_kwargs" in other.stderr
+    assert "uses the run's config" not in other.stderr
 
 
 def test_the_command_imports_nothing_heavy_before_it_runs():

@@ -135,13 +135,14 @@ def _prompts_otherwise(plan: EvaluationPlan) -> str | None:
         return None
     then = dict(leaves(safe_load((run / "config.yaml").read_text(encoding="utf-8"))))
     now = dict(leaves(plan.loaded.redacted))
-    keys = {key for key in {*then, *now} if key.startswith(_PROMPTS)} | {*_SAMPLING}
+    keys = {key for key in {*then, *now} if key.startswith(_PROMPTS)}
+    has_engine, has_environment = (any(key.startswith(section) for key in then) for section in ("policy.generation.", "env."))
+    if has_engine:  # without it, the run never sampled
+        keys |= {*_SAMPLING}
     if not (changed := sorted(key for key in keys if then.get(key) != now.get(key))):
         return None
-    return (
-        f"the run of the checkpoint had other values of {', '.join(changed)}, so its accuracy may differ. "
-        f"`rlcore eval {run}` uses the run's config."
-    )
+    hint = f" `rlcore eval {run}` uses the run's config." if has_engine and has_environment else ""
+    return f"the run of the checkpoint had other values of {', '.join(changed)}, so its accuracy may differ.{hint}"
 
 
 def _reject_unwritable(path: Path) -> None:

@@ -19,8 +19,10 @@ _PAIRS_ARE_NOT_SAMPLED = (
     "An evaluation samples answers to prompts, but {algorithm} uses preference pairs. The accuracy on held-out pairs is the "
     "metric `validation/accuracy` of the run."
 )
+_ROWS_ARE_NOT_SAMPLED = "An evaluation samples answers to prompts, but {algorithm} trains on given answers."
 _SAMPLES_ELSEWHERE = (
-    " To sample from the trained policy, name a config with prompts and an environment: `rlcore eval CONFIG --checkpoint RUN`."
+    " To sample from the trained policy, name a config with prompts and an environment: "
+    "`rlcore eval CONFIG_WITH_PROMPTS_AND_ENV --checkpoint RUN`."
 )
 
 
@@ -38,8 +40,9 @@ def what_samples_has_an_engine(config: CheckedConfig) -> Iterator[Problem]:
     if config.samples and run.policy.generation is None:
         trains = f"{run.algorithm_name} samples from the policy. Choose a generation `backend`."
         reason = _WHY_AN_ENGINE.get(config.use, trains)
-        if config.use is Use.EVAL and run.algorithm.needs_preferences:
-            reason = _PAIRS_ARE_NOT_SAMPLED.format(algorithm=run.algorithm_name)
+        if config.use is Use.EVAL and not run.algorithm.runtime_needs.samples:
+            why = _PAIRS_ARE_NOT_SAMPLED if run.algorithm.needs_preferences else _ROWS_ARE_NOT_SAMPLED
+            reason = why.format(algorithm=run.algorithm_name)
             reason += _SAMPLES_ELSEWHERE if run.algorithm.head == "tokens" else ""
         yield Problem(("policy", "generation"), f"is required. {reason}", is_missing=True)
 
@@ -49,8 +52,8 @@ def samples_are_scored(config: CheckedConfig) -> Iterator[Problem]:
     """A run that trains on rewards and an evaluation have a section `env`."""
     run = config.run
     if config.use is Use.EVAL:
-        # For a config of preference pairs, the missing engine is reported, and another environment would not help.
-        if not run.env and not (run.algorithm.needs_preferences and run.policy.generation is None):
+        # Without sampling in training, the missing engine is reported, and another config is the remedy.
+        if not run.env and (run.algorithm.runtime_needs.samples or run.policy.generation is not None):
             yield Problem(
                 ("env",),
                 "is required. An evaluation scores completions with an environment. Add one, such as `math:`, or "
