@@ -60,6 +60,32 @@ def test_a_run_that_was_trained_without_an_engine_gets_one_for_longer_conversati
     assert (code, "1000 leaves no tokens for a prompt" in said) == (2, True), "what the user gives replaces the default"
 
 
+def test_a_conversation_with_a_run_may_be_longer_than_the_rows_of_its_training(chat, tmp_path):
+    config = {
+        "grpo": {"max_num_steps": 1, "num_prompts_per_step": 2, "num_generations_per_prompt": 2},
+        "policy": {
+            "backend": "hf",
+            "model_name": str(MODEL),
+            "max_total_sequence_length": 16,
+            "generation": {"backend": "hf", "max_new_tokens": 4},
+        },
+        "data": {"train": {"dataset_name": "arithmetic", "num_samples": 4}},
+        "env": {"arithmetic": {}},
+        "checkpointing": {"save_period": 1},
+        "logger": {"log_dir": str(tmp_path / "runs"), "run_name": "grpo"},
+        "cluster": {"backend": "in_process"},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    run = train(tmp_path / "config.yaml", console=False).folder
+    assert chat("0000000000000+1=" * 2, arguments=(run, "--greedy"))[0] == 0
+    own = "policy.max_total_sequence_length=16"
+    code, said = chat("0000000000000+1=", arguments=(run, "--greedy", own))
+    assert (code, said.startswith("error: The prompt has 16 tokens, which leave no room")) == (2, True), said
+    assert "context has 16 tokens. Shorten the message, or begin a new conversation (/reset)." in said
+    code, said = chat("12+34=", arguments=(run, "--max-tokens", "12", own))
+    assert (code, "The prompt has 6 tokens and --max-tokens is 12, but the model's context has 16" in said) == (2, True), said
+
+
 def test_a_model_that_loads_for_long_is_reported_apart_from_the_answers(chat, monkeypatch):
     monkeypatch.setattr(served_model, "reported_start", partial(reported_start, every_s=0.001))
     code, said = chat("12+34=")

@@ -24,7 +24,7 @@ REJECTED = [
     (
         "/v1/completions",
         {"prompt": "1" * 128},
-        "The prompt has 128 tokens and max_tokens is not set, but the model's context has 128",
+        "The prompt has 128 tokens, which leave no room for an answer: the model's context has 128",
     ),
     ("/v1/completions", {"prompt": "1", "n": 129}, "1 prompts times n=129 exceed the 128 completions of a request."),
     ("/v1/completions", {"prompt": "1", "stop": ["a", ""]}, "stop must have at most 16 strings, none of them empty."),

@@ -14,7 +14,7 @@ from rl_serve.engine import EngineThread
 from rl_serve.errors import ApiError
 from rl_serve.requests import SamplingParameters
 from rl_serve.responses import ChoiceFormat
-from rl_serve.sampling import Limits, SamplingPlan, plan_sampling
+from rl_serve.sampling import Limits, ParameterNames, SamplingPlan, plan_sampling
 from rl_serve.served_model import ServedModel
 
 
@@ -67,6 +67,7 @@ class Conversation:
             [self._chat.prompt(messages)],
             SamplingParameters(temperature=self._temperature),
             max_tokens=self._max_tokens,
+            names=ParameterNames(max_tokens="--max-tokens"),
         )
         try:
             answer = asyncio.run(self._sample(plan, on_text))

@@ -199,10 +199,10 @@ def _new_tokens(model: ServedModel, prompt: Sequence[int], requested: int | None
         raise ApiError(400, "The prompt is empty: it must have at least one token.", param=names.prompt)
     free = None if model.max_model_len is None else model.max_model_len - len(prompt)
     if free is not None and free < (requested or 1):
+        reason = f" and {names.max_tokens} is {requested}, but" if requested else ", which leave no room for an answer:"
         raise ApiError(
             400,
-            f"The prompt has {len(prompt)} tokens and {names.max_tokens} is {requested or 'not set'}, but the model's context "
-            f"has {model.max_model_len} tokens.",
+            f"The prompt has {len(prompt)} tokens{reason} the model's context has {model.max_model_len} tokens.",
             param=names.prompt if free < 1 else names.max_tokens,
             code="context_length_exceeded",
         )

@@ -36,7 +36,7 @@ from rl_train.run_folders.run_names import similar_runs
 
 _UNLIMITED = 2**31 - 1
 _CONVERSATION = 2048
-"""Tokens of a conversation with a run that was trained without an engine, if its model has as many positions."""
+"""Tokens of a conversation with a run, if its model has as many positions and the run's own rows are shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,21 +182,21 @@ def _of_run(
 
 
 def _engine_overrides(config: Path, registry: Registry) -> list[str]:
-    """Overrides that give an engine to a run that was trained without one, such as SFT, for more than its own rows.
+    """Overrides that allow conversations longer than the run's own rows, and give an engine to one without, such as SFT.
 
     Those of the user come after them, and may replace them.
     """
     policy = yaml.safe_load(config.read_text(encoding="utf-8"))["policy"]
-    if policy.get("generation") is not None:
-        return []
+    own_engine = policy.get("generation")
+    if own_engine is not None and own_engine["backend"] != policy["backend"]:
+        return []  # an engine such as vLLM reserves memory by this length
     backend = policy["backend"] if policy["backend"] in registry.names(Kind.GENERATION) else _only_backend(registry)
     limit = position_limit(policy["model_name"])
     length = max(policy["max_total_sequence_length"], min(limit.tokens, _CONVERSATION) if limit is not None else 0)
-    return [
-        f"policy.max_total_sequence_length={length}",
-        f"++policy.generation.backend={backend}",
-        f"++policy.generation.max_new_tokens={length // 2}",
-    ]
+    longer = f"policy.max_total_sequence_length={length}"
+    if own_engine is not None:
+        return [longer]
+    return [longer, f"++policy.generation.backend={backend}", f"++policy.generation.max_new_tokens={length // 2}"]
 
 
 def _without_limit(section: Any) -> Any:

@@ -102,7 +102,9 @@ def _answer(conversation: Conversation, text: str, is_interactive: bool) -> None
         conversation.answer(text, on_text=lambda new: print(visible(new) if is_interactive else new, end="", flush=True))
         print(flush=True)
     except ApiError as error:
-        _report(error.message, is_interactive)
+        is_long = error.code == "context_length_exceeded"
+        hint = " Shorten the message, or begin a new conversation (/reset)." if is_long else ""
+        _report(f"{error.message}{hint}", is_interactive)
     except KeyboardInterrupt:
         if not is_interactive:
             raise
