@@ -139,7 +139,10 @@ def test_the_command_lists_the_files_written(peft, adapted, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"Wrote {tmp_path / 'out'}: ")
     assert "  model.safetensors\n" in result.stdout
-    assert sorted(line.strip() for line in result.stdout.splitlines()[1:]) == sorted(files(tmp_path / "out"))
+    assert sorted(line.strip() for line in result.stdout.splitlines()[1:-3]) == sorted(files(tmp_path / "out"))
+    assert result.stdout.endswith(
+        f"Next:\n  rlcore chat {tmp_path / 'out'} --backend hf\n  rlcore serve {tmp_path / 'out'} --backend hf\n"
+    )
 
 
 def test_the_command_exits_with_code_2_if_conversion_is_impossible(tmp_path):

@@ -19,10 +19,13 @@ def test_check_env_prints_each_check_and_fails_if_one_does(tmp_path, monkeypatch
     assert "ok      determinism: equal calls" in done.output
     assert "at most 3 turns" in done.output
     few = run("check", "env", "guess", "data.num_samples=12", "--num-rows", "2")
-    assert few.output.endswith("note    rows: 2 of 12 rows, --num-rows for more\n")
+    assert few.output.endswith("note    rows: 2 of 12 rows, --num-rows N for more\n")
     (tmp_path / "random_rewards_here.py").write_text("import random\n\ndef f(completion):\n    return random.random()\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "others.jsonl").write_text('{"text": "x"}\n')
+    other = run("check", "env", "random_rewards_here.f", "--rows", str(tmp_path / "others.jsonl"))
+    assert "; --config FILE maps the fields" in str(other.exception)
     done = run("check", "env", "random_rewards_here.f", "--rows", str(tmp_path / "rows.jsonl"), "--json")
     assert done.exit_code == 1
     assert "rows" not in [result["name"] for result in json.loads(done.output)]

@@ -332,6 +332,14 @@ def test_unreadable_files_are_refused_with_their_location(tmp_path, name, text, 
     assert reason in done.stderr
 
 
+def test_fields_with_unknown_names_lead_to_a_command_with_these_names(tmp_path):
+    path = tmp_path / "labels.csv"
+    path.write_text("id,my text,label\n1,a long question,A\n2,another,B\n3,a third,A\n")
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 2
+    assert f"rlcore init {path} --question 'my text' --answer label" in done.stderr
+
+
 def test_an_algorithm_that_does_not_fit_the_rows_is_refused(tmp_path):
     path = write(tmp_path / "pairs.jsonl", FORMATS["pairs"])
     done = rlcore("init", path, "--algorithm", "grpo", "--model", MODEL, "--output", tmp_path / "new")

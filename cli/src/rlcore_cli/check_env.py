@@ -60,7 +60,7 @@ def check_env(
 
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=num_rows)
     results = []
-    few = f"{len(trial.rows)} of {trial.total} rows, --num-rows for more"
+    few = f"{len(trial.rows)} of {trial.total} rows, --num-rows N for more"
     note = [Diagnosis(status=DiagnosisStatus.NOTE, name="rows", found=few)] if len(trial.rows) < trial.total else []
     for result in chain(check_environment(trial), note):
         results.append(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -83,6 +84,10 @@ def convert(
         print(
             f"The model needs {', '.join(done.needed_code)}, which a config names in `auto_map`. Read the code; if you trust "
             "it, copy it too."
+        )
+    if to == "hf" and "config.json" in done.files:
+        print(
+            "Next:", *(f"  rlcore {command} {shlex.quote(str(output))} --backend hf" for command in ("chat", "serve")), sep="\n"
         )
     if push_to is not None:
         _push(done.output, push_to, source, public=public)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +56,19 @@ def recognize(rows: Sequence[Row], path: str) -> RowFormat:
         "Known formats: a question with an answer or a response, `prompt`, `messages`, ShareGPT (`conversations`), Alpaca "
         "(`instruction`, `output`), and `chosen` with `rejected`. Name the fields yourself: --question FIELD and, if the rows "
         "have it, --answer FIELD (what a reward compares with) or --response FIELD (what the model should write); for "
-        "preference pairs --question FIELD, --chosen FIELD and --rejected FIELD."
+        "preference pairs --question FIELD, --chosen FIELD and --rejected FIELD." + _proposal(rows, path)
     )
+
+
+def _proposal(rows: Sequence[Row], path: str) -> str:
+    """A command with the longest texts as questions and the field with the fewest values as answers; empty without texts."""
+    texts = [name for name in rows[0] if _all_have(rows, name, str)]
+    if not texts:
+        return ""
+    question = max(texts, key=lambda name: sum(len(row[name]) for row in rows))
+    values = {name: len({row[name] for row in rows}) for name in texts if name != question}
+    fields = ["--question", question, *(["--answer", min(values, key=values.__getitem__)] if values else [])]
+    return f"\nFor example: {shlex.join(['rlcore', 'init', path, *fields])}"
 
 
 def named_fields(

@@ -70,7 +70,7 @@ def trial_row(
     """
     key = next((key for key in _PROMPTS if row.get(key) is not None), None)
     if key is None:
-        raise DataError(f"{what} has {sorted(row)}, but none of {', '.join(_PROMPTS)}.")
+        raise DataError(f"{what} has {sorted(row)}, but none of {', '.join(_PROMPTS)}; --config FILE maps the fields.")
     prompt = row[key] if key == "messages" or read is not None else [{"role": "user", "content": row[key]}]
     messages = list(prompt if read is None else read(prompt, repr(key)))
     while messages and messages[-1]["role"] == "assistant":
