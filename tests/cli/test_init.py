@@ -370,7 +370,38 @@ def test_data_show_measures_lengths_finds_duplicates_and_answers_that_cannot_be_
     assert f"same prompt as an earlier row: 1 of 52 (1.9 %): {tmp_path / 'train.jsonl'}:51\n" in text
     checked = [f"{tmp_path / 'validation.jsonl'}:{line}" for line in (1, 2, 3)]
     assert f"same prompt as a training row: 3 of 4 (75.0 %): {', '.join(checked)}\n" in text
-    assert "; 8 of 52 rows, --graded for more\n" in text
+    assert "; 8 of 52 rows, --graded N for more\n" in text
+
+
+def test_data_show_groups_equal_answers_and_counts_rows_that_are_not_scored(tmp_path):
+    rows = [{"question": f"{n}+1=", "expected_answer": answer} for n, answer in enumerate(["A", "c", "B ", "c", "?", "A"])]
+    path = write(tmp_path / "labels.jsonl", rows)
+    done = rlcore("init", path, "--own-reward", "--model", MODEL, "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    unwritable = "with text that the model's tokenizer cannot represent, so the model cannot write them"
+    assert f"Answers {unwritable}: 6, the first is {path}:1\n" in done.stdout
+    reward = "None if expected_answer == '?' else float(expected_answer in 'AB' and completion == expected_answer)"
+    (tmp_path / "rewards.py").write_text(f"def reward(completion, expected_answer):\n    return {reward}\n")
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["env"]["task"]["reward_fn"] = "rewards.reward"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    text = rlcore("data", "show", tmp_path / "config.yaml", "--rows", 6).stdout
+    assert "    expected: 'B '\n" in text
+    assert f"answers with <unk>, which the model cannot write: 6 of 6 (100.0 %): {path}:1, {path}:2, {path}:3\n" in text
+    assert "no more than a wrong one: 3 of 6 (50.0 %), not scored: 1 (as 'ANSWER')\n" in text
+    assert f"  'c' 2 rows, first {path}:2\n  'B ' 1 row, first {path}:3\n" in text
+    checked = rlcore("check", "env", "task", "--config", tmp_path / "config.yaml").stdout
+    assert "2 of 6 expected answers got more than a wrong one; their mean reward is 1; the others: 'c', 'B ', '?'" in checked
+    assert "`rlcore data show` lists them with their rows" in checked
+
+
+def test_empty_responses_of_supervised_data_are_reported_as_such(tmp_path):
+    path = write(tmp_path / "sums.jsonl", [*FORMATS["numbers"], {"question": "1+1=", "expected_answer": ""}])
+    done = rlcore("init", path, "--algorithm", "sft", "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert "Remove these rows: they train the model to end at once." in done.stdout
+    shown = rlcore("data", "show", tmp_path / "new" / "config.yaml").stdout
+    assert re.search(rf"empty responses: 1 of \d+ \(\d\.\d %\); they train the model to end at once: {path}:51\n", shown)
 
 
 def test_data_show_counts_text_that_the_tokenizer_cannot_represent(prepared):

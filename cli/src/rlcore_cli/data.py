@@ -96,8 +96,13 @@ def _described(view: DatasetView) -> list[str]:
     longest = f", the longest is {view.longest_row}" if view.too_long else ""
     lines += [f"  too long: {_share(view.too_long, measured)}{longest}{_at(view, 'too_long')}"]
     if view.empty_answers:
-        empty = _share(view.empty_answers, measured)
-        lines += [f"  empty expected answers: {empty}; remove these rows{_at(view, 'empty_answers')}"]
+        is_prompt = view.kind == "prompts"
+        what = "empty expected answers" if is_prompt else "empty responses"
+        effect = "remove these rows" if is_prompt else "they train the model to end at once"
+        lines += [f"  {what}: {_share(view.empty_answers, measured)}; {effect}{_at(view, 'empty_answers')}"]
+    if view.unwritable_answers:
+        unwritable = f"{_share(view.unwritable_answers, measured)}{_at(view, 'unwritable_answers')}"
+        lines += [f"  expected answers with {view.unknown_token}, which the model cannot write: {unwritable}"]
     if total := sum(view.unknown):
         lines += [
             f"  rows with {view.unknown_token}: {_share(sum(map(bool, view.unknown)), measured)}, {counted(total, 'token')}.",
@@ -128,6 +133,7 @@ def _origin_of_unknown(view: DatasetView, total: int) -> list[str]:
 
 def _described_row(row: RenderedRow) -> list[str]:
     lines = [f"  row {row.index}, {counted(row.tokens, 'token')}:", *(f"    | {line}" for line in row.text.split("\n"))]
+    lines += [f"    expected: {row.expected!r}"] if row.expected is not None else []
     return [*lines, *(f"    trained: {text!r}" for text in row.trained)]
 
 
@@ -151,9 +157,13 @@ def _histogram(lengths: tuple[int, ...]) -> list[str]:
 def _described_answers(answers: GradedAnswers) -> list[str]:
     count = len(answers.unrewarded)
     line = f"env.{answers.task}: expected answers that get no more than a wrong one: {_share(count, answers.graded)}"
-    listed = [f"  {answer!r}" for answer in answers.unrewarded[:_LISTED]]
-    more = [f"  and {count - _LISTED} more"] if count > _LISTED else []
-    few = f"; {answers.rows_read} of {answers.rows} rows, --graded for more" if answers.rows_read < answers.rows else ""
+    line += f", not scored: {answers.unscored}" if answers.unscored else ""
+    rows: dict[str, list[str]] = {}
+    for answer, location in zip(answers.unrewarded, answers.locations, strict=True):
+        rows.setdefault(answer, []).append(location)
+    listed = [f"  {answer!r} {counted(len(its), 'row')}, first {its[0]}" for answer, its in [*rows.items()][:_LISTED]]
+    more = [f"  and {len(rows) - _LISTED} more"] if len(rows) > _LISTED else []
+    few = f"; {answers.rows_read} of {answers.rows} rows, --graded N for more" if answers.rows_read < answers.rows else ""
     return [f"{line} (as {answers.form.format('ANSWER')!r}){few}", *listed, *more]
 
 

@@ -222,8 +222,11 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     limit = position_limit(model)
     longest = max(views, key=lambda view: max(view.lengths))
     lengths = sorted(length for view in views for length in view.lengths)
+    unwritable = [location for view in views for location in view.locations["unwritable_answers"]]
     return replace(
         starter,
+        unwritable_answers=sum(view.unwritable_answers for view in views),
+        unwritable_location=_in_given_file(unwritable[0], train, validation) if unwritable else "",
         is_small=has_few_parameters(read_model_config(model)),
         longest_row=lengths[-1],
         next_longest_row=lengths[-2] if len(lengths) > 1 else lengths[-1],
@@ -315,9 +318,15 @@ def _report(starter: Starter, form: RowFormat, train: DataFile, files: Mapping[s
         if len(train.rows[0]) > 2:
             print("If the rows are preference pairs, name their fields: --question FIELD --chosen FIELD --rejected FIELD")
     if empty := empty_answers(train.rows, form):
+        effect = "only an empty completion could match" if starter.samples else "they train the model to end at once"
         print(
             f"Empty answers ({form.answer_key}): {len(empty)} of {len(train.rows)} rows, the first is row {empty[0]}. "
-            "Remove these rows: only an empty completion could match."
+            f"Remove these rows: {effect}."
+        )
+    if starter.unwritable_answers:
+        print(
+            "Answers with text that the model's tokenizer cannot represent, so the model cannot write them: "
+            f"{starter.unwritable_answers}, the first is {starter.unwritable_location}"
         )
     if starter.longest_row > _OUTLIER * starter.next_longest_row:
         print(

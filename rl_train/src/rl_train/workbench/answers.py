@@ -90,8 +90,8 @@ class _Paid:
 
 def best_form(
     trial: EnvironmentTrial, environment: EnvironmentInterface, rows: Sequence[TrialRow], expected: Sequence[str]
-) -> tuple[str, dict[int, float]]:
-    """The form of `ANSWER_FORMS` in which most expected answers are rewarded, and the reward of each row in which one is.
+) -> tuple[str, dict[int, float], list[int]]:
+    """The form in which most expected answers are rewarded, the reward of each row in which one is, and unscored rows.
 
     Args:
         trial: The task, the weights of its rewards and the number of turns.
@@ -100,17 +100,17 @@ def best_form(
         expected: Their expected answers.
     """
     wrong = repeated_answers(environment, trial, rows, [WRONG_ANSWERS[1]] * len(rows))
-    best: tuple[str, dict[int, float]] = (ANSWER_FORMS[0], {})
+    tried = []
     for form in ANSWER_FORMS:
         rewards = repeated_answers(environment, trial, rows, [form.format(answer) for answer in expected])
-        solved = {
-            row: reward
+        scored = {
+            row: (reward, other)
             for row, (reward, other) in enumerate(zip(rewards, wrong, strict=True))
-            if reward is not None and other is not None and reward > other
+            if reward is not None and other is not None
         }
-        if len(solved) > len(best[1]):
-            best = form, solved
-    return best
+        solved = {row: reward for row, (reward, other) in scored.items() if reward > other}
+        tried.append((form, solved, [row for row in range(len(rows)) if row not in scored]))
+    return max(tried, key=lambda each: len(each[1]))
 
 
 class _SourceCheck:
@@ -141,7 +141,7 @@ class _SourceCheck:
         if not given:
             return DiagnosisStatus.NOTE, "the rows have no expected answer, so none was tried"
         rows = [self._watched(row) for row, _ in given]
-        self._form, rewards = best_form(self._trial, self._environment, rows, [expected for _, expected in given])
+        self._form, rewards, _ = best_form(self._trial, self._environment, rows, [expected for _, expected in given])
         self._solved = [_Solved(row=given[i][0], expected=given[i][1], reward=reward) for i, reward in rewards.items()]
         self._read |= self._keys_with_effect(given) if self._is_elsewhere else _parameters(self._environment)
         if not self._read:
@@ -155,7 +155,7 @@ class _SourceCheck:
         if self._solved:
             return DiagnosisStatus.OK, (
                 f"as {self._form.format('ANSWER')!r}, {len(self._solved)} of {len(given)} expected answers got more than a "
-                f"wrong one; their mean reward is {self._mean:g}"
+                f"wrong one; their mean reward is {self._mean:g}{_others(given, rewards)}"
             )
         tried = ", ".join(form.format("ANSWER") for form in ANSWER_FORMS)
         problem = f"no form of the expected answer got a higher reward than {WRONG_ANSWERS[1]!r} (tried {tried})"
@@ -319,6 +319,14 @@ def _is_same(one: str, other: str) -> bool:
         return float(one) == float(other)
     except ValueError:
         return one.strip().casefold() == other.strip().casefold()
+
+
+def _others(given: Sequence[tuple[TrialRow, str]], rewards: Mapping[int, float]) -> str:
+    """Examples of the answers without a reward."""
+    others = list(dict.fromkeys(repr(_cut(answer)) for row, (_, answer) in enumerate(given) if row not in rewards))
+    dots = ", ..." if others[3:] else ""
+    where = " (`rlcore data show` lists them with their rows)"
+    return f"; the others: {', '.join(others[:3])}{dots}{where}" if others else ""
 
 
 def _cut(text: str) -> str:

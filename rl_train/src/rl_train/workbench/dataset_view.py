@@ -31,6 +31,8 @@ class RenderedRow:
     trained: tuple[str, ...]
     """The parts whose tokens are trained, in order; empty for prompts."""
     tokens: int
+    expected: Any
+    """The expected answer of a prompt; None if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,9 @@ class DatasetView:
     longest_row: str
     """Location of the longest measured row."""
     empty_answers: int
-    """Number of measured prompts whose expected answer is empty: only an empty completion could match it."""
+    """Number of measured prompts whose expected answer is empty, or conversations whose last response is."""
+    unwritable_answers: int
+    """Number of measured prompts whose expected answer has text that the tokenizer cannot represent."""
     unknown_token: str | None
     """The token that stands for text that the tokenizer cannot represent; None if it has no such token."""
     unknown: tuple[int, ...]
@@ -61,7 +65,7 @@ class DatasetView:
     shared_with_training: int
     """Number of rows whose prompt is also in the training data; 0 for the training data itself."""
     locations: Mapping[str, tuple[str, ...]]
-    """Locations of the first rows that `too_long`, `empty_answers`, `repeated` and `shared_with_training` count."""
+    """Locations of the first rows that `too_long`, the two numbers of answers, `repeated` and `shared_with_training` count."""
     samples: tuple[RenderedRow, ...]
 
     @property
@@ -97,6 +101,11 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
             "empty_answers": [
                 index for index, answer in zip(indices, answers, strict=True) if isinstance(answer, str) and not answer.strip()
             ],
+            "unwritable_answers": [
+                index
+                for index, answer in zip(indices, answers, strict=True)
+                if reader.kind == "prompts" and isinstance(answer, str) and reader.unknown_tokens([answer])
+            ],
             "repeated": [index for index, digest in enumerate(digests) if firsts[digest] != index],
             "shared_with_training": [index for index, digest in enumerate(digests) if digest in training and not is_training],
         }
@@ -108,6 +117,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
                 lengths=lengths,
                 longest_row=row_location(source.records, indices[lengths.index(max(lengths))]),
                 empty_answers=len(found["empty_answers"]),
+                unwritable_answers=len(found["unwritable_answers"]),
                 unknown_token=reader.unknown_token,
                 unknown=unknown,
                 unknown_in_prompt=max(map(reader.unknown_tokens, _prompt_texts(prepared.config, name)), default=0),
@@ -147,15 +157,20 @@ class _RowMeasure:
         else:
             self.kind = "conversations"
             loader = conversation_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
-        self._rows = loader.dataset
+        self._rows, self._records = loader.dataset, source.records
 
     def measured(self, index: int) -> tuple[int, int, Any]:
-        """Number of tokens of a row, how many of all its tokens are unknown, and its expected answer if it has one."""
+        """Number of tokens of a row, how many of all its tokens are unknown, and its expected answer or last response."""
         row = self._rows[index]
         length = row["length"] if self.kind != "pairs" else max(row["length_chosen"], row["length_rejected"])
         tokens = [token for log in self._logs(row) for part in log for token in part["token_ids"].tolist()]
-        answer = expected_answer(row.get("extra_env_info")) if self.kind == "prompts" else None
+        answer = expected_answer(row.get("extra_env_info")) if self.kind == "prompts" else self._response(index)
         return int(length), self._unknown(tokens), answer
+
+    def _response(self, index: int) -> Any:
+        """The last message of a conversation, if the model writes it and calls no tool in it."""
+        last = self._records[index].get("messages", [{}])[-1] if self.kind == "conversations" else {}
+        return last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
     def unknown_tokens(self, texts: Sequence[str]) -> int:
         """Number of unknown tokens in some texts."""
@@ -168,10 +183,15 @@ class _RowMeasure:
         """The text of a row, and the parts that are trained."""
         row = self._rows[index]
         logs = self._logs(row)
+        length, _, answer = self.measured(index)
         texts = [self._tokenizer.decode([token for part in log for token in part["token_ids"].tolist()]) for log in logs]
         trained = [text for log in logs for part in log for text in self._trained(part)]
         return RenderedRow(
-            index=index, text="\n--- rejected ---\n".join(texts), trained=tuple(trained), tokens=self.measured(index)[0]
+            index=index,
+            text="\n--- rejected ---\n".join(texts),
+            trained=tuple(trained),
+            tokens=length,
+            expected=answer if self.kind == "prompts" else None,
         )
 
     def _logs(self, row: Mapping[str, Any]) -> list[Any]:

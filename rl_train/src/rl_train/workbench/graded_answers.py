@@ -26,6 +26,10 @@ class GradedAnswers:
     """Number of rows of the task."""
     unrewarded: tuple[str, ...]
     """Expected answers that get no more reward than a wrong one, in any of the usual forms."""
+    locations: tuple[str, ...]
+    """The location of the row of each of them."""
+    unscored: int
+    """Number of rows that the environment does not score."""
 
 
 def grade_expected_answers(prepared: Preparation, *, limit: int) -> Iterator[GradedAnswers]:
@@ -48,8 +52,17 @@ def grade_expected_answers(prepared: Preparation, *, limit: int) -> Iterator[Gra
         expected = [str(expected_answer(row.metadata)) for row in rows]
         environment = trial.make()
         try:
-            form, rewards = best_form(trial, environment, rows, expected)
+            form, rewards, unscored = best_form(trial, environment, rows, expected)
         finally:
             environment.shutdown()
-        unrewarded = tuple(answer for row, answer in enumerate(expected) if row not in rewards)
-        yield GradedAnswers(task=task, form=form, graded=len(rows), rows_read=len(first), rows=total, unrewarded=unrewarded)
+        unrewarded = [row for row in range(len(rows)) if row not in rewards and row not in unscored]
+        yield GradedAnswers(
+            task=task,
+            form=form,
+            graded=len(rows),
+            rows_read=len(first),
+            rows=total,
+            unrewarded=tuple(expected[row] for row in unrewarded),
+            locations=tuple(rows[row].location for row in unrewarded),
+            unscored=len(unscored),
+        )

@@ -24,6 +24,7 @@ from rl_train.config.loader import load_config
 from rl_train.config.section_models import section_of
 from rl_train.config.slots import FUNCTIONS
 from rl_train.data.conversations import read_messages, without_answer
+from rl_train.data.holdout import row_location
 from rl_train.data.json_lines import JsonLines
 from rl_train.pools.elsewhere import find_environment
 from rl_train.workbench.instances import environment_factory
@@ -38,6 +39,13 @@ class SampledTrial(EnvironmentTrial):
 
     total: int
     """Number of rows of the datasets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocatedRow(TrialRow):
+    """A row of a dataset."""
+
+    location: str
 
 
 def open_trial(
@@ -76,7 +84,7 @@ def open_trial(
     return _trial(name, section, registry, rows=chosen, total=total, max_turns=max_turns)
 
 
-def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> tuple[list[TrialRow], int]:
+def rows_of_task(task: str, prepared: Preparation, *, limit: int) -> tuple[list[LocatedRow], int]:
     """First rows of a task and their total number: of the training data, or if it has none, of the first validation set.
 
     Args:
@@ -128,7 +136,7 @@ def read_rows(path: Path, *, limit: int) -> tuple[list[TrialRow], int]:
 
 def _by_name(
     name: str, settings: Sequence[str], registry: Registry, *, limit: int
-) -> tuple[EnvironmentConfig, tuple[list[TrialRow], int]]:
+) -> tuple[EnvironmentConfig, tuple[Sequence[TrialRow], int]]:
     values, data = _parsed(settings)
     if is_path(name):
         chosen = {"name": FUNCTIONS, "reward_fn": name} if _is_function(name) else {"env_cls": name}
@@ -148,7 +156,7 @@ def _is_function(path: str) -> bool:
         return False
 
 
-def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, limit: int) -> tuple[list[TrialRow], int]:
+def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, limit: int) -> tuple[Sequence[TrialRow], int]:
     """First rows and their total number of the dataset of the same name, if there is one that needs no file."""
     if not limit or name not in registry.names("dataset"):
         if values and limit:
@@ -159,11 +167,16 @@ def _generated_rows(name: str, values: Mapping[str, Any], registry: Registry, li
     return _rows_of(component.load()(section), limit)
 
 
-def _rows_of(records: Any, limit: int, name: str = "") -> tuple[list[TrialRow], int]:
-    selected = (records[index] for index in range(min(limit, len(records))))
+def _rows_of(records: Any, limit: int, name: str = "") -> tuple[list[LocatedRow], int]:
     rows = [
-        TrialRow(messages=without_answer(record["messages"]), metadata=record.get("extra_env_info"), source=name)
-        for record in selected
+        LocatedRow(
+            messages=without_answer(record["messages"]),
+            metadata=record.get("extra_env_info"),
+            source=name,
+            location=row_location(records, index),
+        )
+        for index in range(min(limit, len(records)))
+        for record in [records[index]]
     ]
     return rows, len(records)
 
