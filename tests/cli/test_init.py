@@ -392,7 +392,7 @@ def test_data_show_groups_equal_answers_and_counts_rows_that_are_not_scored(tmp_
     assert f"  'c' 2 rows, first {path}:2\n  'B ' 1 row, first {path}:3\n" in text
     checked = rlcore("check", "env", "task", "--config", tmp_path / "config.yaml").stdout
     assert "2 of 6 expected answers got more than a wrong one; their mean reward is 1; the others: 'c', 'B ', '?'" in checked
-    assert "`rlcore data show` lists them with their rows" in checked
+    assert "`rlcore data show --graded N` lists them with their rows" in checked
 
 
 def test_empty_responses_of_supervised_data_are_reported_as_such(tmp_path):

@@ -325,7 +325,7 @@ def _others(given: Sequence[tuple[TrialRow, str]], rewards: Mapping[int, float])
     """Examples of the answers without a reward."""
     others = list(dict.fromkeys(repr(_cut(answer)) for row, (_, answer) in enumerate(given) if row not in rewards))
     dots = ", ..." if others[3:] else ""
-    where = " (`rlcore data show` lists them with their rows)"
+    where = " (`rlcore data show --graded N` lists them with their rows)"
     return f"; the others: {', '.join(others[:3])}{dots}{where}" if others else ""
 
 
