@@ -140,14 +140,18 @@ def test_a_config_that_prompts_otherwise_than_the_run_is_a_warning(config, run):
     )
 
 
-@pytest.mark.parametrize("override", ["data.val_data_path=test.jsonl", "data.validation={}"])
-def test_validation_data_of_an_override_replaces_a_split(config, tmp_path, override):
-    """With the fields of the training rows, for a split holds out rows with these fields."""
+@pytest.mark.parametrize(
+    ("held_out", "override"),
+    [("split", "data.val_data_path=test.jsonl"), ("split", "data.validation={}"), ("file", "data.val_data_path=test.jsonl")],
+)
+def test_validation_data_of_an_override_replaces_that_of_the_config(config, tmp_path, held_out, override):
+    """With the fields of the rows that it replaces."""
     rows = [{"problem": f"1+{digit}=", "solution": str(1 + digit)} for digit in range(9)]
     for name, count in (("train.jsonl", 9), ("test.jsonl", 3)):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
     fields = {"dataset_name": "jsonl", "input_key": "problem", "output_key": "solution", "task_name": "arithmetic"}
-    data = {"train": {**fields, "path": "train.jsonl"}, "split": {"validation": 0.5}}
+    data = {"train": {**fields, "path": "train.jsonl"}}
+    data |= {"split": {"validation": 0.5}} if held_out == "split" else {"validation": {**fields, "path": "train.jsonl"}}
     Path(config).write_text(json.dumps({**CONFIG, "data": data}))
     found, prompts = results_of(config, override.format(json.dumps({**fields, "path": "test.jsonl"})))
     assert found["modes"][0]["all"]["num_prompts"] == 3

@@ -32,23 +32,24 @@ def expand_data_paths(data: dict[str, Any]) -> list[tuple[str, str]]:
     return expanded
 
 
-def without_inherited_split(root: Node, overrides: Sequence[Override]) -> Node:
-    """The config without a `data.split` of its files, if overrides define the validation data.
+def with_validation_of_overrides(root: Node, overrides: Sequence[Override]) -> Node:
+    """The config without the validation data of its files, if overrides define other validation data.
 
-    Rows of `data.val_data_path` have the fields of the training rows, as those that the split holds out.
+    Rows of `data.val_data_path` have the fields of the rows that they replace, which for `data.split` are training rows.
     """
     keys = {override.path[:2] for override in overrides}
     given = keys & {("data", "validation"), ("data", "val_data_path")}
     data = root.at(("data",))
-    if data is None or root.at(("data", "split")) is None or ("data", "split") in keys:
+    if data is None or all((node := root.at(path)) is None or node.value is None for path in given):
         return root
-    if all((node := root.at(path)) is None or node.value is None for path in given):
-        return root
-    values = {key: node for key, node in data.value.items() if key != "split"}
-    dataset = root.at(("data", "train", "dataset_name"))
-    if given == {("data", "val_data_path")} and dataset is not None and dataset.value == "jsonl":
-        train = values["train"]
-        values["validation"] = replace(train, value={key: node for key, node in train.value.items() if key != "path"})
+    values = dict(data.value)
+    has_split = ("data", "split") not in keys and values.pop("split", None) is not None
+    if given == {("data", "val_data_path")}:
+        replaced = values.pop("validation", values["train"] if has_split and "train" in values else None)
+        name = None if replaced is None else replaced.child("dataset_name")
+        if replaced is not None and name is not None and name.value == "jsonl":
+            fields = {key: node for key, node in replaced.value.items() if key != "path"}
+            values["validation"] = replace(replaced, value=fields)
     return replace(root, value={**root.value, "data": replace(data, value=values)})
 
 

@@ -21,7 +21,7 @@ from rl_core.config.validator import Validator
 from rl_core.plugins.component import Component
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
-from rl_train.config.aliases import expand_aliases, without_inherited_split
+from rl_train.config.aliases import expand_aliases, with_validation_of_overrides
 from rl_train.config.config_layout import ConfigLayout
 from rl_train.config.foreign_names import INSTEAD
 from rl_train.config.interpolation import escape, resolve
@@ -200,7 +200,7 @@ def draft_config(
         problems.raise_if_any()
     written, applied = apply_overrides(written, overrides, problems=problems)
     if use is Use.EVAL:
-        written = without_inherited_split(written, applied)
+        written = with_validation_of_overrides(written, applied)
     values: dict[str, Any] = written.plain()
     interpolations: dict[KeyPath, str] = {}
     if not isinstance(source, Mapping):
