@@ -151,7 +151,11 @@ def test_validation_data_of_an_override_replaces_that_of_the_config(config, tmp_
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
     fields = {"dataset_name": "jsonl", "input_key": "problem", "output_key": "solution", "task_name": "arithmetic"}
     data = {"train": {**fields, "path": "train.jsonl"}}
-    data |= {"split": {"validation": 0.5}} if held_out == "split" else {"validation": {**fields, "path": "train.jsonl"}}
+    data |= (
+        {"split": {"validation": 0.5}, "validation": None}
+        if held_out == "split"
+        else {"validation": {**fields, "path": "train.jsonl"}}
+    )
     Path(config).write_text(json.dumps({**CONFIG, "data": data}))
     found, prompts = results_of(config, override.format(json.dumps({**fields, "path": "test.jsonl"})))
     assert found["modes"][0]["all"]["num_prompts"] == 3

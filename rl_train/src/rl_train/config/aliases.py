@@ -43,9 +43,11 @@ def with_validation_of_overrides(root: Node, overrides: Sequence[Override]) -> N
     if data is None or all((node := root.at(path)) is None or node.value is None for path in given):
         return root
     values = dict(data.value)
-    has_split = ("data", "split") not in keys and values.pop("split", None) is not None
+    split = None if ("data", "split") in keys else values.pop("split", None)
     if given == {("data", "val_data_path")}:
-        replaced = values.pop("validation", values["train"] if has_split and "train" in values else None)
+        replaced = values.pop("validation", None)
+        if split is not None and split.value is not None and (replaced is None or replaced.value is None):
+            replaced = values.get("train")
         name = None if replaced is None else replaced.child("dataset_name")
         if replaced is not None and name is not None and name.value == "jsonl":
             fields = {key: node for key, node in replaced.value.items() if key != "path"}
