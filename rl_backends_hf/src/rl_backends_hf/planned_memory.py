@@ -50,7 +50,7 @@ _UNTRACED: Final[dict[str, Any]] = {
     "logprob_batch_size": True,
     "hf_cfg": {"data_parallel", "fsdp_num_shards"},
 }
-"""Keys of a policy on which a trace does not depend."""
+"""Keys of a policy on which a trace does not depend, or only by the number of shards."""
 _TRACES: Final[dict[str, dict[str, int]]] = {}
 """Traces of this process, by the contents of the model's config and by the other keys."""
 _STATE_BYTES: Final = {
@@ -109,7 +109,7 @@ class PolicyMemory:
     ) -> dict[str, dict[str, int]]:
         config = self._config  # GPUs multiply bfloat16 matrices without copies in float32
         in_float32 = not on_gpu and multiplies_in_float32(config.hf_cfg.cpu_products, DTYPES[config.dtype_name], _CPU)
-        shards = _shards(config, ranks)
+        shards = shards_of(config, ranks)
         forward = _Pass(training=False, float32_products=in_float32, shards=shards, gloo=not on_gpu)
         weights, trained = _sizes(config)
         held = _state(config, weights, trained, ranks=ranks)
@@ -232,7 +232,7 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     """
     hf = config.hf_cfg
     width = DTYPES[config.dtype_name].itemsize
-    shards = _shards(config, ranks)
+    shards = shards_of(config, ranks)
     per_weight = _STATE_BYTES.get(config.optimizer.name, 0.0)
     if config.optimizer.name == "torch.optim.SGD" and config.optimizer.kwargs.get("momentum"):
         per_weight = 4.0
@@ -247,7 +247,7 @@ def _state(config: HFPolicyConfig, weights: int, trained: int, *, ranks: int) ->
     return {part: size for part, size in held.items() if size}
 
 
-def _shards(config: HFPolicyConfig, ranks: int) -> int:
+def shards_of(config: HFPolicyConfig, ranks: int) -> int:
     """Number of ranks that share a copy of the model."""
     return (config.hf_cfg.fsdp_num_shards or ranks) if config.hf_cfg.data_parallel == "fsdp2" else 1
 

@@ -21,7 +21,7 @@ from rl_backends_hf.cpu_attention import use_cpu_sdpa
 from rl_backends_hf.cpu_products import float32_products, multiplies_in_float32
 from rl_backends_hf.model import DTYPES, checkpoint_activations, decoder_layers, model_without_weights
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.planned_memory import adapt, depth_of, fewer_layers, rows_together, scoring_of
+from rl_backends_hf.planned_memory import adapt, depth_of, fewer_layers, rows_together, scoring_of, shards_of
 from rl_backends_hf.sampling.cache_budget import CacheBudget
 from rl_backends_hf.sampling.decode_attention import AttentionLayout
 from rl_backends_hf.sampling.decode_loop import DecodeLoop
@@ -87,7 +87,7 @@ class PolicyTime:
         if training:
             seconds["train"] = depth * sum(layer) + sum(rest)
             trained = sum(each.numel() for each in full.parameters() if each.requires_grad)
-            shards = (config.hf_cfg.fsdp_num_shards or ranks) if config.hf_cfg.data_parallel == "fsdp2" else 1
+            shards = shards_of(config, ranks)
             seconds["update"] = trained // shards * passes.update_per_weight()
         return seconds
 
