@@ -31,8 +31,8 @@ from rl_backends_hf.model_options import HFConfig, HFModelConfig
 from rl_backends_hf.scoring.scoring_model import ScoringModel
 from rl_backends_hf.shards import local, reshard
 from rl_core.backend import Head, WorkerContext
-from rl_core.cluster.process_groups import join_process_group
 from rl_core.errors import ConfigError
+from rl_core.rendezvous.stores import join_process_group
 
 _log = logging.getLogger(__name__)
 

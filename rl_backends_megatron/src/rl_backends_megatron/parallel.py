@@ -12,9 +12,9 @@ from megatron.core import parallel_state, tensor_parallel
 
 from rl_backends_megatron.config import MegatronConfig
 from rl_backends_megatron.cpu_shim import check_megatron, cpu_shim
-from rl_core.cluster.process_groups import join_process_group
 from rl_core.errors import UserError
 from rl_core.interfaces.worker_context import WorkerContext
+from rl_core.rendezvous.stores import join_process_group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_core.training.weight_digest import digest_of
+from rl_core.weights.fingerprint import digest_of
 
 
 def weights(count, seed=0):

@@ -14,8 +14,8 @@ import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.weights import shared_memory
-from rl_core.weights.buffer_pair import BufferPair
 from rl_core.weights.shared_memory import DIRECTORY, MappedSegments, Segment, map_segment, sweep
+from rl_core.weights.source import BufferPair
 
 OWNER = """
 import sys

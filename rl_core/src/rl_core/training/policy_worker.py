@@ -19,7 +19,7 @@ from rl_core.interfaces.trainable import WeightSample
 from rl_core.interfaces.worker import GlobalCounts, PolicyFacts, PolicyWorker, StepResult
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_core.training.microbatch_splitter import MicrobatchSplitter
-from rl_core.training.weight_digest import digest_of
+from rl_core.weights.fingerprint import digest_of
 from rl_core.weights.source import WeightSource
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)

@@ -12,6 +12,7 @@ not depend on the order of the tensors. There are two kinds, and both sides must
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
@@ -29,6 +30,10 @@ _WORDS = 1 << 18
 """Words per chunk: its weights are computed once per device, and its products (2 MiB) stay in a CPU's cache."""
 _SHOWN = 5
 _CHUNKS_AT_ONCE = {"cpu": 1, "cuda": 64}
+_SAMPLED_TENSORS = 64
+"""Drawn at random: at equal distances, they could be only the first matrices of adapters, which the first step leaves."""
+_SAMPLED_ELEMENTS = 64
+"""Elements of each sampled tensor, evenly spaced."""
 _MASK = (1 << 64) - 1
 _GOLDEN = -7046029254386353131
 """0x9E3779B97F4A7C15, the increment of splitmix64, as an int64."""
@@ -81,6 +86,25 @@ def combine(digests: Mapping[str, str], *, kind: Kind = "xxh3") -> str:
     """One digest of all tensors, by name: `<kind>:<hex>`; the order of the mapping does not matter."""
     lines = "".join(f"{len(name)}:{name}={digests[name]}\n" for name in sorted(digests))
     return f"{kind}:{xxhash.xxh3_128_hexdigest(lines.encode())}"
+
+
+def digest_of(weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> tuple[str, bool] | None:
+    """The digest, and whether all weights in it are float32; None without weights.
+
+    Args:
+        weights: name and tensor of each weight or shard.
+        whole: digest every element instead of a sample.
+    """
+    tensors = [(name, tensor.detach()) for name, tensor in weights if tensor.numel()]
+    if not tensors:
+        return None
+    exact = all(tensor.dtype == torch.float32 for _, tensor in tensors)
+    if whole:
+        kind = natural_kind(tensors[0][1].device)
+        return combine(tensor_digests(tensors, kind=kind), kind=kind), exact
+    drawn = random.Random(0).sample(tensors, min(len(tensors), _SAMPLED_TENSORS))
+    sample = torch.cat([tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED_ELEMENTS)].float() for _, tensor in drawn])
+    return tensor_digest(sample.cpu()), exact
 
 
 def describe_differences(

@@ -9,17 +9,16 @@ from __future__ import annotations
 import itertools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from rl_core.errors import WeightSyncError
 from rl_core.interfaces.policy import RefitManifest
 from rl_core.interfaces.private_names import PrivateNames
-from rl_core.weights.buffer_pair import BufferPair
 from rl_core.weights.collective import WeightCollective
 from rl_core.weights.cuda_ipc import GpuBuffer, device_uuid
 from rl_core.weights.disk import write_tensors
@@ -36,6 +35,39 @@ MOST_BYTES_ON_CPU = 16 * 2**20
 _KEPT_BYTES = 128 * 2**20
 """Larger segments, for a tensor that is larger than a bucket, are unlinked after each refit."""
 _numbers = itertools.count(1)
+
+BufferT = TypeVar("BufferT", Segment, GpuBuffer)
+
+
+class BufferPair(Generic[BufferT]):
+    """Two buffers, each replaced by a larger one when needed; `allocate` returns one of a size in bytes."""
+
+    def __init__(self, allocate: Callable[[int], BufferT]) -> None:
+        self._allocate: Callable[[int], BufferT] = allocate
+        self._buffers: list[BufferT | None] = [None, None]
+        self._turn = 0
+
+    def next(self, size: int) -> BufferT:
+        """The next buffer, with space for `size` bytes; its previous bucket is lost."""
+        self._turn = 1 - self._turn
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.size < size:
+            if buffer is not None:
+                buffer.close()
+            self._buffers[self._turn] = buffer = self._allocate(size)
+        return buffer
+
+    def keep(self, most_bytes: int) -> None:
+        """Keep buffers of up to `most_bytes` for the next refit, which uses them in the same order; free larger ones."""
+        self._turn = 0
+        for turn, buffer in enumerate(self._buffers):
+            if buffer is not None and buffer.size > most_bytes:
+                buffer.close()
+                self._buffers[turn] = None
+
+    def close(self) -> None:
+        """Free both; calling it twice is fine."""
+        self.keep(-1)
 
 
 @dataclass(frozen=True)
