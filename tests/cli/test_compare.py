@@ -75,15 +75,44 @@ def test_runs_of_different_length_are_compared_at_the_last_common_step(write_run
     assert [step for _, step in found.finals] == [3, 3]
     assert [step for _, step in found.bests] == [3, 3]
     assert better_runs(found, ("A", "B")) == "A", "the longer run is not better because it went on"
-    assert comparison.lengths_differ
+    assert len(comparison.notes) == 1
     assert "compared up to the last step that all runs have" in rlcore("compare", short, long).stdout
 
 
-def test_runs_without_a_common_step_have_no_better_one(write_run, tmp_path):
+def test_runs_without_a_common_step_have_no_better_final_value(write_run, tmp_path):
     even = write_run(tmp_path / "even", steps=4, metrics=lambda step: {"validation/accuracy": 0.5} if step % 2 == 0 else {})
     odd = write_run(tmp_path / "odd", steps=4, metrics=lambda step: {"validation/accuracy": 0.6} if step % 2 else {})
     found = metrics(even, odd)[1]["validation/accuracy"]
-    assert (found.step, found.bests, better_runs(found, ("A", "B"))) == (None, None, "")
+    assert (found.step, found.finals, found.bests) == (None, ((0.5, 2), (0.6, 3)), ((0.5, 2), (0.6, 1)))
+    assert better_runs(found, ("A", "B")) == "best: B"
+
+
+def test_runs_with_different_validation_periods_are_not_compared_at_the_start(write_run, tmp_path):
+    def validated(period, gain):
+        return lambda step: {"validation/accuracy": 0.1 + gain * step} if step % period == 1 else {}
+
+    folders = [
+        write_run(tmp_path / "a", steps=20, metrics=validated(7, 0.04)),
+        write_run(tmp_path / "b", steps=20, metrics=validated(10, 0.01)),
+    ]
+    found = metrics(*folders)[1]["validation/accuracy"]
+    assert (found.step, [step for _, step in found.finals]) == (None, [8, 11])
+    assert better_runs(found, ("A", "B")) == "best: A"
+    shown = rlcore("compare", *folders).stdout
+    assert "0.21 (-0.21) at 11" in shown
+    assert "Final values of different steps are shown with their step" in shown
+
+
+def test_a_last_common_step_that_ends_one_of_the_runs_is_compared(write_run, tmp_path):
+    folders = [
+        write_run(
+            tmp_path / str(period),
+            steps=9,
+            metrics=lambda step, p=period: {"validation/accuracy": 0.5} if step % p == 0 else {},
+        )
+        for period in (2, 4)
+    ]
+    assert metrics(*folders)[1]["validation/accuracy"].step == 8
 
 
 @pytest.mark.parametrize(("first", "second", "words"), [(2e-13, 5e-13, "equal"), (0.3, 0.3000009, "equal"), (0.3, 0.31, "A")])

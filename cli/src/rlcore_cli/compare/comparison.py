@@ -32,9 +32,10 @@ class MetricComparison:
     Attributes:
         metric: Its name.
         direction: Whether higher or lower is better; None if neither.
-        finals: Value and step of each run at `step`; without a common step, the last value of each run.
-        bests: Best value of each run up to `step` and the first step with it; None if there is no direction.
-        step: The last step at which all runs have the metric; None if there is none, and then no run is ranked better.
+        finals: Value and step of each run at `step`; if that is None, the last value up to the end of the shortest run.
+        bests: Best value of each run up to then, and the first step with it; None if there is no direction.
+        step: The last step at which all runs have the metric. None if there is none, or if every run has a later value; then
+            no run has the better final value.
     """
 
     metric: str
@@ -77,12 +78,15 @@ class Comparison:
     not_shared: tuple[str, ...]
 
     @property
-    def lengths_differ(self) -> bool:
-        """Whether some runs took more steps than others."""
-        return len({run.last_step or 0 for run in self.runs}) > 1
+    def notes(self) -> tuple[str, ...]:
+        """How metrics are compared whose steps differ between the runs."""
+        lengths_differ = len({run.last_step or 0 for run in self.runs}) > 1
+        steps_differ = any(row.step is None for row in self.metrics)
+        return (LENGTHS_DIFFER,) * lengths_differ + (STEPS_DIFFER,) * steps_differ
 
 
 LENGTHS_DIFFER = "The runs differ in length. Each metric is compared up to the last step that all runs have."
+STEPS_DIFFER = "Final values of different steps are shown with their step, and are not ranked."
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
@@ -110,10 +114,15 @@ def letter(index: int) -> str:
 
 def _compare_metric(name: str, curves: Sequence[Curve]) -> MetricComparison:
     direction = better(name)
+    # The first value of a run may be later than the end of another.
+    end = max(min(curve.steps[-1] for curve in curves), *(curve.steps[0] for curve in curves))
     step = max(set.intersection(*(set(curve.steps) for curve in curves)), default=None)
-    points = [[(value, at) for value, at in zip(c.values, c.steps, strict=True) if step is None or at <= step] for c in curves]
+    if step is not None and all(any(step < at <= end for at in curve.steps) for curve in curves):
+        step = None  # every run has a later value, so this one would show none of the ends
+    end = end if step is None else step
+    points = [[(value, at) for value, at in zip(c.values, c.steps, strict=True) if at <= end] for c in curves]
     finals = tuple(own[-1] for own in points)
-    if direction is None or step is None:
+    if direction is None:
         return MetricComparison(metric=name, direction=direction, finals=finals, bests=None, step=step)
     best = max if direction == "higher" else min
     bests = tuple(best(own, key=lambda point: point[0]) for own in points)

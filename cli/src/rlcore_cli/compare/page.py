@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, MetricComparison
+from rlcore_cli.compare.comparison import Comparison, MetricComparison
 from rlcore_cli.compare.terminal import better_runs, cell
 from rlcore_cli.report.page import Figure, figure, render_template
 from rlcore_cli.report.panels import SelectedPanel, choose_panels
@@ -21,7 +21,6 @@ def render_comparison(comparison: Comparison) -> str:
         figures=[drawn for chosen in main for drawn in _figures(comparison, chosen)],
         further=[drawn for chosen in further for drawn in _figures(comparison, chosen)],
         unseen=unseen,
-        lengths_note=LENGTHS_DIFFER if comparison.lengths_differ else "",
         metrics=[_row(found, comparison) for found in comparison.metrics],
     )
 
@@ -47,6 +46,7 @@ def _row(row: MetricComparison, comparison: Comparison) -> dict[str, Any]:
     return {
         "metric": row.metric,
         "direction": row.direction,
+        "steps_differ": row.step is None,
         "finals": cells(row.finals),
         "bests": cells(row.bests) if row.bests is not None else [("", None)] * len(comparison.runs),
         "words": better_runs(row, comparison.letters),

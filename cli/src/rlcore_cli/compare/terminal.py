@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlcore_cli.compare.comparison import LENGTHS_DIFFER, Comparison, MetricComparison
+from rlcore_cli.compare.comparison import Comparison, MetricComparison
 from rlcore_cli.curve import draw
 from rlcore_cli.listing import aligned
 from rlcore_cli.report.panels import choose_panels
@@ -38,8 +38,8 @@ def lines(comparison: Comparison, *, everything: bool) -> Iterator[str]:
         yield ""
     else:
         yield from _differing("version", comparison, comparison.versions)
-    if comparison.lengths_differ:
-        yield LENGTHS_DIFFER
+    for note in comparison.notes:
+        yield note
         yield ""
     yield from _metric_table(comparison, everything=everything)
     if comparison.not_shared:
@@ -64,6 +64,8 @@ def better_runs(row: MetricComparison, letters: tuple[str, ...]) -> str:
         return "equal" if len(winners) == len(letters) else " and ".join(letters[index] for index in winners)
 
     end, best = name(row.best_final), name(row.best_overall)
+    if row.step is None:
+        return f"best: {best}" if best else ""
     return end if end == best else f"final: {end}, best: {best}"
 
 
@@ -92,7 +94,7 @@ def _metric_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
         table.append(
             [
                 row.metric,
-                *_cells(row.finals),
+                *_cells(row.finals, with_steps=row.step is None),
                 *(_cells(bests) or [""] * len(letters)),
                 better_runs(row, letters),
             ]
@@ -101,8 +103,9 @@ def _metric_table(comparison: Comparison, *, everything: bool) -> Iterator[str]:
     yield "In parentheses: difference from A. With one run each, a difference may be due to the seed."
 
 
-def _cells(points: tuple[tuple[float, int], ...]) -> list[str]:
-    return [cell(value, points[0][0] if index else None) for index, (value, _) in enumerate(points)]
+def _cells(points: tuple[tuple[float, int], ...], *, with_steps: bool = False) -> list[str]:
+    values = [cell(value, points[0][0] if index else None) for index, (value, _) in enumerate(points)]
+    return [f"{value} at {step}" for value, (_, step) in zip(values, points, strict=True)] if with_steps else values
 
 
 def _short(value: str) -> str:
