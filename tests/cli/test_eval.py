@@ -169,6 +169,17 @@ def test_the_best_checkpoint_is_the_one_that_the_runs_metric_ranks_first(config,
     assert found["weights"]["step"] == best
 
 
+def test_the_best_checkpoint_is_converted(config, run, run_metrics):
+    best = max(run_metrics, key=lambda step: (run_metrics[step]["validation/accuracy"], step))
+    result = CliRunner().invoke(app, ["convert", str(run), "model", "--best"])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    weights = run / "checkpoints" / f"step_{best:06d}" / "policy" / "weights" / "model.safetensors"
+    assert (Path("model") / "model.safetensors").read_bytes() == weights.read_bytes()
+    assert f"Best checkpoint of {run}: " in result.stdout
+    of_a_step = CliRunner().invoke(app, ["convert", str(weights.parents[2]), "other", "--best"])
+    assert "is a single checkpoint, so --best does not apply" in str(of_a_step.exception)
+
+
 def test_a_misspelt_run_is_an_error_that_suggests_a_name(config, run):
     Path("runs").symlink_to(run.parent)
     result = evaluate(config, "--checkpoint", "ruin")

@@ -31,6 +31,7 @@ def convert(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge LoRA adapters into the base model and write a full model.")
     ] = False,
+    best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
     model: Annotated[str | None, typer.Option(help="Path of the initial model of the run, if it has moved.")] = None,
     push_to: Annotated[
         str | None,
@@ -60,19 +61,19 @@ def convert(
         rlcore convert sums sums-model
         rlcore convert runs/sums/checkpoints/step_000120 sums-model
         rlcore convert runs/sums/checkpoints/step_000120 --to hf --merge sums-model
-        rlcore convert runs/sums sums-model --push acme/sums-model
+        rlcore convert runs/sums sums-model --best --push acme/sums-model
     """
-    from rl_train.run_folders.checkpoint_paths import newest_step
+    from rl_train.run_folders.checkpoint_paths import step_folder
     from rl_train.run_folders.convert import convert as run
 
     checkpoint = existing_run_path(checkpoint)
-    source = newest_step(checkpoint)
+    source = step_folder(checkpoint, best=best)
     if push_to is not None:
         _check_push(push_to, source)
     elif public:
         raise UserError("--public is an option of an upload. Add --push OWNER/NAME.")
     if source != checkpoint:
-        print(f"Newest checkpoint of {checkpoint}: {source}")
+        print(f"{'Best' if best else 'Newest'} checkpoint of {checkpoint}: {source}")
     done = run(source, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
     how = "copied" if done.backend is None else f"by the policy backend {done.backend}"
     print(f"Wrote {done.output}: {len(done.files)} files, {format_size(done.num_bytes)}, {how}")

@@ -258,6 +258,29 @@ def test_a_damaged_checkpoint_is_not_left_out_of_the_ranking_of_the_best(config,
         find_weights(first.folder, best=True)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"validation/accuracy": 0.5}, "(checkpointing.metric_name). Did you mean 'validation/accuracy'? Remove --best"),
+        ({"loss": 0.5}, "(checkpointing.metric_name). Validation did not run at any of their steps. Remove --best"),
+    ],
+)
+def test_a_ranking_by_a_metric_that_no_checkpoint_has_says_why(config, start, metrics, words):
+    folder = start(config()).folder
+    state = {"step": 5, "config": {"checkpointing": {"metric_name": "validation/acuracy", "higher_is_better": True}}}
+    store = CheckpointStore(folder / "checkpoints")
+    state |= {"resumable": True, "parts": {}}
+
+    def fill(into):
+        (into / "policy" / "weights").mkdir(parents=True)
+        (into / "state.json").write_text(json.dumps(state))
+
+    store.write(5, fill, metrics)
+    with pytest.raises(CheckpointError) as refused:
+        find_weights(folder, best=True)
+    assert words in str(refused.value)
+
+
 def test_what_a_run_killed_in_its_first_checkpoint_left_is_deleted_by_the_next_start(config, start, tmp_path):
     for name in ("run", "other"):
         first = start(config(), name=name)

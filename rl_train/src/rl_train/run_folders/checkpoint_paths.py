@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from rl_core.config.policy_sections import PolicyConfig
 from rl_core.errors import CheckpointError
+from rl_core.plugins.component import did_you_mean
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.manifest import read_manifest
 from rl_train.checkpoints.state import read_state
@@ -92,12 +92,14 @@ def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:
     )
 
 
-def newest_step(path: Path) -> Path:
-    """The newest step folder of a run folder, or of a folder of step folders; any other path itself.
+def step_folder(path: Path, *, best: bool = False) -> Path:
+    """The newest or best step folder of a run folder, or of a folder of step folders; any other path itself.
 
     Raises:
-        CheckpointError: The run has no checkpoint, or the newest is damaged.
+        CheckpointError: The run has no checkpoint, or the newest is damaged; or `best` does not apply.
     """
+    if best:
+        return find_weights(path, best=True).path
     is_step = path.name.startswith("step_") or (path / "manifest.json").is_file()
     if is_step or not path.is_dir() or (path / MODEL_FILE).is_file():
         return path
@@ -134,11 +136,14 @@ def _best(store: CheckpointStore, newest: Path) -> Path:
             "Remove --best to use the newest, or give a step folder."
         )
     sign = 1.0 if section["higher_is_better"] else -1.0
-    values = {step: read_manifest(store.find(step))["metrics"].get(name, math.nan) for step in store.named_steps()}
-    ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
+    metrics = {step: read_manifest(store.find(step))["metrics"] for step in store.named_steps()}
+    ranked = sorted((sign * found[name], step) for step, found in metrics.items() if name in found)
     if not ranked:
+        recorded = sorted({metric for found in metrics.values() for metric in found})
+        ran = any(metric.startswith("validation/") for metric in recorded)
+        why = "" if ran else " Validation did not run at any of their steps."
         raise CheckpointError(
-            f"No checkpoint in {store.folder} has the metric {name}: validation did not run at any of their steps. "
-            "Remove --best to use the newest, or give a step folder."
+            f"No checkpoint in {store.folder} has the metric {name} (checkpointing.metric_name).{why}"
+            f"{did_you_mean(name, recorded)} Remove --best to use the newest, or give a step folder."
         )
     return store.find(ranked[-1][1])
