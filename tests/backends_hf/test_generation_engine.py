@@ -195,3 +195,35 @@ def test_the_weights_of_an_engine_on_a_gpu_leave_it_until_they_are_needed(engine
     worker._shared = {"weight": (torch.zeros(1), 0)}
     engine.finish_generation()
     assert moves == ["cpu", "cuda"]
+
+
+def test_rows_with_own_penalties_and_alternatives_are_sampled_next_to_others(engine, model_folder):
+    prompts = torch.tensor([[5, 9, 5, 30]] * 3)
+    own = {"presence_penalty": 1.2, "frequency_penalty": 0.6, "repetition_penalty": 1.4, "temperature": 0.7, "top_logprobs": 4}
+    rows = {"input_ids": prompts, "input_lengths": torch.tensor([4] * 3), "sample_seeds": torch.tensor([1, 2, 3])}
+    plain = engine.generate(BatchedDataDict(rows))
+    mixed = engine.generate(BatchedDataDict({**rows, "sampling": [None, own, None]}))
+    for row in (0, 2):
+        assert torch.equal(mixed["output_ids"][row], plain["output_ids"][row])
+    assert [tops is None for tops in mixed["top_logprobs"]] == [True, False, True]
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder("qwen3"), dtype=torch.float32)
+    tokens = mixed["output_ids"][1, : mixed["unpadded_sequence_lengths"][1]].tolist()
+    assert len(tokens) > 6
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].double()
+    for end, likely in enumerate(mixed["top_logprobs"][1], start=4):
+        scores = logits[end - 1].clone()
+        for token in set(tokens[:end]):
+            scores[token] = scores[token] / 1.4 if scores[token] > 0 else scores[token] * 1.4
+        for token in set(tokens[4:end]):
+            scores[token] -= 1.2 + tokens[4:end].count(token) * 0.6
+        expected = (scores / 0.7).log_softmax(-1)
+        assert mixed["logprobs"][1, end].item() == pytest.approx(expected[tokens[end]].item(), abs=1e-4)  # float32 arithmetic
+        assert [token for token, _ in likely] == expected.topk(4).indices.tolist()
+        assert [logprob for _, logprob in likely] == pytest.approx(expected.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_a_penalty_that_is_not_allowed_is_a_data_error(engine):
+    rows = {"input_ids": torch.tensor([[5, 9]]), "input_lengths": torch.tensor([2])}
+    with pytest.raises(WorkerError, match="DataError: .* repetition_penalty must be above 0"):
+        engine.generate(BatchedDataDict({**rows, "sampling": [{"repetition_penalty": 0.0}]}))

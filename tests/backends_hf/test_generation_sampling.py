@@ -18,15 +18,21 @@ SHAPES = [
     SamplingParameters(top_k=40, top_p=0.7, temperature=1.3),
     SamplingParameters(repetition_penalty=1.8, temperature=0.9),
     SamplingParameters(repetition_penalty=0.7, top_p=0.9, top_k=200),
+    SamplingParameters(presence_penalty=1.5, temperature=0.8),
+    SamplingParameters(frequency_penalty=-0.7, presence_penalty=0.4, repetition_penalty=1.3, top_k=60),
 ]
+SAMPLED = [3, 50, 3, 12]
+"""The part of a row's history that it sampled itself."""
 
 
-def written_out(logits, parameters, history=()):
+def written_out(logits, parameters, history=(), sampled=()):
     """The distribution by definition, token by token, in float64."""
     scores = [float(x) for x in logits]
     for token in set(history):
         x = scores[token]
         scores[token] = x / parameters.repetition_penalty if x > 0 else x * parameters.repetition_penalty
+    for token in set(sampled):
+        scores[token] -= parameters.presence_penalty + sampled.count(token) * parameters.frequency_penalty
     scores = [x / parameters.temperature for x in scores]
     ranked = sorted(range(len(scores)), key=lambda token: -scores[token])
     kept = ranked if parameters.top_k is None else ranked[: parameters.top_k]
@@ -45,14 +51,16 @@ def written_out(logits, parameters, history=()):
 
 
 def draw(logits, parameters, *, rows, history=None, seed=0, greedy=False):
-    return next_tokens(
+    tokens, logprobs, _ = next_tokens(
         logits.expand(rows, -1).clone(),
         parameters=parameters,
         greedy=greedy,
         seeds=torch.arange(rows) + seed,
         positions=torch.full((rows,), 17),
         history=None if history is None else torch.tensor([history] * rows),
+        sampled=[SAMPLED] * rows,
     )
+    return tokens, logprobs
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,7 @@ def logits():
 @pytest.mark.parametrize("parameters", SHAPES, ids=str)
 def test_draws_follow_the_distribution_and_report_its_log_probability(logits, parameters):
     history = [3, 3, 50, 699, 12]
-    expected = written_out(logits, parameters, history)
+    expected = written_out(logits, parameters, history, SAMPLED)
     rows = 20_000
     tokens, logprobs = draw(logits, parameters, rows=rows, history=history)
     # float32 arithmetic on logits of size 10: 1e-5 is a few units in the last place.
@@ -169,3 +177,24 @@ def test_uniforms_of_neighbouring_seeds_and_positions_are_uniform_and_uncorrelat
 def test_derived_seeds_differ_between_rows_calls_and_seeds():
     seeds = torch.cat([derived_seeds(seed, call, 500) for seed in range(4) for call in range(4)])
     assert len(set(seeds.tolist())) == len(seeds)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("parameters", SHAPES, ids=str)
+def test_the_most_likely_tokens_are_those_of_the_sampled_distribution(logits, parameters, greedy):
+    history = [3, 3, 50, 699, 12]
+    kept = SamplingParameters(**{**vars(parameters), "top_k": None, "top_p": 1.0}) if greedy else parameters
+    expected = written_out(logits, kept, history, SAMPLED)
+    _, _, likely = next_tokens(
+        logits.expand(2, -1).clone(),
+        parameters=parameters,
+        greedy=greedy,
+        seeds=torch.arange(2),
+        positions=torch.full((2,), 17),
+        history=torch.tensor([history] * 2),
+        sampled=[SAMPLED] * 2,
+        likely=20,
+    )
+    order = np.argsort(-expected)[: min(20, np.count_nonzero(expected))]
+    assert [token for token, _ in likely[0]] == order.tolist()
+    np.testing.assert_allclose([logprob for _, logprob in likely[1]], np.log(expected[order]), atol=1e-5)

@@ -86,7 +86,7 @@ def test_top_p_over_a_large_vocabulary_does_not_wait_for_how_many_tokens_it_keep
     expected = next_tokens(logits.clone(), parameters=parameters, greedy=False, **rows)
     on_gpu = {name: tensor.to("cuda") for name, tensor in {**rows, "logits": logits}.items()}
     with gpu.counting() as waits:
-        tokens, logprobs = next_tokens(on_gpu.pop("logits"), parameters=parameters, greedy=False, **on_gpu)
+        tokens, logprobs, _ = next_tokens(on_gpu.pop("logits"), parameters=parameters, greedy=False, **on_gpu)
     assert waits.total() == 0, waits
     assert torch.equal(tokens.cpu(), expected[0])
     torch.testing.assert_close(logprobs.cpu(), expected[1], rtol=0, atol=2e-6)

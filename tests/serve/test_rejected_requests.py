@@ -1,6 +1,7 @@
 """Requests that the server rejects: invalid parameters, keys, sizes, and too many at once."""
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -19,7 +20,9 @@ REJECTED = [
     ("/v1/completions", {"prompt": []}, "There is no prompt."),
     ("/v1/completions", {"prompt": [999]}, "Token id 999 is not in the vocabulary of 18 tokens."),
     ("/v1/completions", {"prompt": "1", "temperature": -0.3}, "temperature: Input should be greater than or equal to 0"),
-    ("/v1/completions", {"prompt": "1", "top_k": 0}, "top_k: Input should be greater than or equal to 1"),
+    ("/v1/completions", {"prompt": "1", "top_k": -2}, "top_k: Input should be greater than or equal to -1"),
+    ("/v1/completions", {"prompt": "1", "presence_penalty": 2.5}, "presence_penalty: Input should be less than or equal to 2"),
+    ("/v1/completions", {"prompt": "1", "min_p": 0.1}, "Unsupported: min_p. Remove it."),
     ("/v1/completions", {"prompt": "1", "max_tokens": 999}, "The prompt has 1 tokens and max_tokens is 999, but the model's"),
     (
         "/v1/completions",
@@ -30,18 +33,8 @@ REJECTED = [
     ("/v1/completions", {"prompt": "1", "stop": ["a", ""]}, "stop must have at most 16 strings, none of them empty."),
     ("/v1/completions", {"prompt": "1", "stop": ["a" * 1001]}, "stop must have strings of at most 1000 characters."),
     ("/v1/completions", {"prompt": "1", "temperature": 1e-40}, "temperature must be 0 (greedy) or at least 1e-06"),
-    (
-        "/v1/completions",
-        {"prompt": "1", "logprobs": 5},
-        "logprobs requires the capability `top_logprobs`, which",
-    ),
     ("/v1/completions", {"prompt": "1", "logprobs": 21}, "logprobs: Input should be less than or equal to 20"),
     ("/v1/completions", {"prompt": "1", "response_format": {"type": "json_object"}}, "Unsupported: response_format."),
-    (
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
-        "top_logprobs requires the capability `top_logprobs`, which the generation backend 'hf' does not have.",
-    ),
     (
         "/v1/chat/completions",
         {"messages": MESSAGES, "response_format": {"type": "json_object"}},
@@ -86,7 +79,7 @@ REJECTED = [
         {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 1},
         "max_tokens is the earlier name",
     ),
-    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_p": 3}}, "sampling_params.min_p: Extra inputs"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"min_p": 3}}, "Unsupported: sampling_params.min_p."),
     ("/inference/v1/generate", {"token_ids": []}, "token_ids: List should have at least 1 item"),
 ]
 
@@ -134,9 +127,38 @@ def test_a_request_may_ask_for_more_tokens_than_the_engine_samples_by_default(cl
     assert by_default == 16 < longer
 
 
-def test_parameters_that_change_nothing_are_accepted(client):
-    neutral = {"presence_penalty": 0, "logit_bias": None, "user": "me", "best_of": 1, "echo": False, "suffix": None}
-    assert client.post("/v1/completions", json={"prompt": "1", "max_tokens": 1, **neutral}).status_code == 200
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0,
+           "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "bad_words": [], "length_penalty": 1.0,
+           "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "logit_bias": None}  # fmt: skip
+"""What clients such as those of verl, SkyRL and vLLM send with every request, with values that change nothing."""
+
+
+def test_parameters_that_change_nothing_are_accepted_and_change_nothing(client):
+    request = {"max_tokens": 8, "seed": 4, "return_token_ids": True}
+    for path, body in [
+        ("/v1/completions", {"prompt": "1+2", **request, "user": "me", "best_of": 1, "echo": False, "suffix": None}),
+        ("/v1/chat/completions", {"messages": MESSAGES, **request, "chat_template_kwargs": {}}),
+        ("/inference/v1/generate", {"token_ids": [4, 5], "sampling_params": {"max_tokens": 8, "seed": 4}}),
+    ]:
+        sampling = body.get("sampling_params")
+        more = {**body, **NEUTRAL} if sampling is None else {**body, "sampling_params": {**sampling, **NEUTRAL}}
+        plain, with_neutral = client.post(path, json=body).json(), client.post(path, json=more).json()
+        assert [choice["token_ids"] for choice in with_neutral["choices"]] == [choice["token_ids"] for choice in plain["choices"]]
+
+
+def test_top_k_of_minus_one_samples_from_all_tokens_of_an_engine_with_its_own_top_k(model, engine):
+    narrow = TestClient(create_app(replace(model, top_k=1), engine, limits=Limits()))
+    request = {"prompt": "1+2", "temperature": 100, "n": 64, "max_tokens": 1, "seed": 4, "return_token_ids": True}
+    choices = narrow.post("/v1/completions", json={**request, "top_k": -1}).json()["choices"]
+    assert len({choice["token_ids"][0] for choice in choices}) > 5
+
+
+def test_penalties_that_the_engine_lacks_are_refused_by_name(serve_scripted):
+    client, _ = serve_scripted(lambda prompt: "2")
+    response = client.post("/v1/completions", json={"prompt": "1", "frequency_penalty": 0.5, "presence_penalty": 0})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "frequency_penalty"
+    assert "'scripted' does not support frequency_penalty" in response.json()["error"]["message"]
 
 
 def test_another_model_and_another_path_are_not_found(client):

@@ -43,6 +43,7 @@ def rlcore_generations() -> list[Component]:
                 Capability.IN_PROCESS,
                 Capability.TOP_P,
                 Capability.TOP_K,
+                Capability.TOP_LOGPROBS,
                 Capability.ASYNC_ROWS,
                 Capability.REFIT_IN_FLIGHT,
                 Capability.HELD_WEIGHT_DIGESTS,

@@ -176,7 +176,8 @@ class AgentRoutes:
                 f"{temperature:g} or absent: the policy is trained on samples at policy.generation.temperature",
             ),
             "top_p": (body.top_p in (None, 1), "1 or absent: the policy is trained on unfiltered samples"),
-            "top_k": (body.top_k is None, "absent: the policy is trained on unfiltered samples"),
+            "top_k": (body.top_k in (None, -1, 0), "-1 or absent: the policy is trained on unfiltered samples"),
+            **dict.fromkeys(body.penalties(), (False, "absent: the policy is trained on samples without penalties")),
             "seed": (body.seed is None, "absent: turns have the seeds of the run"),
             "top_logprobs": (not body.top_logprobs, "0 or absent: the engine reports those of the sampled tokens to agents"),
             "response_format": (

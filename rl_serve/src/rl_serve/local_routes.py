@@ -33,6 +33,7 @@ from rl_serve.requests import (
     GenerateTokensRequest,
     SamplingParameters,
     SamplingRequest,
+    refuse_unsupported_fields,
 )
 from rl_serve.responses import ChoiceFormat, usage
 from rl_serve.sampling import (
@@ -140,6 +141,7 @@ class LocalRoutes:
         """Sample from token ids; returns token ids and log-probabilities, without text."""
         body.refuse_other_model(self._model.name)
         requested = body.sampling_params
+        refuse_unsupported_fields(requested.model_extra or {}, where="sampling_params.")
         names = ParameterNames(prompt="token_ids", max_tokens="sampling_params.max_tokens")
         plan = self._plan(requested, [body.token_ids], n=requested.n, max_tokens=requested.max_tokens, names=names)
         rows = await self._sample_all(plan, request)

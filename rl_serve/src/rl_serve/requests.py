@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -57,21 +58,35 @@ _MAX_MESSAGES = 10_000
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1000
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "detokenize": (True,),
+    "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
+    "priority": (0,),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
+    "use_beam_search": (False,),
 }
-"""Values with which an unsupported field changes nothing, besides null."""
+"""Values with which an unsupported field of OpenAI's or vLLM's API changes nothing, besides null."""
 MAX_ALTERNATIVES = 20
 """Number of most likely tokens that a request may ask for, as in OpenAI's API."""
 
@@ -162,8 +177,14 @@ class SamplingParameters(BaseModel):
     """0 for greedy decoding; by default the engine's."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """By default the engine's."""
-    top_k: int | None = Field(default=None, ge=1)
-    """Number of most likely tokens to sample from; by default the engine's."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Number of most likely tokens to sample from, 0 or -1 for all; by default the engine's."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100, allow_inf_nan=False)
+    """Divides the logits of tokens in prompt and completion if they are positive, else multiplies them; 1 by default."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted from the logit of each token that was sampled before; 0 by default."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted from the logit of each token, times how often it was sampled before; 0 by default."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Equal seeds give equal completions under the same weights; random by default."""
     stop: StopStrings = None
@@ -186,11 +207,41 @@ class SamplingParameters(BaseModel):
         """The parameters that are set."""
         return {name: value for name in SamplingParameters.model_fields if (value := getattr(self, name)) is not None}
 
+    def penalties(self) -> dict[str, float]:
+        """The penalties that change the distribution."""
+        neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return {name: value for name, one in neutral.items() if (value := getattr(self, name)) not in (None, one)}
+
+
+def refuse_unsupported_fields(fields: Mapping[str, Any], *, no_ops: Collection[str] = (), where: str = "") -> None:
+    """Refuse fields that the server does not support and that would change a completion.
+
+    Args:
+        fields: the fields that a request has and its model does not declare.
+        no_ops: those that change nothing, whatever their value.
+        where: path of the fields in the request, with a final dot.
+
+    Raises:
+        ApiError: names all of them.
+    """
+    refused = sorted(
+        where + name
+        for name, value in fields.items()
+        if value is not None and name not in no_ops and value not in _NEUTRAL.get(name, ())
+    )
+    if refused:
+        raise ApiError(
+            400,
+            f"Unsupported: {', '.join(refused)}. Remove {'it' if len(refused) == 1 else 'them'}.",
+            param=refused[0],
+            code="unsupported_parameter",
+        )
+
 
 class SamplingRequest(RequestBody, SamplingParameters, StreamedRequest):
     """Fields that all sampling endpoints of OpenAI's API share."""
 
-    accepts_as_no_op: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+    accepts_as_no_op: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key", "request_id")
     """Fields about the caller, which change no completion."""
 
     n: int = Field(default=1, ge=1)
@@ -210,19 +261,7 @@ class SamplingRequest(RequestBody, SamplingParameters, StreamedRequest):
         Raises:
             ApiError: names all of them.
         """
-        extra = self.model_extra or {}
-        refused = [
-            name
-            for name, value in extra.items()
-            if value is not None and name not in self.accepts_as_no_op and value not in _NEUTRAL.get(name, ())
-        ]
-        if refused:
-            raise ApiError(
-                400,
-                f"Unsupported: {', '.join(sorted(refused))}. Remove {'it' if len(refused) == 1 else 'them'}.",
-                param=sorted(refused)[0],
-                code="unsupported_parameter",
-            )
+        refuse_unsupported_fields(self.model_extra or {}, no_ops=self.accepts_as_no_op)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options requires `stream: true`.", param="stream_options")
 
@@ -334,7 +373,7 @@ class GenerateRequest(RequestBody, SamplingParameters, MessageLimit):
 class TokenSamplingParameters(SamplingParameters):
     """`sampling_params` of `/inference/v1/generate`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     n: int = Field(default=1, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)

@@ -97,7 +97,7 @@ def plan_sampling(
             f"temperature must be 0 (greedy) or at least {_MIN_TEMPERATURE:g}: smaller ones exceed the range of numbers.",
             param="temperature",
         )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = _penalties(model, parameters)
     if not greedy:
         options |= _own_sampling(model, parameters)
     if top_logprobs:
@@ -166,6 +166,18 @@ def refuse_many_rows(limits: Limits, prompts: int, n: int) -> None:
         raise ApiError(400, f"{prompts} prompts times n={n} exceed the {limits.max_rows} completions of a request.", param="n")
 
 
+def _penalties(model: ServedModel, parameters: SamplingParameters) -> dict[str, Any]:
+    penalties = parameters.penalties()
+    if missing := sorted(penalties.keys() - set(model.row_options)):
+        raise ApiError(
+            400,
+            f"The generation backend {model.backend!r} does not support {missing[0]}. Remove it.",
+            param=missing[0],
+            code="unsupported_parameter",
+        )
+    return penalties
+
+
 def _own_sampling(model: ServedModel, parameters: SamplingParameters) -> dict[str, float]:
     """The parameters that differ from the engine's.
 
@@ -173,7 +185,10 @@ def _own_sampling(model: ServedModel, parameters: SamplingParameters) -> dict[st
         ApiError: the engine samples all rows with its own.
     """
     engine = {"temperature": model.temperature, "top_p": model.top_p, "top_k": model.top_k}
-    changed = {name: value for name, value in parameters.sampling().items() if name in engine and value != engine[name]}
+    requested = parameters.sampling()
+    if requested.get("top_k", 1) < 1:  # all tokens
+        requested["top_k"] = None if model.top_k is None else model.vocab_size
+    changed = {name: value for name, value in requested.items() if name in engine and value != engine[name]}
     if changed and not model.reads_sampling:
         name, value = next(iter(changed.items()))
         allowed = "unset" if engine[name] is None else f"{engine[name]:g}"

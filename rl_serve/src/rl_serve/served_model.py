@@ -57,6 +57,8 @@ class ServedModel:
     """The engine's top-k; None for no limit."""
     reads_sampling: bool = False
     """Whether requests may have another temperature, top-p and top-k than the engine."""
+    row_options: Collection[str] = ()
+    """Further options that the engine reads of each row."""
     max_new_tokens: int
     """Number of new tokens per completion if a request sets no limit."""
     max_model_len: int | None
@@ -222,6 +224,7 @@ def _served(
         top_p=section.top_p,
         top_k=section.top_k,
         reads_sampling=facts.get("reads_sampling", False),
+        row_options=facts.get("row_options", ()),
         max_new_tokens=section.max_new_tokens,
         max_model_len=facts.get("max_model_len"),
         vocab_size=facts.get("vocab_size", len(tokenizer)),

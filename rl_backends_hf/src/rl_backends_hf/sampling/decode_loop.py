@@ -17,7 +17,7 @@ from rl_backends_hf.sampling.prefill import PrefillPlan, prefill
 from rl_backends_hf.sampling.rows import PromptGroup, Row, group_by_prompt
 from rl_backends_hf.sampling.session_cache import CachedPrefix, SessionCache
 from rl_backends_hf.sampling.shared_prompts import PromptSharing
-from rl_backends_hf.sampling.token_choice import next_tokens
+from rl_backends_hf.sampling.token_choice import SamplingParameters, next_tokens
 from rl_core.data.transfer import to_device
 from rl_core.errors import NonFiniteError
 
@@ -234,13 +234,15 @@ class DecodeLoop:
     def _draw(self, logits: torch.Tensor, *, first: int) -> list[Row]:
         """Draw a token for the rows from slot `first` on, and remove finished rows, which are returned."""
         assert self._cache is not None
-        drawn, logprobs = self._next_tokens(logits, first)
+        drawn, logprobs, likely = self._next_tokens(logits, first)
         self._tokens[first:] = drawn
         rows = self._active[first:]
         ended: list[Row] = []
         remaining = list(range(first))
         # One tensor, because the host waits for each that it reads; float64 is exact for both.
         tokens, numbers = torch.stack([drawn.double(), logprobs.double()]).tolist()
+        for number, alternatives in likely.items():
+            rows[number].likely.append(alternatives)
         for slot, (row, token, logprob) in enumerate(zip(rows, tokens, numbers, strict=True), start=first):
             if not math.isfinite(logprob):
                 row.error = NonFiniteError(
@@ -259,28 +261,30 @@ class DecodeLoop:
             self._keep(remaining)
         return ended
 
-    def _next_tokens(self, logits: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N] tokens and [N] log-probabilities for the rows from slot `first` on."""
+    def _next_tokens(
+        self, logits: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, list[tuple[int, float]]]]:
+        """For the rows from slot `first` on: [N] tokens, [N] log-probabilities, and the most likely tokens of rows that ask."""
         assert self._cache is not None
         seeds, positions = self._seeds[first:], self._cache.slots.positions[first:] + 1
-        history = self._history(first)
         rows = self._active[first:]
-        greedy, parameters = rows[0].greedy, rows[0].parameters
-        if all(row.greedy == greedy and row.parameters is parameters for row in rows):
-            return next_tokens(logits, parameters=parameters, greedy=greedy, seeds=seeds, positions=positions, history=history)
-        kinds = [(row.greedy, row.parameters) for row in rows]
         tokens, logprobs = torch.empty_like(seeds), torch.empty(len(seeds), device=self._device)
-        for kind in dict.fromkeys(kinds):
-            index = self._tensor([number for number, found in enumerate(kinds) if found == kind])
-            tokens[index], logprobs[index] = next_tokens(
+        likely: dict[int, list[tuple[int, float]]] = {}
+        for (greedy, parameters, num_likely), numbers in _alike(rows).items():
+            index = slice(None) if len(numbers) == len(rows) else self._tensor(numbers)
+            alike = [rows[number] for number in numbers]
+            tokens[index], logprobs[index], alternatives = next_tokens(
                 logits[index],
-                parameters=kind[1],
-                greedy=kind[0],
+                parameters=parameters,
+                greedy=greedy,
                 seeds=seeds[index],
                 positions=positions[index],
-                history=None if history is None else history[index],
+                history=self._history(alike) if parameters.repetition_penalty != 1.0 else None,
+                sampled=[row.tokens for row in alike],
+                likely=num_likely,
             )
-        return tokens, logprobs
+            likely |= zip(numbers, alternatives, strict=False)
+        return tokens, logprobs, likely
 
     def _keep(self, remaining: list[int]) -> None:
         """Keep only the slots `remaining` (ascending); the last of them fill the gaps."""
@@ -293,16 +297,25 @@ class DecodeLoop:
         index = self._tensor(order)
         self._seeds, self._tokens = self._seeds[index], self._tokens[index]
 
-    def _history(self, first: int) -> torch.Tensor | None:
-        """[N, T], the tokens of each row from slot `first` on, padded with its first token."""
-        if self._active[first].parameters.repetition_penalty == 1.0:  # the same for all rows
-            return None
-        held = [row.sequence for row in self._active[first:]]
+    def _history(self, rows: Sequence[Row]) -> torch.Tensor:
+        """[N, T], the tokens of each row, padded with its first token."""
+        held = [row.sequence for row in rows]
         width = max(len(tokens) for tokens in held)
         return self._tensor([tokens + tokens[:1] * (width - len(tokens)) for tokens in held])
 
     def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self._device)
+
+
+def _alike(rows: Sequence[Row]) -> dict[tuple[bool, SamplingParameters, int], Sequence[int]]:
+    """Numbers of the rows by how they are sampled."""
+    greedy, parameters = rows[0].greedy, rows[0].parameters
+    if all(row.greedy == greedy and row.parameters is parameters for row in rows):  # hashing them takes longer
+        return {(greedy, parameters, rows[0].num_likely): range(len(rows))}
+    kinds: dict[tuple[bool, SamplingParameters, int], list[int]] = {}
+    for number, row in enumerate(rows):
+        kinds.setdefault((row.greedy, row.parameters, row.num_likely), []).append(number)
+    return dict(kinds)
 
 
 def _compacted(remaining: list[int]) -> list[int]:

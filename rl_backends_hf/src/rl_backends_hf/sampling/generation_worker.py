@@ -13,6 +13,7 @@ from rl_backends_hf.model import DTYPES, is_quantized, load_model
 from rl_backends_hf.sampling.freed_memory import return_freed_memory
 from rl_backends_hf.sampling.rows_in_flight import RowsInFlight
 from rl_backends_hf.sampling.sampler import Sampler, SamplerSettings
+from rl_backends_hf.sampling.token_choice import ROW_OPTIONS
 from rl_core.backend import (
     BatchedDataDict,
     CheckpointNames,
@@ -71,6 +72,7 @@ class HFGenerationWorker(WeightSink, GenerationWorker):
             "device": str(self._model.device),
             "reads_text": self._sampler.tokenizer is not None,
             "reads_sampling": True,
+            "row_options": ROW_OPTIONS,
             "streams_tokens": True,
             "precision": options.precision or "float32",
             "num_parameters": sum(parameter.numel() for parameter in self._model.parameters()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_backends_hf.sampling.stopping import StopStringScanner
-from rl_backends_hf.sampling.token_choice import SamplingParameters
+from rl_backends_hf.sampling.token_choice import LIKELY_TOKENS, SamplingParameters
 from rl_core.data.generation_io import Completion, Prompt, SampledRow
 from rl_core.errors import RLCoreError
 
@@ -19,6 +19,7 @@ class Row(SampledRow):
     Attributes:
         greedy: whether it takes the most likely token at each position.
         parameters: the distribution of its tokens.
+        likely: the most likely tokens at each position, if it asks for them.
         scanner: searches for stop strings; None if there are none.
         session: conversation that it continues, whose keys and values are kept.
         streams: whether it is returned while it is sampled.
@@ -29,6 +30,7 @@ class Row(SampledRow):
 
     greedy: bool = False
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
+    likely: list[list[tuple[int, float]]] = field(default_factory=list)
     scanner: StopStringScanner | None = None
     session: str | None = None
     streams: bool = False
@@ -47,6 +49,11 @@ class Row(SampledRow):
         return len(self.prompt.tokens) + self.prompt.limit
 
     @property
+    def num_likely(self) -> int:
+        """Number of most likely tokens that it asks for at each position."""
+        return int(self.prompt.sampling.get(LIKELY_TOKENS, 0))
+
+    @property
     def has_ended(self) -> bool:
         """Whether a stop or the limit has ended it."""
         return self.stopped or len(self.tokens) >= self.prompt.limit
@@ -63,7 +70,8 @@ class Row(SampledRow):
 
     def so_far(self) -> Completion:
         """The row with its tokens so far, at least one."""
-        return replace(self.completion(weight_version=self.versions[0]), token_versions=self.versions)
+        completion = self.completion(weight_version=self.versions[0])
+        return replace(completion, token_versions=self.versions, top_logprobs=self.likely if self.num_likely else None)
 
 
 @dataclass(frozen=True, kw_only=True)

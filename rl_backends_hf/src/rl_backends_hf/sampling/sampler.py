@@ -19,7 +19,7 @@ from rl_backends_hf.sampling.packed_linears import packed_linears
 from rl_backends_hf.sampling.rows import Row, to_rows
 from rl_backends_hf.sampling.session_cache import SessionCache
 from rl_backends_hf.sampling.shared_prompts import PromptSharing
-from rl_backends_hf.sampling.token_choice import SamplingParameters
+from rl_backends_hf.sampling.token_choice import ROW_OPTIONS, SamplingParameters
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import LengthLimits, PromptReader, end_token_ids, to_output
 from rl_core.errors import NotSupportedError
@@ -129,6 +129,7 @@ class Sampler:
             stop_strings=self.settings.stop_strings,
             reads_text=tokenizer is not None,
             reads_sampling=True,
+            row_options=ROW_OPTIONS,
             seed=seed,
             rank=rank,
         )
@@ -158,7 +159,7 @@ class Sampler:
                     for row in loop.step():
                         if row.error is not None:
                             raise row.error
-        return to_output([row.so_far() for row in rows])
+        return to_output([row.so_far() for row in rows], has_options="sampling" in data)
 
     def read(self, data: BatchedDataDict[GenerationDatumSpec], *, greedy: bool) -> list[Row]:
         """Read the rows of a `generate` call, which have no sampled tokens yet; raises as `generate`."""

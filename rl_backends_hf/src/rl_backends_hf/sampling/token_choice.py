@@ -7,7 +7,7 @@ row's tokens therefore do not depend on other rows or on the order of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,6 +20,10 @@ _BLOCK: Final = 256
 """Vocabulary entries summed together: the cumulative sum runs over blocks, then inside one block."""
 _NUCLEUS_CANDIDATES: Final = 1024
 """Number of tokens per row that are sorted for top-p before falling back to the whole vocabulary."""
+LIKELY_TOKENS: Final = "top_logprobs"
+"""Option of a row: the number of most likely tokens to report at each position."""
+ROW_OPTIONS: Final = (LIKELY_TOKENS, "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Options of single rows, besides temperature, top-p and top-k."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,8 @@ class SamplingParameters:
     """The distribution that tokens are drawn from, computed in this order.
 
     1. `repetition_penalty` r on the raw logits x of each token in the row, including the prompt: x / r if x > 0, else x * r
-       (Keskar et al. 2019, arXiv:1909.05858).
+       (Keskar et al. 2019, arXiv:1909.05858). Then, for each token that was sampled c > 0 times, x - `presence_penalty` -
+       c * `frequency_penalty`, as in OpenAI's API.
     2. `temperature`: logits are divided by it.
     3. `top_k`: the k most likely tokens are kept, and all that tie with the last of them.
     4. `top_p`: of these, renormalized, the smallest set of most likely tokens with total probability of at least p is kept, and
@@ -41,19 +46,23 @@ class SamplingParameters:
     top_k: int | None = None
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def with_own(self, own: Mapping[str, Any]) -> SamplingParameters:
-        """The parameters of a row that has its own `temperature`, `top_p` or `top_k`.
+        """The parameters of a row that has its own values of some.
 
         Raises:
             DataError: a value is not allowed.
         """
-        changed = replace(self, **{name: own[name] for name in ("temperature", "top_k", "top_p") if own.get(name) is not None})
+        changed = replace(self, **{name: own[name] for name in vars(self) if own.get(name) is not None})
         top_k = 1 if changed.top_k is None else changed.top_k
-        if not 0.0 < changed.temperature < math.inf or not 0.0 < changed.top_p <= 1.0 or top_k < 1:
+        factors = (changed.temperature, changed.repetition_penalty)
+        is_finite = all(map(math.isfinite, (*factors, changed.presence_penalty, changed.frequency_penalty)))
+        if not is_finite or min(factors) <= 0.0 or not 0.0 < changed.top_p <= 1.0 or top_k < 1:
             raise DataError(
-                f"The sampling parameters {dict(own)} are not allowed: temperature must be above 0, top_p above 0 and at most "
-                "1, top_k at least 1."
+                f"The sampling parameters {dict(own)} are not allowed: temperature and repetition_penalty must be above 0, "
+                "top_p above 0 and at most 1, top_k at least 1, and all of them finite."
             )
         return changed
 
@@ -66,8 +75,10 @@ def next_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     history: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each row and its log-probability.
+    sampled: Sequence[Sequence[int]] = (),
+    likely: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, list[list[tuple[int, float]]]]:
+    """One token for each row and its log-probability, and the most likely tokens.
 
     Args:
         logits: [N, V] of any floating type; overwritten if float32.
@@ -76,25 +87,31 @@ def next_tokens(
         seeds: [N] int64.
         positions: [N] int64, position in the row of the token to draw.
         history: [N, T] int64, tokens of each row (padded with any of them); used only by the repetition penalty.
+        sampled: sampled tokens of each row; used only by the presence and frequency penalties.
+        likely: number of most likely tokens to return for each row.
 
     Returns:
-        Tokens [N] int64, and log-probabilities [N] float32 in nats.
+        Tokens [N] int64, log-probabilities [N] float32 in nats, and the `likely` most likely tokens of each row with their
+        log-probabilities; fewer if fewer have a probability, and no lists if `likely` is 0.
     """
     scores = logits.float()
     if parameters.repetition_penalty != 1.0 and history is not None:
         _apply_repetition_penalty(scores, history, parameters.repetition_penalty)
+    if parameters.presence_penalty or parameters.frequency_penalty:
+        _subtract_penalties(scores, sampled, parameters)
     if parameters.temperature != 1.0:
         scores.div_(parameters.temperature)
     if greedy:
         tokens = scores.argmax(dim=-1)
-        return tokens, _gather(scores, tokens) - scores.logsumexp(dim=-1)
+        return tokens, _gather(scores, tokens) - scores.logsumexp(dim=-1), _most_likely(scores, likely)
     if parameters.top_k is not None or parameters.top_p < 1.0:
         floor = _score_threshold(scores, parameters)
         scores.masked_fill_(scores < floor, float("-inf"))
+    alternatives = _most_likely(scores, likely)
     highest = scores.amax(dim=-1, keepdim=True)
     mass = scores.sub_(highest).exp_()
     tokens, total = _inverse_cdf(mass, uniforms(seeds, positions))
-    return tokens, (_gather(mass, tokens).double().log() - total.log()).float()
+    return tokens, (_gather(mass, tokens).double().log() - total.log()).float(), alternatives
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -113,6 +130,23 @@ def _apply_repetition_penalty(scores: torch.Tensor, history: torch.Tensor, penal
     present = scores.gather(1, history)
     # Tokens that occur twice are written twice with the same value.
     scores.scatter_(1, history, torch.where(present > 0, present / penalty, present * penalty))
+
+
+def _subtract_penalties(scores: torch.Tensor, sampled: Sequence[Sequence[int]], parameters: SamplingParameters) -> None:
+    for row, tokens in zip(scores, sampled, strict=True):
+        distinct, counts = torch.tensor(tokens, dtype=torch.int64, device=scores.device).unique(return_counts=True)
+        row[distinct] -= parameters.presence_penalty + counts * parameters.frequency_penalty
+
+
+def _most_likely(scores: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The `count` most likely tokens of each row with their log-probabilities, without those of probability 0."""
+    if count == 0:
+        return []
+    best = scores.log_softmax(dim=-1).topk(min(count, scores.shape[1]), dim=-1)
+    return [
+        [(token, logprob) for token, logprob in zip(*row, strict=True) if logprob > -math.inf]
+        for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
 
 
 def _score_threshold(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:
