@@ -204,6 +204,54 @@ def test_calls_that_a_length_limit_cut_off_are_text(official):
     assert choice.message.content.startswith("[")
 
 
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "additionalProperties": False}
+CARD = {**NUMBERS, "required": ["a"]}
+SHORT = {"type": "integer", "minimum": -20, "maximum": 20}
+ENFORCED = [
+    {"allOf": [{**SHORT, "maximum": 3}, {"minimum": 1}]},
+    {"anyOf": [{"maximum": 3}, {"minimum": 18}], **SHORT},
+    {"$defs": {"D": SHORT}, "$ref": "#/$defs/D", "minimum": 15},
+    {"type": "string", "enum": ["a", 1, None]},
+    {"type": "string", "pattern": "^[ab]+$", "minLength": 2, "maxLength": 3},
+    {"type": "object", "properties": {"a": SHORT}, "required": ["b"], "additionalProperties": {"enum": [1]}},
+    {"type": "array", "items": SHORT, "minItems": 1, "maxItems": 2},
+    {**SHORT, "multipleOf": 7},
+]
+
+
+@pytest.mark.parametrize("schema", ENFORCED, ids=str)
+def test_keywords_are_enforced_together(official, schema):
+    request = {"model": "random", "messages": QUESTION, "response_format": json_schema(schema), "n": 6, "seed": 2}
+    choices = official.chat.completions.create(**request, max_completion_tokens=400).choices
+    ended = [choice.message.content for choice in choices if choice.finish_reason == "stop"]
+    assert ended
+    for text in ended:
+        jsonschema.validate(json.loads(text), schema)
+
+
+REFUSED = {
+    "not": {**SHORT, "not": {"const": 3}},
+    "if": {**CARD, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
+    "dependentRequired": {**NUMBERS, "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {**NUMBERS, "dependentSchemas": {"a": {"required": ["b"]}}},
+    "oneOf": {"oneOf": [{**SHORT, "minimum": 0}, {**SHORT, "maximum": 5}]},
+    "uniqueItems": {"type": "array", "items": SHORT, "uniqueItems": True},
+    "contains": {"type": "array", "items": SHORT, "contains": {"const": 7}},
+    "look-around": {"type": "string", "pattern": "^(?=.*b)a.*$"},
+}
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+@pytest.mark.parametrize("as_tool", [False, True])
+def test_a_schema_that_would_be_ignored_in_part_is_refused_with_its_keyword(http, keyword, as_tool):
+    schema = {"type": "object", "properties": {"x": REFUSED[keyword]}, "required": ["x"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    more = {"tools": [tool], "tool_choice": "required"} if as_tool else {"response_format": json_schema(schema)}
+    response = http.post("/v1/chat/completions", json={"messages": QUESTION, **more})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools" if as_tool else "response_format")
+    assert keyword in response.json()["error"]["message"]
+
+
 SAME_NAME = {"type": "object", "properties": {}, "$defs": {"Word": {"type": "string"}}}
 WRONG = [
     ({"response_format": {"type": "yaml"}}, "response_format", "response_format must be"),

@@ -37,6 +37,7 @@ OWNED = {
     "tokenizer": _CFG.format("tokenizer"),
     "kv_cache_memory_bytes": _CFG.format("kv_cache_gib"),
     "enable_sleep_mode": _CFG.format("sleep_level"),
+    "structured_outputs_config": "other backends ignore some keywords of a JSON schema.",
     "logprobs_mode": "log-probabilities are always those of the sampling distribution.",
     "worker_extension_cls": "refits use it.",
     "generation_config": "policy.generation and the model's end tokens determine sampling.",

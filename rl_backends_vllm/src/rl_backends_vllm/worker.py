@@ -300,6 +300,8 @@ class VllmGenerationWorker(GenerationWorker):
             "distributed_executor_backend": MultiProcessExecutor if vllm_cfg.processes > 1 else SingleProcessExecutor,
             "seed": vllm_cfg.seed,
             "logprobs_mode": "processed_logprobs",
+            # It refuses each JSON schema that it cannot enforce; xgrammar 0.2.8, the default, ignores some keywords.
+            "structured_outputs_config": {"backend": "guidance"},
             "logits_processors": [greedy_processor(self.context.device)] if self._config.temperature != 1.0 else None,
             "worker_extension_cls": "rl_backends_vllm.extension.RefitExtension",
             "disable_log_stats": True,

@@ -60,7 +60,7 @@ def tools_of(row: Mapping[str, Any], key: str | None, *, is_named: bool) -> list
 def read_calls(value: Any, what: str) -> list[Call]:
     """The calls of a message, as `{id, type: function, function: {name, arguments}}`; the id is optional.
 
-    Arguments become an object, whether they were an object or JSON text.
+    Arguments become an object, whether they were an object or JSON text; an empty one if they are null or an empty text.
 
     Args:
         value: The message's `tool_calls`.
@@ -130,7 +130,8 @@ def _call(call: Any, what: str) -> Call:
         raise DataError(f"{what} is {format_value(call)}, which names no function: expected {_CALL}")
     if call.get("type", "function") != "function":
         raise DataError(f"{what} is of the type {call['type']!r}: only functions can be called")
-    arguments = from_text(function.get("arguments"), f"`arguments` of {what}")
+    is_empty = "arguments" in function and function["arguments"] in (None, "")  # as some servers return them
+    arguments = from_text(function.get("arguments"), f"`arguments` of {what}") if not is_empty else {}
     if not isinstance(arguments, Mapping):
         raise DataError(
             f"`arguments` of {what} is {format_value(function.get('arguments'))}: expected a JSON object or its text "
