@@ -223,7 +223,7 @@ def _no_pad_token(folder: Path) -> None:
 
 
 def _added_tokens(folder: Path) -> None:
-    """Two special tokens and a word, added after training, with rows of their own."""
+    """Two special tokens and a word, added after training; the embedding has rows for them."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<answer>", "</answer>"])
     tokenizer.add_tokens(["Zaphod"])

@@ -225,5 +225,5 @@ def test_rows_with_own_penalties_and_alternatives_are_sampled_next_to_others(eng
 
 def test_a_penalty_that_is_not_allowed_is_a_data_error(engine):
     rows = {"input_ids": torch.tensor([[5, 9]]), "input_lengths": torch.tensor([2])}
-    with pytest.raises(WorkerError, match="DataError: .* repetition_penalty must be above 0"):
+    with pytest.raises(WorkerError, match=r"DataError: .* repetition_penalty must be above 0"):
         engine.generate(BatchedDataDict({**rows, "sampling": [{"repetition_penalty": 0.0}]}))

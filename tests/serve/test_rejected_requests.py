@@ -143,7 +143,9 @@ def test_parameters_that_change_nothing_are_accepted_and_change_nothing(client):
         sampling = body.get("sampling_params")
         more = {**body, **NEUTRAL} if sampling is None else {**body, "sampling_params": {**sampling, **NEUTRAL}}
         plain, with_neutral = client.post(path, json=body).json(), client.post(path, json=more).json()
-        assert [choice["token_ids"] for choice in with_neutral["choices"]] == [choice["token_ids"] for choice in plain["choices"]]
+        assert [choice["token_ids"] for choice in with_neutral["choices"]] == [
+            choice["token_ids"] for choice in plain["choices"]
+        ]
 
 
 def test_top_k_of_minus_one_samples_from_all_tokens_of_an_engine_with_its_own_top_k(model, engine):

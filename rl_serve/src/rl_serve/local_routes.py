@@ -33,7 +33,6 @@ from rl_serve.requests import (
     GenerateTokensRequest,
     SamplingParameters,
     SamplingRequest,
-    refuse_unsupported_fields,
 )
 from rl_serve.responses import ChoiceFormat, usage
 from rl_serve.sampling import (
@@ -49,6 +48,7 @@ from rl_serve.sampling import (
 from rl_serve.served_model import ServedModel
 from rl_serve.structured_outputs import read_response_format
 from rl_serve.tokenizer_threads import TokenizerThreads
+from rl_serve.unsupported_fields import refuse_unsupported_fields
 from rl_serve.weights_api import WeightUpdates
 from rl_train.rollouts.seeds import sample_seed
 

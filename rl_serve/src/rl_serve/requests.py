@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -20,6 +19,7 @@ from pydantic import (
 )
 
 from rl_serve.errors import ApiError, model_not_found
+from rl_serve.unsupported_fields import refuse_unsupported_fields
 
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FailFast()]
@@ -57,36 +57,6 @@ StopStrings = Annotated[str | list[str] | None, _expects("a string or a list of 
 _MAX_MESSAGES = 10_000
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_CHARS = 1000
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "detokenize": (True,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "store": (False,),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-}
-"""Values with which an unsupported field of OpenAI's or vLLM's API changes nothing, besides null."""
 MAX_ALTERNATIVES = 20
 """Number of most likely tokens that a request may ask for, as in OpenAI's API."""
 
@@ -211,31 +181,6 @@ class SamplingParameters(BaseModel):
         """The penalties that change the distribution."""
         neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return {name: value for name, one in neutral.items() if (value := getattr(self, name)) not in (None, one)}
-
-
-def refuse_unsupported_fields(fields: Mapping[str, Any], *, no_ops: Collection[str] = (), where: str = "") -> None:
-    """Refuse fields that the server does not support and that would change a completion.
-
-    Args:
-        fields: the fields that a request has and its model does not declare.
-        no_ops: those that change nothing, whatever their value.
-        where: path of the fields in the request, with a final dot.
-
-    Raises:
-        ApiError: names all of them.
-    """
-    refused = sorted(
-        where + name
-        for name, value in fields.items()
-        if value is not None and name not in no_ops and value not in _NEUTRAL.get(name, ())
-    )
-    if refused:
-        raise ApiError(
-            400,
-            f"Unsupported: {', '.join(refused)}. Remove {'it' if len(refused) == 1 else 'them'}.",
-            param=refused[0],
-            code="unsupported_parameter",
-        )
 
 
 class SamplingRequest(RequestBody, SamplingParameters, StreamedRequest):
