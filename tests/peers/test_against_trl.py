@@ -9,8 +9,10 @@ says which. What TRL has no counterpart of, or only a part:
 - SimPO and ORPO are in `trl.experimental` alone, and the likelihood of ORPO covers the prompt there.
 - RLOO: TRL clips one ratio of a sequence's summed log-probabilities. Where the policy is the one that sampled, that has the
   gradient of advantage times summed log-probability, whose value is another; gradients are compared.
-- Not there at all: CISPO's lower bound, REINFORCE++, k1 and k2, clamps of the KL, ICE-POP; truncated importance sampling is
-  there for vLLM alone. Its KL weighed by the ratio (`use_bias_correction_kl`) is not here.
+- Not there at all: CISPO's lower bound, REINFORCE++, k1 and k2, clamps of the KL. Its KL weighed by the ratio
+  (`use_bias_correction_kl`) is not here.
+
+What docs/migrate.md says to set for a `loss_type` or a mode of the correction for vLLM is read from the page.
 
 Tolerance: the model is float64, but its normalisation layers compute in float32, so two forward passes over other shapes (TRL
 asks for the logits of the answers alone) differ by 1e-7, and so do losses and gradients: 1e-6 of the value, and of the norm of
@@ -18,11 +20,14 @@ the gradient.
 """
 
 import importlib
+import math
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rl_core.data.batched_data_dict import BatchedDataDict
@@ -30,15 +35,28 @@ from rl_train.algorithms.estimators import make_estimator
 from rl_train.algorithms.grpo_config import AdvantageConfig
 from rl_train.algorithms.losses import config as pg
 from rl_train.algorithms.losses import preference_config as pairs
+from rl_train.algorithms.losses.mismatch import sampling_weights
 from rl_train.algorithms.losses.policy_gradient import ClippedPGLossFn
 from rl_train.algorithms.losses.preference import DPOLossFn, HingeLossFn, IPOLossFn, ORPOLossFn, SimPOLossFn
 
-TOKENIZER = Path(__file__).parents[2] / "examples" / "addition" / "model"
+ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "examples" / "addition" / "model"
 PROMPT = 4
 LENGTHS = torch.tensor([6, 2, 4, 1, 5, 3, 6, 2])
 NEW = int(LENGTHS.max())
 LONGEST = 8
 WITHIN = 1e-6
+
+
+def migrated(heading, value):
+    """The keys of `loss_fn` that docs/migrate.md gives for a value of a setting of TRL."""
+    section = (ROOT / "docs" / "migrate.md").read_text().partition(f"### {heading}\n")[2].partition("\n#")[0]
+    [cell] = re.findall(rf"^\| `{value}`[^|]* \| (.+) \|$", section, flags=re.MULTILINE)
+    return {key: yaml.safe_load(text) for key, text in re.findall(r"`loss_fn\.([a-z_]+): ([^`]+)`", cell.partition(";")[0])}
+
+
+def test_the_page_gives_no_setting_where_there_is_none():
+    assert migrated("Values of `loss_type`", "bnpo") == migrated("Correction for the sampler", "sequence_mask") == {}
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +166,7 @@ class Rows:
             self.reference = logprobs_of(reference, self.input_ids) * 0.1 + now * 0.9
         self.before = now + spread * torch.randn(now.shape, generator=generator, dtype=torch.float64)
         self.advantages = torch.randn(8, generator=generator, dtype=torch.float64)
+        self.sampled = self.before
 
     def theirs(self, **more):
         ids, mask = self.input_ids, self.mask
@@ -171,7 +190,7 @@ class Rows:
                 "sample_mask": torch.ones(8, dtype=torch.float64),
                 "advantages": self.advantages[:, None] * self.mask,
                 "prev_logprobs": self.before * self.mask,
-                "generation_logprobs": self.before * self.mask,
+                "generation_logprobs": self.sampled * self.mask,
                 "reference_policy_logprobs": self.reference * self.mask,
             }
         )
@@ -221,6 +240,63 @@ def test_the_reinforce_gradient_equals_rloo_in_trl_on_policy(trainer, models, to
     config = pg.ClippedPGLossConfig(disable_ppo_ratio=True, token_level_loss=False, constant_length_normalizer=1)
     loss, _ = rows.ours(models[0], config)
     assert_same(loss_and_gradient(models[0], loss), theirs, values=False)
+
+
+LOSS_TYPES = {
+    "dapo": {},
+    "grpo": {},
+    "dr_grpo": {"constant_length_normalizer": LONGEST},
+    # TRL's bound is on the ratio itself, rlcore's is relative to 1.
+    "cispo": {"ratio_clip_max": 0.5},
+}
+"""What the page says in words, as values here."""
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_page_of_migration_gives_the_loss_of_each_loss_type(trainer, models, tokenizer, loss_type):
+    keys = migrated("Values of `loss_type`", loss_type)
+    name = keys.pop("name", None)
+    config = {None: pg.ClippedPGLossConfig, "dr_grpo": pg.DrGRPOLossConfig, "cispo": pg.CISPOLossConfig}[name]
+    peer = trainer("GRPOTrainer", loss_type=loss_type, **({"epsilon_high": 1.5} if loss_type == "cispo" else {}))
+    rows = Rows(models, tokenizer, spread=0.4)
+    theirs = loss_and_gradient(models[0], peer.compute_loss(peer.model, rows.theirs()))
+    assert_same(loss_and_gradient(models[0], rows.ours(models[0], config(**keys, **LOSS_TYPES[loss_type]))[0]), theirs)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_the_page_of_migration_gives_the_correction_for_vllm_of_each_mode_by_token(trainer, models, tokenizer, mode):
+    keys = migrated("Correction for the sampler", mode)
+    highest = 1.5
+    peer = trainer("GRPOTrainer")
+    peer.use_vllm = peer.vllm_importance_sampling_correction = True
+    rows = Rows(models, tokenizer, spread=0.4)
+    sampled = rows.before + 0.5 * torch.randn(
+        rows.before.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
+    ratio = ((rows.before - sampled) * rows.mask).exp()
+    kept = ratio.clamp(max=highest) if mode == "token_truncate" else ratio.masked_fill(ratio > highest, 0.0)
+    inputs = rows.theirs(importance_sampling_ratio=kept[:, PROMPT:])
+    theirs = loss_and_gradient(models[0], peer.compute_loss(peer.model, inputs))
+    config = pg.ClippedPGLossConfig(
+        use_importance_sampling_correction=True, truncated_importance_sampling_ratio=highest, **keys
+    )
+    rows.sampled = sampled
+    loss, metrics = rows.ours(models[0], config)
+    assert 0.05 < float(metrics.get("mismatch/truncated_frac", metrics.get("mismatch/masked_frac"))) < 0.95
+    assert_same(loss_and_gradient(models[0], loss), theirs)
+
+
+def test_an_answer_that_trl_drops_by_its_product_is_kept_by_the_geometric_mean():
+    config = pg.ClippedPGLossConfig(
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="seq-mask-tis",
+        truncated_importance_sampling_ratio=3.0,
+        truncated_importance_sampling_ratio_min=0.0,
+    )
+    previous = torch.full((1, 200), -1.0)
+    weights, _ = sampling_weights(previous, previous - 0.01, torch.ones(1, 200), config, torch.tensor(200.0))
+    assert math.exp(200 * 0.01) == pytest.approx(7.39, abs=0.01)
+    torch.testing.assert_close(weights, torch.full((1, 200), math.exp(0.01)))
 
 
 REWARDS = [0.0, 1.0, 0.5, 2.0, 1.0, 1.0, 0.0, 0.25]
@@ -296,22 +372,19 @@ class Pairs:
 
 
 BETA = {"reference_policy_kl_penalty": 0.3}
-AGAINST_REFERENCE = {
-    "DPO": ({"loss_type": ["sigmoid"]}, DPOLossFn(pairs.DPOLossConfig(**BETA))),
-    "the hinge": ({"loss_type": ["hinge"]}, HingeLossFn(pairs.HingeLossConfig(**BETA))),
-    # TRL's IPO takes the mean over an answer's tokens, which is a setting in rlcore.
-    "IPO": ({"loss_type": ["ipo"]}, IPOLossFn(pairs.IPOLossConfig(**BETA, preference_average_log_probs=True))),
-    "DPO of means": (
-        {"loss_type": ["sigmoid_norm"]},
-        DPOLossFn(pairs.DPOLossConfig(**BETA, preference_average_log_probs=True)),
-    ),
+OF_PAIRS = {
+    "dpo": (DPOLossFn, pairs.DPOLossConfig),
+    "dpo_hinge": (HingeLossFn, pairs.HingeLossConfig),
+    "ipo": (IPOLossFn, pairs.IPOLossConfig),
 }
 
 
-@pytest.mark.parametrize("name", AGAINST_REFERENCE)
-def test_a_loss_over_pairs_is_that_of_trl(trainer, models, tokenizer, name):
-    settings, loss_fn = AGAINST_REFERENCE[name]
-    peer = trainer("DPOTrainer", beta=BETA["reference_policy_kl_penalty"], **settings)
+@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm", "hinge", "ipo"])
+def test_the_page_of_migration_gives_the_loss_over_pairs_of_each_loss_type(trainer, models, tokenizer, loss_type):
+    keys = migrated("Values of `loss_type` of DPO", loss_type)
+    loss_class, config = OF_PAIRS[keys.pop("name")]
+    loss_fn = loss_class(config(**BETA, **keys))
+    peer = trainer("DPOTrainer", beta=BETA["reference_policy_kl_penalty"], loss_type=[loss_type])
     rows = Pairs(tokenizer)
     theirs = loss_and_gradient(models[0], peer.compute_loss(peer.model, rows.concatenated()))
     assert_same(loss_and_gradient(models[0], rows.ours(models, loss_fn)), theirs)

@@ -12,7 +12,8 @@ from rl_train.config.schema_index import schema_index
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrate.md").read_text()
-ROWS = re.findall(r"^\| .+ \| (.+) \|$", PAGE, flags=re.MULTILINE)
+ROWS = [line.strip("| ").split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| ")]
+"""The second cells of all tables, also of their headings."""
 KEYS = sorted({key for row in ROWS for key in re.findall(r"`([a-z_]+(?:\.[a-z_<>]+)+)(?::[^`]*)?`", row)})
 
 
@@ -24,7 +25,8 @@ def known():
 
 
 def test_the_rows_of_all_tables_are_read():
-    assert len(ROWS) == PAGE.count("\n| `") + PAGE.count("\n| a `") + 3  # and the three headings
+    assert ROWS.count("here") == PAGE.count("\n|---")
+    assert len(ROWS) > 90
     assert len(KEYS) > 30
 
 

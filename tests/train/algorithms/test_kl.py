@@ -1,5 +1,7 @@
 """KL estimators compared with the exact divergence of small distributions."""
 
+import math
+
 import pytest
 import torch
 
@@ -39,6 +41,26 @@ def test_the_gradient_of_k2_is_that_of_the_divergence():
     logp = logits.log_softmax(-1)
     (logp.exp() * (logp - Q.log())).sum().backward()
     assert torch.allclose(found, logits.grad, atol=1e-12)
+
+
+def test_the_gradient_of_k3_is_that_of_the_divergence_from_the_reference():
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    # Expectation over the policy's own samples, by enumeration.
+    in_expectation = (logprobs.exp().detach() * calculate_kl(logprobs, reference, "k3")).sum()
+    [found] = torch.autograd.grad(in_expectation, logits, retain_graph=True)
+    [expected] = torch.autograd.grad((reference.exp() * (reference - logprobs)).sum(), logits)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("lost", "has_gradient"), [(2.0, True), (2.6, True), (2.7, False)])
+def test_the_default_clamp_of_k3_removes_the_gradient_of_tokens_that_lost_more_than_2_6_nats(lost, has_gradient):
+    logprob = torch.tensor(-1.0 - lost, requires_grad=True)
+    config = ClippedPGLossConfig()
+    bounds = {"input_clamp_value": config.kl_input_clamp_value, "output_clamp_value": config.kl_output_clamp_value}
+    calculate_kl(logprob, torch.tensor(-1.0), "k3", **bounds).backward()
+    assert logprob.grad.item() == pytest.approx(1.0 - math.exp(lost) if has_gradient else 0.0)
 
 
 def test_clamps_limit_outlier_tokens():

@@ -4,7 +4,7 @@ With x ~ p and r = log q(x) - log p(x) (Schulman, "Approximating KL Divergence",
 
     k1 = -r                unbiased, high variance, may be negative; as a loss its expected gradient is zero
     k2 = r² / 2            biased, low variance; as a loss its gradient is that of KL(p || q) in expectation
-    k3 = exp(r) - 1 - r    unbiased, low variance, never negative; as a loss its gradient is that of KL(q || p) near p = q
+    k3 = exp(r) - 1 - r    unbiased, low variance, never negative; as a loss its gradient is that of KL(q || p) in expectation
 
 As a penalty in the reward, an estimator k has the gradient E[k ∇log p]. That of k1 is ∇KL(p || q). k2 and k3 are also positive
 if q is above p, so their gradients push p away from q.

@@ -85,11 +85,9 @@ MEANINGS = {
     "vllm_tensor_parallel_size": "tensor_parallel_size",
     "vllm_enable_sleep_mode": "sleep_level",
     "vllm_importance_sampling_correction": "use_importance_sampling_correction",
-    "vllm_importance_sampling_mode": "truncated_importance_sampling_type",
     "vllm_importance_sampling_cap": "truncated_importance_sampling_ratio",
     "vllm_importance_sampling_clip_max": "truncated_importance_sampling_ratio",
     "vllm_importance_sampling_clip_min": "truncated_importance_sampling_ratio_min",
-    "kl_loss_coef": "reference_policy_kl_penalty",
     "kl_loss_type": "reference_policy_kl_type",
     "clip_ratio": "ratio_clip_min",
     "clip_ratio_low": "ratio_clip_min",
@@ -116,6 +114,14 @@ MEANINGS = {
 """Names of other libraries, and our name for the same setting."""
 
 _INSTEAD = {
+    "token_truncate is `loss_fn.truncated_importance_sampling_type: tis`, and token_mask is `icepop`. sequence_mask, TRL's "
+    "default, and sequence_truncate bound the product of an answer's ratios, and have no "
+    "equivalent.": "vllm_importance_sampling_mode",
+    "Set `loss_fn.reference_policy_kl_penalty`, but only if `use_kl_loss` is true: by default, verl ignores the "
+    "coefficient.": "kl_loss_coef",
+    "A KL penalty is on if `loss_fn.reference_policy_kl_penalty` is above 0.": "use_kl_loss",
+    "token-mean is the default; seq-mean-token-mean is `loss_fn.token_level_loss: false`.": "loss_agg_mode",
+    "Set `grpo.adv_estimator.normalize_rewards`.": "norm_adv_by_std_in_grpo",
     "Model dropout is only on in SFT; `policy.hf_cfg.config_overrides` changes it.": "disable_dropout",
     "The reference policy is always the initial policy.": "ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     "The reference policy scores the rows of a step in the step; nothing is computed in advance.": "precompute_ref_log_probs "
