@@ -395,13 +395,12 @@ def test_data_show_groups_equal_answers_and_counts_rows_that_are_not_scored(tmp_
     assert "`rlcore data show --graded N` lists them with their rows" in checked
 
 
-def test_empty_responses_of_supervised_data_are_reported_as_such(tmp_path):
-    path = write(tmp_path / "sums.jsonl", [*FORMATS["numbers"], {"question": "1+1=", "expected_answer": ""}])
+def test_all_empty_responses_of_supervised_data_are_refused(tmp_path):
+    empty = {"question": "1+1=", "expected_answer": ""}
+    path = write(tmp_path / "sums.jsonl", [*FORMATS["numbers"], empty, FORMATS["numbers"][0], empty])
     done = rlcore("init", path, "--algorithm", "sft", "--model", MODEL, "--output", tmp_path / "new")
-    assert done.returncode == 0, done.stderr
-    assert "Remove these rows: they train the model to end at once." in done.stdout
-    shown = rlcore("data", "show", tmp_path / "new" / "config.yaml").stdout
-    assert re.search(rf"empty responses: 1 of \d+ \(\d\.\d %\); they train the model to end at once: {path}:51\n", shown)
+    assert done.returncode == 2
+    assert f"{path}:51, 53: the response is empty, so that only its end would be trained" in done.stderr
 
 
 def test_data_show_counts_text_that_the_tokenizer_cannot_represent(prepared):

@@ -168,3 +168,13 @@ def test_an_algorithm_without_declared_optimizer_steps_needs_a_schedule_length(f
         "of optimizer steps."
     ]
     files.load(scheduled.replace("linear}", "linear, kwargs: {num_training_steps: 3}}"))
+
+
+def test_optimizer_steps_of_unequal_size_are_a_warning():
+    def warned(*overrides):
+        return CliRunner().invoke(app, ["validate", str(SFT), *overrides]).output
+
+    assert "warning" not in warned("sft.global_batch_size=16", "++policy.train_global_batch_size=8")
+    assert "warning" not in warned("sft.global_batch_size=16", "++policy.train_global_batch_size=32")
+    said = "the last of 2 optimizer steps has 6 rows, which count as much as the 10 rows of the others. Choose a divisor of 16."
+    assert said in warned("sft.global_batch_size=16", "++policy.train_global_batch_size=10")

@@ -275,7 +275,7 @@ def test_rows_that_are_too_long_are_found_before_the_first_step_among_the_rows_t
         train, _ = read_data(data, registry)
         return conversation_loader(train, run_of(data), tokenizer, batch_size=2, shuffle=shuffle)
 
-    with pytest.raises(DataError, match=r"(?s)2 of the first 72 rows.*rows\.jsonl:41: record 40 .*rows\.jsonl:72: record 71 "):
+    with pytest.raises(DataError, match=r"(?s)2 of the first 72 rows.*rows\.jsonl:41, 72: record 40 "):
         load(2000)
     with pytest.raises(DataError, match=r"rows\.jsonl:41: record 40 has 21 tokens, but 16 are allowed"):
         load(41)
@@ -290,6 +290,83 @@ def test_rows_that_are_too_long_are_found_before_the_first_step_among_the_rows_t
     load(first, shuffle=True)
     with pytest.raises(DataError, match="has 21 tokens"):
         load(first + 1, shuffle=True)
+
+
+def test_all_bad_rows_are_listed_by_cause_with_what_continues_without_them(lines, registry):
+    good = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    bad = {3: {"rejected": None}, 7: {"rejected": "2"}, 8: {"rejected": "2"}, 9: {"rejected": "2"}, 12: {"rejected": 5}}
+    path = lines("pairs", *(good | bad.get(number, {}) for number in range(1, 20)), "{", good, "[", good)
+    config = DataConfig(train=PreferenceDatasetConfig(path=path))
+    with pytest.raises(DataError) as caught:
+        read_data(config, registry)
+    title, *causes, remedy = str(caught.value).splitlines()
+    assert title == f"7 of 23 rows of {path} cannot be used:"
+    assert [cause.partition(" the ")[0].partition(" both")[0].partition(" invalid")[0] for cause in causes] == [
+        f"  {path}:7-9:",
+        f"  {path}:20, 22:",
+        f"  {path}:3:",
+        f"  {path}:12:",
+    ]
+    assert "both answers are the same" in causes[0]
+    assert remedy == "Set `on_bad_row: skip` in the section of the dataset to continue without bad rows"
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_rows_that_would_only_train_the_end_of_an_answer_are_bad_rows_of_every_algorithm(lines, registry, tokenizer, skip):
+    mode = {"on_bad_row": "skip"} if skip else {}
+    answers = section(
+        lines("answers", *answered(sums(1, 2)), {"question": "1+1=", "answer": ""}),
+        output_key=None,
+        response_key="answer",
+        **mode,
+    )
+    pairs = PreferenceDatasetConfig(
+        path=lines("pairs", *({"prompt": "1+1=", "chosen": good, "rejected": "3"} for good in ("2", "2", ""))), **mode
+    )
+    for train, load in ((answers, conversation_loader), (pairs, preference_loader)):
+        source, _ = read_data(data := DataConfig(train=train), registry)
+        if skip:
+            assert len(load(source, run_of(data), tokenizer, batch_size=1, shuffle=True).dataset) == 2
+            continue
+        with pytest.raises(DataError, match=rf"{train.path.name}:3: .* is empty, so that only its end would be trained"):
+            load(source, run_of(data), tokenizer, batch_size=1, shuffle=True)
+
+
+def test_a_rejected_answer_may_be_empty_if_its_end_is_trained(lines, registry, tokenizer):
+    data = DataConfig(train=PreferenceDatasetConfig(path=lines("pairs", {"prompt": "1+1=", "chosen": "2", "rejected": ""})))
+    source, _ = read_data(data, registry)
+    assert len(preference_loader(source, run_of(data), tokenizer, batch_size=1, shuffle=True).dataset) == 1
+    endless = load_tokenizer(MODEL, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: the rejected answer has no token to train on"):
+        preference_loader(source, run_of(data), endless, batch_size=1, shuffle=True)
+
+
+def test_an_epoch_of_records_ends_with_the_rows_that_do_not_fill_a_batch_and_one_of_prompts_says_so(
+    lines, registry, tokenizer, caplog
+):
+    rows = answered(sums(1, 7))
+    data = DataConfig(train=section(lines("rows", *rows), output_key="answer", response_key="answer"))
+    source, _ = read_data(data, registry)
+    with caplog.at_level(logging.INFO, logger="rlcore"):
+        batches = [*conversation_loader(source, run_of(data), tokenizer, batch_size=3, shuffle=True)]
+        assert not caplog.text
+        prompts = [*prompt_loader(source, run_of(data), tokenizer, batch_size=3, shuffle=True)]
+    assert [len(batch) for batch in batches] == [3, 3, 1]
+    assert sorted(row["idx"] for batch in batches for row in batch) == [*range(7)]
+    assert [len(batch) for batch in prompts] == [3, 3]
+    assert "each epoch leaves out 1 of the 7 rows of jsonl, others every time" in caplog.text
+
+
+def test_steps_that_end_before_the_requested_epochs_are_reported(lines, registry, tokenizer, caplog):
+    data = DataConfig(train=section(lines("rows", *answered(sums(1, 7))), output_key=None, response_key="answer"))
+    for steps in (6, 5):
+        run = run_of(data, global_batch_size=3, max_num_steps=steps, max_num_epochs=2)
+        source, _ = read_data(data, registry)
+        resolved = DataLoaders(run, tokenizer, train=source, validation={}).resolve_steps(run)
+        assert resolved.algorithm.max_num_steps == steps
+        assert ("the run ends after 5 of the 6 steps of max_num_epochs: 2, so it leaves out rows" in caplog.text) is (
+            steps == 5
+        )
 
 
 def test_data_of_another_form_than_the_algorithm_wants_is_refused_before_anything_starts(lines, registry, tokenizer):

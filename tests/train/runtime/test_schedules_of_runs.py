@@ -116,11 +116,12 @@ def test_a_schedule_shorter_than_a_run_limited_by_epochs_is_rejected_before_star
 def test_a_longer_run_continues_on_the_schedule_of_its_new_length_with_a_message(config_of, capsys):
     first = train(config_of(RUNS["sft"]), console=False)
     assert steps_of(first.folder)[-1]["lr"] == pytest.approx(LR / 8)
+    # The fifth step has the 4 rows that are left of 24.
     longer = {**RUNS["sft"], "sft": {"max_num_steps": 5, "global_batch_size": 5}}
     again = train(config_of(longer), console=False)
     assert (again.folder, again.resumed_from) == (first.folder, 3)
-    # Of 15 optimizer steps in a line to 0 after one of warm-up, the twelfth and the fifteenth.
-    assert [step["lr"] for step in steps_of(again.folder)[3:]] == pytest.approx([LR * 4 / 14, LR / 14])
+    # Of 15 optimizer steps in a line to 0 after one of warm-up, the twelfth and the fourteenth.
+    assert [step["lr"] for step in steps_of(again.folder)[3:]] == pytest.approx([LR * 4 / 14, LR * 2 / 14])
     said = capsys.readouterr().err
     assert "the linear schedule follows the length of the run, which is now 15 optimizer steps and was 9" in said
     assert "It continues at optimizer step 10 with a learning rate of 4.29e-07; with the previous length it would be 0." in said

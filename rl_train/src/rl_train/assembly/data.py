@@ -14,11 +14,12 @@ from rl_core.plugins.registry import Registry
 from rl_train.assembly.first_rows import check_rows
 from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig, RunConfig
+from rl_train.data.bad_rows import BadRow, BadRowError, bad_row_lines
 from rl_train.data.concat import ConcatDataset
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
 from rl_train.data.dataset_classes import make_dataset
-from rl_train.data.holdout import Subset, held_out, row_location
+from rl_train.data.holdout import Subset, held_out
 from rl_train.data.messages import DatumSpec
 from rl_train.data.mixing import Mixture
 from rl_train.data.processors import (
@@ -49,19 +50,19 @@ class BadRows:
         self._locations: set[tuple[str, str]] = set()
 
     def add(self, count: int, dataset: str, reasons: Sequence[str]) -> None:
-        """Count rows that could not be read, and log the first reasons."""
+        """Count rows that could not be read, and log the reasons."""
         self.count += count
         if count:
-            first = "".join(f"\n  {reason}" for reason in reasons[:5])
+            listed = "".join(f"\n  {reason}" for reason in reasons)
             rows = "1 bad row" if count == 1 else f"{count} bad rows"
             is_are = "is" if count == 1 else "are"
-            _log.warning("%s of %s %s skipped (on_bad_row: skip); the first:%s", rows, dataset, is_are, first)
+            _log.warning("%s of %s %s skipped (on_bad_row: skip):%s", rows, dataset, is_are, listed)
 
-    def add_locations(self, dataset: str, reasons: Mapping[str, str]) -> None:
+    def add_rows(self, dataset: str, rows: Sequence[BadRow]) -> None:
         """Count rows that could not be tokenized, once per location: the same rows may be tokenized for several uses."""
-        new = {place: reason for place, reason in reasons.items() if (dataset, place) not in self._locations}
-        self._locations.update((dataset, place) for place in new)
-        self.add(len(new), dataset, list(new.values()))
+        new = [row for row in rows if (dataset, row.location) not in self._locations]
+        self._locations.update((dataset, row.location) for row in new)
+        self.add(len(new), dataset, bad_row_lines(new))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,11 +264,19 @@ def _loader(
         batch_size=batch_size,
         shuffle=shuffle,
         seed=run.algorithm.seed,
-        drop_last=shuffle,
+        drop_last=shuffle and not is_trained,
         collate=list,
         mixture=mixture,
         fingerprint=_fingerprint(source),
     )
+    if loader.drop_last and len(rows) % batch_size:
+        _log.info(
+            "each epoch leaves out %d of the %d rows of %s, others every time, because they do not fill a step of %d",
+            len(rows) % batch_size,
+            len(rows),
+            source.name,
+            batch_size,
+        )
     members = [source] if source.members is None else source.members.values()
     if any(member.on_bad_row is OnBadRow.ERROR for member in members):  # with skip, all rows were already tokenized
         check_rows(loader, source.name, most=run.data.check_rows)
@@ -291,21 +300,20 @@ def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[st
         for index in dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else ():
             rows[index]
         return rows
-    good, reasons = [], {}
+    good: list[int] = []
+    bad: list[BadRow] = []
     for index in range(len(rows)):
         try:
             rows[index]
-        except DataError as error:
-            reasons[row_location(source.records, index)] = str(error)
+        except BadRowError as error:
+            bad.append(error.row)
         else:
             good.append(index)
-    if not reasons:
+    if not bad:
         return rows
     if not good:
-        raise DataError(
-            f"none of the {len(rows)} records of {source.name} can be tokenized; the first: {next(iter(reasons.values()))}"
-        )
-    source.bad_rows.add_locations(source.name, reasons)
+        raise DataError(f"none of the {len(rows)} records of {source.name} can be tokenized; the first: {bad[0]}")
+    source.bad_rows.add_rows(source.name, bad)
     return TokenizedRows(Subset(source.records, good), process, tasks=choice, name=source.name)
 
 

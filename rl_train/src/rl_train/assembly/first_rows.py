@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from rl_core.errors import DataError
+from rl_train.data.bad_rows import BadRow, BadRowError, bad_rows_error
 from rl_train.data.dataloader import BatchedDataLoader
+from rl_train.data.records import SKIP_BAD_ROWS
 
 _log = logging.getLogger("rlcore")
-_LISTED = 5
 
 
 def check_rows(loader: BatchedDataLoader, name: str, *, most: int) -> None:
@@ -20,22 +20,18 @@ def check_rows(loader: BatchedDataLoader, name: str, *, most: int) -> None:
         most: largest number of rows to check; tokenizing takes milliseconds per row, too long for large datasets.
 
     Raises:
-        DataError: a row is too long, cannot be rendered or has nothing to train on. The message lists the first such rows.
+        DataError: a row is too long, cannot be rendered or has nothing to train on. The message lists all such rows.
     """
     numbers = loader.next_rows(most)
-    bad: list[str] = []
+    bad: list[BadRow] = []
     dropped = 0
     for number in numbers:
         try:
             dropped += not loader.dataset[number]["loss_multiplier"]
-        except DataError as error:
-            bad.append(str(error))
-    if len(bad) > 1:
-        more = "" if len(bad) <= _LISTED else f"\n  and {len(bad) - _LISTED} more"
-        reasons = "".join(f"\n  {reason}" for reason in bad[:_LISTED])
-        raise DataError(f"{len(bad)} of the first {len(numbers)} rows of {name} cannot be used:{reasons}{more}")
+        except BadRowError as error:
+            bad.append(error.row)
     if bad:
-        raise DataError(bad[0])
+        raise bad_rows_error(bad, total=len(numbers), rows_of=f"the first {len(numbers)} rows of {name}", remedy=SKIP_BAD_ROWS)
     if dropped:
         _log.warning("%d of the first %d rows of %s are too long and dropped", dropped, len(numbers), name)
     if len(numbers) < len(loader.dataset) and numbers:

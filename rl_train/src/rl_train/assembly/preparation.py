@@ -126,6 +126,14 @@ class DataLoaders:
         if epochs is not None and (self.prompts is not None or self.batches is not None):
             num_batches = self.prompts.draws(epochs) if self.prompts is not None else epochs * len(self.batches or ())
             last = min(algorithm.max_num_steps, num_batches)
+            if last < num_batches:
+                _log.warning(
+                    "the run ends after %d of the %d steps of max_num_epochs: %d, so it leaves out rows (max_num_steps: %d)",
+                    last,
+                    num_batches,
+                    epochs,
+                    algorithm.max_num_steps,
+                )
             counted = algorithm.model_copy(update={"max_num_steps": last, "max_num_epochs": None})
             config = config.model_copy(update={"algorithm": counted})
         return config

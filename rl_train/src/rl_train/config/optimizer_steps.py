@@ -18,6 +18,8 @@ class OptimizerSteps:
     """Number of optimizer steps of a whole run."""
 
     plan: TrainingPlan
+    rows: int
+    """Number of rows of an optimizer step, with filler rows."""
     per_pass: int
     """Maximum number of optimizer steps in one pass over a step's rows."""
     is_exact: bool
@@ -56,6 +58,6 @@ def optimizer_steps(run: RunConfig, model: str) -> OptimizerSteps | None:
     per_pass = -(-plan.rows // rows)
     # Sections created in Python have their own placement, and with it possibly more ranks.
     settled = batch_size is None or "cluster" in run.model_fields_set or per_pass == 1
-    # Unshuffled, an epoch's last batch may be smaller.
+    # Unshuffled, an epoch's last batch may be smaller. That of shuffled records may be too, but most have the size of `plan`.
     whole = plan.is_exact and run.data.shuffle and run.algorithm.max_num_epochs is None
-    return OptimizerSteps(plan=plan, per_pass=per_pass, is_exact=settled and whole)
+    return OptimizerSteps(plan=plan, rows=rows, per_pass=per_pass, is_exact=settled and whole)

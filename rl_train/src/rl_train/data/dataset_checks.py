@@ -92,8 +92,12 @@ def _first_row(config: JsonLinesSource, effective: RowsConfig) -> Iterator[tuple
     elif config.on_bad_row is OnBadRow.ERROR and (config.record_fn is None or config.record_fn in PACKAGED):
         try:
             _read(parsed(first[1]), effective)
-        except DataError as error:
-            yield (error.key or "path",), f"{config.path}:{first[0]}: {error}"
+        except DataError:
+            # As the run reports it: all bad rows of the file.
+            try:
+                _dataset(effective)
+            except DataError as error:
+                yield (error.key or "path",), str(error)
 
 
 def _is_empty(path: Path) -> bool:
@@ -116,6 +120,13 @@ def _has_content(file: Path) -> bool:
         return file.stat().st_size > 0
     with file.open(encoding="latin-1") as lines:
         return len([*islice(filter(str.strip, lines), 2)]) == 2
+
+
+def _dataset(config: RowsConfig) -> None:
+    from rl_train.data.datasets import RecordDataset
+    from rl_train.data.preferences import PreferenceDataset
+
+    (PreferenceDataset if isinstance(config, PreferenceFields) else RecordDataset)(config)
 
 
 def _read(row: dict[str, Any], config: RowsConfig) -> None:

@@ -83,7 +83,7 @@ def conversation_datum(
     trained = trained_messages(messages, roles_to_train_on, only_unmask_final)
     log = get_formatted_message_log(messages, tokenizer, tools=record.get("tools"), trained=trained)
     add_loss_mask_to_message_log([log], roles_to_train_on, only_unmask_final, tokenizer=tokenizer)
-    _check_trained(log, idx)
+    check_trained(log, "the response")
     return _datum(log, record, idx, max_length, on_too_long, is_cut=is_cut)
 
 
@@ -117,6 +117,7 @@ def preference_datum(
     for side in ("chosen", "rejected"):
         messages, is_cut = _tokenizable([*record["prompt"], *record[side]], idx, max_length, on_too_long)
         log = _answered(messages, len(record["prompt"]), tokenizer, tools)
+        check_trained(log, f"the {side} answer", may_be_empty=side == "rejected")
         datums.append(_datum(log, record, idx, max_length, on_too_long, is_cut=is_cut))
     return PreferenceDatumSpec(
         message_log_chosen=datums[0]["message_log"],
@@ -154,6 +155,8 @@ def check_processor_result(datum: Any, name: str, *, is_trained: bool) -> None:
             raise DataError(
                 f"{name} returned a message of {message.get('role')!r} without {' and '.join(lacking)}, a tensor [t]"
             )
+    for log in logs if is_trained and datum["loss_multiplier"] else ():
+        check_trained(datum[log], f"the {log} that {name} returned", may_be_empty=True)
 
 
 def _answered(messages: Sequence[Mapping[str, Any]], prompt_messages: int, tokenizer: Any, tools: Any) -> MessageLog:
@@ -165,12 +168,30 @@ def _answered(messages: Sequence[Mapping[str, Any]], prompt_messages: int, token
     return log
 
 
-def _check_trained(log: MessageLog, idx: int) -> None:
-    if not any(bool(message["token_loss_mask"].any()) for message in log):
+def check_trained(log: MessageLog, what: str, *, may_be_empty: bool = False) -> None:
+    """Check that messages have tokens to train on, and not only the end of an empty answer.
+
+    Args:
+        log: Messages with `token_loss_mask`.
+        what: Names them in errors.
+        may_be_empty: Whether the end of an empty answer suffices: a model may learn to avoid it.
+
+    Raises:
+        DataError: Nothing is trained, or only the end.
+    """
+    trained = [message for message in log if bool(message["token_loss_mask"].any())]
+    if not trained:
         raise DataError(
-            f"record {idx} has no token to train on: its trained answers are empty, have the weight 0, or are dropped by the "
-            "chat template"
+            f"{what} has no token to train on: its text is empty, has the weight 0, or is dropped by the chat template"
         )
+    if not may_be_empty and not any(map(_has_content, trained)):
+        raise DataError(f"{what} is empty, so that only its end would be trained, and the model would learn to end at once")
+
+
+def _has_content(message: Mapping[str, Any]) -> bool:
+    """Whether a message has text or calls; without content, its tokens are those of the user's processor."""
+    texts = [value for key, value in message.items() if isinstance(value, str) and key not in ("role", "tool_call_id")]
+    return bool(message.get("tool_calls")) or any(text.strip() for text in texts) or "content" not in message
 
 
 def _tokenizable(

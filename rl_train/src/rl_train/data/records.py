@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
 from rl_core.errors import ConfigError, DataError
 from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
+from rl_train.data.bad_rows import BadRow, bad_row_lines, bad_rows_error
 from rl_train.data.json_lines import JsonLines
 from rl_train.data.record_functions import load_record_function
 from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
@@ -18,7 +19,7 @@ from rl_train.user_code import reporting_errors
 ConfigT = TypeVar("ConfigT", bound=RowsConfig)
 RecordT = TypeVar("RecordT")
 
-_MAX_REASONS = 5
+SKIP_BAD_ROWS = "Set `on_bad_row: skip` in the section of the dataset to continue without bad rows"
 
 
 class Rows(Protocol):
@@ -98,12 +99,12 @@ class Records(Sequence[RecordT]):
     Attributes:
         config: The same.
         skipped: Number of invalid rows skipped with `on_bad_row: skip`.
-        reasons: Reasons and locations of the first few.
+        reasons: Their locations and reasons, by cause.
         firsts: Index of the first record of every kind.
         fingerprint: Hash of all records in order. If it differs, a resumed run would not continue with the same rows.
 
     Raises:
-        DataError: The source does not exist or has no valid row, or a row is invalid; the message has its location.
+        DataError: The source does not exist or has no valid row, or rows are invalid; the message has the locations of all.
     """
 
     reader: ClassVar[type[RowReader[Any, Any]]]
@@ -113,22 +114,19 @@ class Records(Sequence[RecordT]):
         key_of_rows = "path" if rows is None else None
         rows, form = open_rows(config) if rows is None else rows, self.reader(config)
         self.config = config
-        self.skipped = 0
-        self.reasons: list[str] = []
         self._rows = rows
         self._form = form
         self._index: list[tuple[int, int]] = []
         kinds: dict[Any, int] = {}
+        bad: list[BadRow] = []
+        key = None
         seen = hashlib.blake2b(digest_size=8)
         for number in range(len(rows)):
             try:
                 records = form.records(rows[number])
             except DataError as error:
-                reason = f"{rows.row_location(number)}: {error}"
-                if config.on_bad_row is OnBadRow.ERROR:
-                    raise DataError(reason, key=error.key or key_of_rows) from error
-                self.skipped += 1
-                self.reasons = [*self.reasons, reason][:_MAX_REASONS]
+                bad.append(BadRow.of(rows.row_location(number), error))
+                key = key or error.key or key_of_rows
             except ConfigError as error:  # a bug in a user's function
                 raise ConfigError(f"{rows.row_location(number)}: {error}") from error
             else:
@@ -137,10 +135,15 @@ class Records(Sequence[RecordT]):
                     self._index.append((number, part))
                     # Values that JSON cannot represent are hashed by type: a repr may contain an address of this process.
                     seen.update(json.dumps(record, skipkeys=True, default=lambda value: type(value).__name__).encode())
+        if bad and config.on_bad_row is OnBadRow.ERROR:
+            raise bad_rows_error(
+                bad, total=len(rows), rows_of=f"{len(rows)} rows of {rows.name}", remedy=SKIP_BAD_ROWS, key=key
+            )
+        self.skipped, self.reasons = len(bad), bad_row_lines(bad)
         self.firsts = tuple(kinds.values())
         self.fingerprint = seen.hexdigest()
         if not self._index:
-            why = f"{self.skipped} bad rows skipped; the first: {self.reasons[0]}" if self.reasons else "it is empty"
+            why = f"{self.skipped} bad rows skipped; the first: {bad[0]}" if bad else "it is empty"
             raise DataError(f"{rows.name} has no {form.called} to train on ({why})")
 
     def __len__(self) -> int:

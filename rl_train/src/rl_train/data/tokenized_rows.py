@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_core.errors import DataError
+from rl_train.data.bad_rows import BadRow, BadRowError
 from rl_train.data.dataset_classes import record_of
 from rl_train.data.holdout import row_location
 from rl_train.data.task_choice import TaskChoice
@@ -31,8 +32,8 @@ class TokenizedRows(Sequence[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        record = dict(record_of(self._dataset, index, name=self._name))
         try:
+            record = dict(record_of(self._dataset, index, name=self._name))
             task = self._tasks.of_record(record.get("task_name"))
             if task is not None:
                 record["task_name"] = task
@@ -41,5 +42,5 @@ class TokenizedRows(Sequence[Any]):
                 datum = {**datum, "task_name": task}
             self._tasks.check(datum.get("task_name"))
         except DataError as error:
-            raise DataError(f"{self._name}: {row_location(self._dataset, index)}: {error}") from error
+            raise BadRowError(BadRow.of(f"{self._name}: {row_location(self._dataset, index)}", error)) from error
         return datum

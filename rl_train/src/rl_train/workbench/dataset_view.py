@@ -49,7 +49,8 @@ class DatasetView:
     longest_row: str
     """Location of the longest measured row."""
     empty_answers: int
-    """Number of measured prompts whose expected answer is empty, or conversations whose last response is."""
+    """Number of measured prompts whose expected answer is empty, conversations whose last response is, or pairs whose rejected
+    answer is."""
     unwritable_answers: int
     """Number of measured prompts whose expected answer has text that the tokenizer cannot represent."""
     unknown_token: str | None
@@ -91,7 +92,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
     sources = {} if data.train is None else {"train": data.train}
     for name, source in {**sources, **sets}.items():
         is_training = name == "train"
-        reader = _RowMeasure(prepared, source, is_training=is_training)
+        reader = _RowMeasure(prepared, source, is_training=is_training, checked=measured)
         digests = _digests(source)
         indices = _spaced(len(digests), measured)
         lengths, unknown, answers = zip(*map(reader.measured, indices), strict=True)
@@ -137,10 +138,10 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
 class _RowMeasure:
     """Renders the rows of a dataset as its loader does, without the limit on their length."""
 
-    def __init__(self, prepared: Preparation, source: Source, *, is_training: bool) -> None:
+    def __init__(self, prepared: Preparation, source: Source, *, is_training: bool, checked: int) -> None:
         run, tokenizer = prepared.config, prepared.tokenizer
         needs = run.algorithm.runtime_needs
-        unlimited, self.limit = _without_limits(run), run.policy.max_total_sequence_length
+        unlimited, self.limit = _without_limits(run, checked), run.policy.max_total_sequence_length
         self._tokenizer = tokenizer
         # Long rows are counted here, so Transformers need not warn about the first one.
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
@@ -168,8 +169,8 @@ class _RowMeasure:
         return int(length), self._unknown(tokens), answer
 
     def _response(self, index: int) -> Any:
-        """The last message of a conversation, if the model writes it and calls no tool in it."""
-        last = self._records[index].get("messages", [{}])[-1] if self.kind == "conversations" else {}
+        """The last message of a conversation or a rejected answer, if the model writes it and calls no tool in it."""
+        last = self._records[index].get("messages" if self.kind == "conversations" else "rejected", [{}])[-1]
         return last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
     def unknown_tokens(self, texts: Sequence[str]) -> int:
@@ -219,10 +220,10 @@ def _prompt_texts(run: RunConfig, name: str) -> Iterator[list[str]]:
         yield [text for text in texts if text]
 
 
-def _without_limits(run: RunConfig) -> RunConfig:
+def _without_limits(run: RunConfig, checked: int) -> RunConfig:
     policy = run.policy.model_copy(update={"max_total_sequence_length": _UNLIMITED})
     return run.model_copy(
-        update={"policy": policy, "data": run.data.model_copy(update={"max_input_seq_length": None, "check_rows": 0})}
+        update={"policy": policy, "data": run.data.model_copy(update={"max_input_seq_length": None, "check_rows": checked})}
     )
 
 

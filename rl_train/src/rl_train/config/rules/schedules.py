@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rl_core.config.diagnostics import Problem
 from rl_core.config.schema import SchedulerConfig
+from rl_train.config.optimizer_steps import optimizer_steps
 from rl_train.config.rules.rule import TRAIN_ONLY, TRAINING, CheckedConfig, rule
 from rl_train.config.schedule_lengths import LENGTH, TRAINED, arguments, factor, is_number, named_schedules
 from rl_train.config.schema import RunConfig
@@ -42,6 +43,22 @@ def schedule_problems(run: RunConfig) -> Iterator[Problem]:
 def schedules_fit_the_run(config: CheckedConfig) -> Iterator[Problem]:
     """A learning-rate schedule does not end before the run, and its warm-up does. With data, a later rule knows more."""
     yield from schedule_warnings(config.run)
+
+
+@rule(
+    "algorithm", *(f"{name}.train_global_batch_size" for name in TRAINED), "cluster", "data", applies_to=TRAIN_ONLY, warns=True
+)
+def optimizer_steps_have_equal_rows(config: CheckedConfig) -> Iterator[Problem]:
+    """The optimizer steps of a step have the same number of rows."""
+    for model in TRAINED:
+        steps = optimizer_steps(config.run, model)
+        if steps is not None and steps.per_pass > 1 and steps.plan.is_exact and (rest := steps.plan.rows % steps.rows):
+            yield Problem(
+                (model, "train_global_batch_size"),
+                f"the {steps.plan.rows} rows of a step are not a multiple of it: the last of {steps.per_pass} optimizer steps "
+                f"has {rest} rows, which count as much as the {steps.rows} rows of the others. Choose a divisor of "
+                f"{steps.plan.rows}.",
+            )
 
 
 def schedule_warnings(run: RunConfig) -> Iterator[Problem]:
