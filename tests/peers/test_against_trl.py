@@ -55,7 +55,7 @@ def migrated(heading, value):
     return {key: yaml.safe_load(text) for key, text in re.findall(r"`loss_fn\.([a-z_]+): ([^`]+)`", cell.partition(";")[0])}
 
 
-def test_the_page_gives_no_setting_where_there_is_none():
+def test_the_page_gives_no_setting_to_loss_types_without_an_equivalent():
     assert migrated("Values of `loss_type`", "bnpo") == migrated("Correction for the sampler", "sequence_mask") == {}
 
 
