@@ -33,6 +33,10 @@ def convert(
     ] = False,
     best: Annotated[bool, typer.Option("--best", help="Use the best checkpoint of a run folder, not the newest.")] = False,
     model: Annotated[str | None, typer.Option(help="Path of the initial model of the run, if it has moved.")] = None,
+    allow_config_change: Annotated[
+        bool,
+        typer.Option("--allow-config-change", help="With --merge: merge although the base weights are not those of the run."),
+    ] = False,
     push_to: Annotated[
         str | None,
         typer.Option(
@@ -74,7 +78,15 @@ def convert(
         raise UserError("--public is an option of an upload. Add --push OWNER/NAME.")
     if source != checkpoint:
         print(f"{'Best' if best else 'Newest'} checkpoint of {checkpoint}: {source}")
-    done = run(source, output, to=to, merge=merge, model=model, trust=trust_checkpoint)
+    done = run(
+        source,
+        output,
+        to=to,
+        merge=merge,
+        model=model,
+        trust=trust_checkpoint,
+        allow_config_change=allow_config_change,
+    )
     how = "copied" if done.backend is None else f"by the policy backend {done.backend}"
     print(f"Wrote {done.output}: {len(done.files)} files, {format_size(done.num_bytes)}, {how}")
     for name in done.files:

@@ -112,6 +112,8 @@ def evaluate(
     )
     if warning := _prompts_otherwise(plan):
         print(f"warning: {warning}", file=sys.stderr)
+    for key, words in plan.changed_code.items():
+        print(f"warning: since the checkpoint was written: {key}: {words}", file=sys.stderr)
     with _progress() as report:
         evaluated = plan.evaluate(report)
     _print_head(evaluated, plan)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rl_core.cluster.virtual_cluster import RayVirtualCluster
@@ -26,9 +27,11 @@ from rl_train.assembly.placement import make_cluster, resolve_precision
 from rl_train.assembly.preparation import DataLoaders, Preparation
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
+from rl_train.assembly.run_inputs import inputs_of
 from rl_train.assembly.training_checks import watch_training
 from rl_train.assembly.workers import Builder, Workers
 from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults
+from rl_train.checkpoints.inputs import Inputs
 from rl_train.checkpoints.state import Checkpoints, Stateful
 from rl_train.checkpoints.time_limit import TimeLimit
 from rl_train.config.device_defaults import device_values, precisions_of, with_precisions
@@ -68,7 +71,7 @@ def build_run(
     folder: Path,
     registry: Registry,
     exits: ExitStack,
-    before_models: Callable[[RunConfig], None] = lambda _: None,
+    before_models: Callable[[RunConfig, Inputs], None] = lambda *_: None,
     replay: Path | None = None,
 ) -> Run:
     """Build the run of a config; data and tokenizer are loaded first, because their errors show within seconds.
@@ -78,8 +81,8 @@ def build_run(
         folder: the run folder.
         registry: used to look up components.
         exits: closes all components in reverse order.
-        before_models: called with the final config (epochs converted to steps) before models are loaded, so that a run that
-            cannot be resumed fails within seconds.
+        before_models: called with the final config (epochs converted to steps) and what it refers to before models are loaded,
+            so that a run that cannot be resumed fails within seconds.
         replay: folder of a run whose recorded rollouts are trained on, without an engine unless validation samples; None
             samples them.
 
@@ -91,7 +94,8 @@ def build_run(
     check_before_start(facts)
     prepared, loss_fn, config = facts.prepared, facts.loss_fn, facts.prepared.training_config
     seed_process(config.algorithm.seed)
-    before_models(config)
+    inputs = inputs_of(loaded, prepared) if config.checkpointing.enabled else {}
+    before_models(config, inputs)
     with with_key("cluster"):
         cluster = _cluster(config, exits)
     defaults = defaults_of(loaded)
@@ -113,6 +117,7 @@ def build_run(
         resolved=loaded.redacted,
         folder=folder,
         defaults=defaults,
+        inputs=inputs,
         replay=replay,
     )
 
@@ -132,6 +137,7 @@ def assemble_run(
     resolved: Mapping[str, Any],
     folder: Path,
     defaults: Defaults = UNKNOWN_DEFAULTS,
+    inputs: Inputs = MappingProxyType({}),
     replay: Path | None = None,
 ) -> Run:
     """A Run from existing workers and data.
@@ -144,6 +150,7 @@ def assemble_run(
         resolved: the config as plain values, for checkpoints.
         folder: the run folder.
         defaults: of the keys of `resolved`.
+        inputs: what `resolved` refers to.
         replay: as `build_run`.
     """
     config, loaders = builder.run, prepared.loaders
@@ -204,7 +211,7 @@ def assemble_run(
     ]
     if config.checkpointing.max_time is not None:
         run.time_limit = TimeLimit(parse_duration(config.checkpointing.max_time), started=time.perf_counter())
-    run.checkpoints = _checkpoints(run, resolved, folder=folder, defaults=defaults)
+    run.checkpoints = _checkpoints(run, resolved, folder=folder, defaults=defaults, inputs=inputs)
     if isinstance(run.weights, WeightSynchronizer):
         run.keep("canary", run.weights.calibration)
     watch_training(run, builder)
@@ -298,7 +305,9 @@ def _cluster(config: RunConfig, exits: ExitStack) -> RayVirtualCluster | None:
     return make_cluster(config.cluster, exits, groups=groups, seed=config.algorithm.seed)
 
 
-def _checkpoints(run: Run, resolved: Mapping[str, Any], *, folder: Path, defaults: Defaults) -> Checkpoints | None:
+def _checkpoints(
+    run: Run, resolved: Mapping[str, Any], *, folder: Path, defaults: Defaults, inputs: Inputs
+) -> Checkpoints | None:
     config, section = run.config, run.config.checkpointing
     if not section.enabled:
         return None
@@ -316,6 +325,7 @@ def _checkpoints(run: Run, resolved: Mapping[str, Any], *, folder: Path, default
         save_optimizer=section.save_optimizer,
         tokenizer=run.tokenizer,
         defaults=defaults,
+        inputs=inputs,
         schedule_lengths=schedule_lengths(config),
         free_memory_for=run.free_memory_for,
     )

@@ -10,6 +10,7 @@ from typing import Any
 from rl_core.config.introspection import NO_DEFAULT
 from rl_core.config.source_tree import KeyPath, dotted
 from rl_core.errors import CheckpointError
+from rl_train.checkpoints.inputs import ROWS, Inputs, input_changes
 from rl_train.config.dotted_keys import leaves_by_path
 from rl_train.config.slots import is_named_by_user
 
@@ -41,6 +42,7 @@ FIXED = {
     "value.optimizer.name": "the state of one optimizer cannot be loaded into another",
 }
 """Keys that no resume can change, and why."""
+_FIXED_ROWS = "the order of the data cannot continue with other rows: some would be seen twice and others never"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,27 +68,48 @@ def config_changes(
     algorithm: str,
     *,
     defaults: Defaults = UNKNOWN_DEFAULTS,
+    inputs: tuple[Inputs, Inputs] = ({}, {}),
 ) -> dict[str, tuple[Any, Any]]:
     """Changed keys that need confirmation, with their old and new values; None for a missing key.
 
     A key that was added to a section since the checkpoint was written is not a change if it has its default, because the run of
-    the checkpoint behaved like that. Nor is a null that replaces a fixed default because the value now depends on the devices.
+    the checkpoint behaved like that. Nor is a null that replaces a fixed default because the value now depends on the devices,
+    nor another path of the same content.
 
     Args:
         old: the config of the checkpoint.
         new: the current config.
         algorithm: the section of the current algorithm.
         defaults: those of the current config.
+        inputs: those of the checkpoint and of the current config.
     """
     free = (*FREE_TO_CHANGE, *(f"{algorithm}.{key}" for key in FREE_IN_ALGORITHM))
     before, after = ({path: value for path, value in leaves_by_path(config) if path and value != {}} for config in (old, new))
     same = {path for path in after.keys() - before.keys() if after[path] == defaults.of(path) and _is_new_key(path, old)}
     same |= {path for path in defaults.by_device if path not in before or after.get(path) is None}
+    moved = {key for key, content in inputs[0].items() if inputs[1].get(key) == content}
     return {
         dotted(path): (before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys(), key=dotted)
-        if path not in same and before.get(path) != after.get(path) and not dotted(path).startswith(free)
+        if path not in same
+        and before.get(path) != after.get(path)
+        and dotted(path) not in moved
+        and not dotted(path).startswith(free)
     }
+
+
+def described_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], algorithm: str, *, defaults: Defaults, inputs: tuple[Inputs, Inputs]
+) -> str:
+    """One line per change of the config or of its inputs; arguments as for `config_changes`."""
+    changes = config_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
+    # What a new value refers to is not compared with the old one, unless they have something in common.
+    of_inputs = {
+        key: words
+        for key, words in input_changes(*inputs).items()
+        if key not in changes or inputs[0][key].keys() & inputs[1][key].keys()
+    }
+    return "\n".join([*([describe(changes)] if changes else []), *(f"  {key}: {words}" for key, words in of_inputs.items())])
 
 
 def _is_new_key(path: KeyPath, old: Mapping[str, Any]) -> bool:
@@ -112,8 +135,9 @@ def refuse_changes(
     *,
     allow: bool,
     defaults: Defaults = UNKNOWN_DEFAULTS,
-) -> dict[str, tuple[Any, Any]]:
-    """The changes of a resume, if they are allowed.
+    inputs: tuple[Inputs, Inputs] = ({}, {}),
+) -> None:
+    """Refuse a resume with changes that are not allowed.
 
     Args:
         checkpoint: the step folder.
@@ -122,6 +146,7 @@ def refuse_changes(
         algorithm: the section of the current algorithm.
         allow: whether the user allowed changes.
         defaults: those of the current config.
+        inputs: those of the checkpoint and of the current config.
 
     Raises:
         CheckpointError: there are changes that are not allowed, or that a resume cannot make.
@@ -131,19 +156,21 @@ def refuse_changes(
             f"{checkpoint} was written by an algorithm other than {algorithm}, so it cannot be resumed. "
             f"Start a new run from its weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
-    changes = config_changes(old, new, algorithm, defaults=defaults)
-    if fixed := [key for key in changes if key in FIXED]:
+    changes = config_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
+    fixed = {key: FIXED[key] for key in changes if key in FIXED}
+    fixed |= {key: _FIXED_ROWS for key, words in input_changes(*inputs).items() if words.startswith(ROWS)}
+    described = described_changes(old, new, algorithm, defaults=defaults, inputs=inputs)
+    if fixed:
         raise CheckpointError(
-            f"{checkpoint} was written with another config:\n{describe({key: changes[key] for key in fixed})}\n"
-            f"A resume cannot change {', '.join(fixed)}: {FIXED[fixed[0]]}. Undo the change, or start a new run from the "
-            f"weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
+            f"{checkpoint} was written with another config:\n{described}\n"
+            f"A resume cannot change {', '.join(fixed)}: {next(iter(fixed.values()))}. Undo the change, or start a new run "
+            f"from the weights: --resume never policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
-    if changes and not allow:
+    if described and not allow:
         raise CheckpointError(
-            f"{checkpoint} was written with another config:\n{describe(changes)}\n"
+            f"{checkpoint} was written with another config:\n{described}\n"
             "Continue with the new config by --allow-config-change, start a new run with --resume never, or undo the changes."
         )
-    return changes
 
 
 def describe(changes: Mapping[str, tuple[Any, Any]]) -> str:

@@ -6,14 +6,16 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from rl_core.errors import CheckpointError, NonFiniteError
 from rl_core.interfaces.trainable import TrainableInterface
-from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults, refuse_changes
+from rl_train.checkpoints.config_changes import UNKNOWN_DEFAULTS, Defaults, described_changes, refuse_changes
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.damage import read_state as read_state
 from rl_train.checkpoints.disk_space import check_disk_space
+from rl_train.checkpoints.inputs import Inputs, inputs_in
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.training_checks.weight_changes import check_equal_ranks
 
@@ -46,6 +48,7 @@ class Checkpoints:
         config: the resolved config, saved with the weights.
         algorithm: the section of the algorithm.
         defaults: of the keys of the config.
+        inputs: what the config refers to, saved with it.
         save_optimizer: whether checkpoints can be resumed.
         tokenizer: saved with the weights, so that the folder is a complete model.
         schedule_lengths: optimizer steps of the learning-rate schedules that follow the length of the run, by model.
@@ -60,6 +63,7 @@ class Checkpoints:
     save_optimizer: bool
     tokenizer: Any
     defaults: Defaults = UNKNOWN_DEFAULTS
+    inputs: Inputs = field(default_factory=dict)
     schedule_lengths: Mapping[str, int] = field(default_factory=dict)
     free_memory_for: Callable[[object], None] = lambda _: None
     _algorithm_state: dict[str, Stateful] = field(default_factory=dict, init=False)
@@ -137,12 +141,19 @@ class Checkpoints:
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
             "algorithm": {name: part.state_dict() for name, part in self._algorithm_state.items()},
             "config": self.config,
+            "inputs": dict(self.inputs),
             "schedule_lengths": dict(self.schedule_lengths),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         for name, part in self.parts.items():
             if isinstance(part, HasFiles):
                 part.save_files(folder / name)
+
+    def changes_since(self, checkpoint: Path) -> str:
+        """One line per change of the config, or of what it refers to, since a checkpoint was written."""
+        state = read_state(checkpoint)
+        inputs = (inputs_in(state), self.inputs)
+        return described_changes(state["config"], self.config, self.algorithm, defaults=self.defaults, inputs=inputs)
 
     def restore(self, checkpoint: Path, *, allow_config_change: bool = False, verify: bool = True) -> int:
         """Restore the run from `checkpoint`.
@@ -163,6 +174,7 @@ class Checkpoints:
             self.config,
             self.algorithm,
             defaults=self.defaults,
+            inputs=self.inputs,
             allow_config_change=allow_config_change,
             verify=verify,
         )
@@ -186,6 +198,7 @@ def resumable_state(
     algorithm: str,
     *,
     defaults: Defaults = UNKNOWN_DEFAULTS,
+    inputs: Inputs = MappingProxyType({}),
     allow_config_change: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -196,6 +209,7 @@ def resumable_state(
         config: the resolved config.
         algorithm: the section of the algorithm.
         defaults: of the keys of the config.
+        inputs: what the config refers to.
         allow_config_change: accept a checkpoint that was written with another config.
         verify: compare all of its files with their digests.
 
@@ -208,7 +222,8 @@ def resumable_state(
             f"{checkpoint} only has weights (checkpointing.save_optimizer was false), so it cannot be resumed. "
             f"Start a new run from the weights: policy.model_name={checkpoint / 'policy' / 'weights'}"
         )
-    refuse_changes(checkpoint, state["config"], config, algorithm, allow=allow_config_change, defaults=defaults)
+    both = (inputs_in(state), inputs)
+    refuse_changes(checkpoint, state["config"], config, algorithm, allow=allow_config_change, defaults=defaults, inputs=both)
     if verify:
         verify_checkpoint(checkpoint)
     return state

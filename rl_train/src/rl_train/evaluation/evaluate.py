@@ -21,7 +21,10 @@ from rl_train.assembly.error_locations import with_location
 from rl_train.assembly.preparation import Preparation
 from rl_train.assembly.rules import check_before_start
 from rl_train.assembly.rules.run_facts import RunFacts
+from rl_train.assembly.run_inputs import inputs_of
 from rl_train.assembly.workers import Builder
+from rl_train.checkpoints.inputs import input_changes, inputs_in
+from rl_train.checkpoints.state import read_state
 from rl_train.config.loader import LoadedConfig, load_config
 from rl_train.config.rules.components import sections_of
 from rl_train.config.rules.rule import CheckedConfig, Use
@@ -38,6 +41,8 @@ from rl_train.rollouts.failures import refuse_any_failure
 from rl_train.rollouts.summary import environment_metrics
 from rl_train.run_folders.checkpoint_paths import CheckpointPaths, find_weights
 
+_SCORING = ("env.", "policy.tokenizer", "data.prompt")
+"""Prefixes of the keys of user code, templates and prompts that an evaluation depends on."""
 ProgressCallback = Callable[[str, int, int], None]
 """Called with the name of the current phase, the number of finished items and their total."""
 
@@ -109,6 +114,7 @@ class EvaluationPlan:
         dataset_name: its dataset component, or the members of the mixture that it was held out of.
         validation_set: name of the data in `data.validation_sets`; None for `data.validation`.
         modes: the evaluation modes, run one after the other.
+        changed_code: the environments, prompts and templates that differ from those of the checkpoint's run, in words by key.
         reward_above: reward threshold for a correct sample, instead of the environment's own; see
             `rl_train.rollouts.correctness.correct_rollouts`.
     """
@@ -121,6 +127,7 @@ class EvaluationPlan:
     dataset_name: str
     validation_set: str | None
     modes: Sequence[EvalMode]
+    changed_code: Mapping[str, str]
     reward_above: float | None
 
     def evaluate(self, progress: ProgressCallback = lambda *_: None) -> EvaluationResult:
@@ -247,6 +254,7 @@ def plan_evaluation(
     if paths is not None:
         config = config.model_copy(update={"policy": paths.policy_to_load(config.policy)})
     source = prepared.data.validation[name]
+    trained_with = inputs_in(read_state(paths.path)) if paths is not None and paths.is_checkpoint else {}
     return EvaluationPlan(
         loaded=replace(loaded, run=prepared.with_completion_formats(config)),
         manager=manager,
@@ -256,6 +264,7 @@ def plan_evaluation(
         dataset_name=source.component or source.name,
         validation_set=validation_set,
         modes=modes,
+        changed_code=input_changes(trained_with, inputs_of(loaded, prepared, only=_SCORING) if trained_with else {}),
         reward_above=reward_above,
     )
 

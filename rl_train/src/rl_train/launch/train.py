@@ -21,8 +21,8 @@ from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
 from rl_train.assembly.error_locations import with_location
 from rl_train.assembly.run_assembly import build_run, defaults_of
-from rl_train.checkpoints.config_changes import config_changes, describe
 from rl_train.checkpoints.disk_space import explain_disk_errors
+from rl_train.checkpoints.inputs import Inputs
 from rl_train.checkpoints.state import read_state, resumable_state
 from rl_train.config.device_defaults import precisions_of, saved_precisions, with_precisions
 from rl_train.config.loader import LoadedConfig, load_config
@@ -110,13 +110,14 @@ def train(
         exits.enter_context(_supervision(status, stop, loaded, start.folder))
         loaded = _begin(start, loaded, manager)
 
-        def before_models(_: RunConfig) -> None:
+        def before_models(_: RunConfig, inputs: Inputs) -> None:
             if start.checkpoint is not None:
                 resumable_state(
                     start.checkpoint,
                     loaded.redacted,
                     config.algorithm_name,
                     defaults=defaults_of(loaded),
+                    inputs=inputs,
                     allow_config_change=allow_config_change,
                 )
                 status.building(config.algorithm.max_num_steps)
@@ -201,9 +202,8 @@ def _restore(run: Run, checkpoint: Path, *, allow_config_change: bool, console: 
     run.first_step = run.checkpoints.restore(checkpoint, allow_config_change=allow_config_change, verify=False)
     _print_if(console, f"resumed from {checkpoint}: {run.first_step} steps done")
     state = read_state(checkpoint)
-    now, defaults = run.checkpoints.config, run.checkpoints.defaults
-    if changes := config_changes(state["config"], now, run.config.algorithm_name, defaults=defaults):
-        _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, describe(changes))
+    if changes := run.checkpoints.changes_since(checkpoint):
+        _log.warning("resumed with a changed config, which applies from step %s on:\n%s", run.first_step + 1, changes)
     trained_steps = {}
     for name, model in run.checkpoints.models.items():
         with suppress(NotSupportedError):

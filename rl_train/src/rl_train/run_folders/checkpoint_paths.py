@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from rl_core.config.policy_sections import PolicyConfig
 from rl_core.errors import CheckpointError
 from rl_core.plugins.component import did_you_mean
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
+from rl_train.checkpoints.file_digests import base_weights, path_digests
+from rl_train.checkpoints.inputs import input_changes, inputs_in
 from rl_train.checkpoints.manifest import read_manifest
 from rl_train.checkpoints.state import read_state
 from rl_train.checkpoints.store import CheckpointStore
 from rl_train.run_folders.provenance import CONFIG
 
+_log = logging.getLogger("rlcore")
 MODEL_FILE = "config.json"
 """A file that every Hugging Face model folder has."""
 
@@ -45,11 +49,26 @@ class CheckpointPaths:
     def policy_to_load(self, policy: PolicyConfig) -> PolicyConfig:
         """The section of the policy that reads this checkpoint, whose model is not a GGUF file, which takes a minute to read.
 
-        The checkpoint itself replaces the file, unless it has only an adapter.
+        The checkpoint itself replaces the file, unless it has only an adapter. Logs a warning if the model is not the one that
+        the adapter was trained on.
         """
+        if self.is_checkpoint and (problem := other_base(self.path, policy.model_name)):
+            _log.warning("%s The results are those of a model that was never trained. Restore the model.", problem)
         if not self.is_checkpoint or not policy.model_name.endswith(".gguf") or not (self.weights / MODEL_FILE).is_file():
             return policy
         return policy.model_copy(update={"model_name": str(self.weights)})
+
+
+def other_base(checkpoint: Path, base: str) -> str | None:
+    """Why a model is not the one that the adapters of a checkpoint were trained on; None if it is, or it has no adapters."""
+    key = "policy.model_name"
+    has_adapters = not (checkpoint / "policy" / "weights" / MODEL_FILE).is_file() and not (checkpoint / MODEL_FILE).is_file()
+    then = inputs_in(read_state(checkpoint)).get(key, {}) if has_adapters else {}
+    now = path_digests(base)
+    changes = input_changes({key: base_weights(then)}, {key: base_weights(now)})
+    # A copy of a model of the hub's cache cannot be compared with its commit.
+    is_other = changes and then.keys() & now.keys()
+    return f"{checkpoint} has adapters to another model than {base} is now: {changes[key]}." if is_other else None
 
 
 def find_weights(path: Path, *, best: bool = False) -> CheckpointPaths:

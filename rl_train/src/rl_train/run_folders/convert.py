@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import NotSupportedError, UnknownComponentError, UserError, WrongKindError
+from rl_core.errors import CheckpointError, NotSupportedError, UnknownComponentError, UserError, WrongKindError
 from rl_core.interfaces.conversion import Conversion
 from rl_core.plugins.component import did_you_mean, is_path
 from rl_core.plugins.manager import discover
 from rl_core.plugins.registry import Registry
 from rl_train.checkpoints.damage import damage_error, verify_checkpoint
 from rl_train.checkpoints.state import read_state
+from rl_train.run_folders.checkpoint_paths import other_base
 from rl_train.run_folders.model_folder import check_model, copy_model, left_out, needed_code
 
 HF = "hf"
@@ -56,6 +57,7 @@ def convert(
     merge: bool = False,
     model: str | None = None,
     trust: bool = False,
+    allow_config_change: bool = False,
     registry: Registry | None = None,
 ) -> ConversionResult:
     """Write `checkpoint` to `output` in another format; `output` is complete or absent.
@@ -68,10 +70,11 @@ def convert(
         model: current path of the base model, if it was moved.
         trust: allow code that the checkpoint's config names: a policy backend given by its path, or a model with
             `trust_remote_code`.
+        allow_config_change: merge although the base weights are not those of the run.
         registry: used to look up backends; the installed plugins by default.
 
     Raises:
-        CheckpointError: `checkpoint` is not a checkpoint, or is corrupt.
+        CheckpointError: `checkpoint` is not a checkpoint, or is corrupt; or adapters would be merged into other weights.
         UserError: `output` exists, is inside `checkpoint` or cannot be written, or the backend does not support the format.
     """
     registry = registry if registry is not None else Registry(discover())
@@ -79,6 +82,11 @@ def convert(
     if not trust:
         _reject_untrusted_code(checkpoint, policy, merge=merge)
         policy = _without_remote_code(policy)
+    if merge and not allow_config_change and (problem := other_base(checkpoint, model or str(policy.get("model_name")))):
+        raise CheckpointError(
+            f"{problem} Merged, they would give a wrong model. Restore the model, give the path of a copy with --model, or "
+            "merge anyway with --allow-config-change."
+        )
     _check_output(output, checkpoint)
     backend = str(policy["backend"]) if policy else to
     conversions = _conversions(registry, backend) if policy else _conversions_of_a_folder(registry, to)
