@@ -1,5 +1,6 @@
 """The Python pages: documented calls train and use the same code path as a config."""
 
+import asyncio
 import json
 
 import pytest
@@ -235,3 +236,24 @@ def test_grpo_learns_from_a_function_as_it_does_from_the_environment(policy):
         GRPOTrainer(policy, generation=generation, reward_fns=right, environments=ArithmeticEnvironment())
     with pytest.raises(ConfigError, match="dpo does not use rewards"):
         DPOTrainer(policy, reward_fns=right)
+
+
+def test_in_a_notebook_reward_functions_may_start_event_loops(policy):
+    section = {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 1}
+    generation = HuggingFaceGeneration(str(MODEL), max_new_tokens=5)
+
+    def trl_style(completions, **columns):
+        return [asyncio.run(asyncio.sleep(0, float(len(text)))) for text in completions]
+
+    async def waits_for_a_server(completion):
+        return await asyncio.sleep(0, float(len(completion)))
+
+    async def notebook_cell():
+        trainer = GRPOTrainer(policy, config=section, generation=generation, reward_fns=[trl_style, waits_for_a_server])
+        return trainer.train(ArithmeticDataset({"num_samples": 8}))
+
+    try:
+        [step] = asyncio.run(notebook_cell())
+    finally:
+        generation.shutdown()
+    assert step["reward/trl_style"] == step["reward/waits_for_a_server"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -41,6 +42,15 @@ def in_thread(call: Callable[[], ResultT], *, name: str) -> asyncio.Future[Resul
 
     threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True).start()
     return future
+
+
+def finished(value: Any) -> Any:
+    """The result of an awaitable, which runs in an event loop of its own in this thread; any other value as it is."""
+
+    async def awaited() -> Any:
+        return await value
+
+    return asyncio.run(awaited()) if inspect.isawaitable(value) else value
 
 
 class EventLoopThread:

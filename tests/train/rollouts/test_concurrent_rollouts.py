@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rl_train.pools.pool import ActorKey, InProcessPool, Pool
 from rl_train.rollouts import collect
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.environment_pool import EnvironmentPool
+from rl_train.rollouts.loop import RolloutLoop
 from rl_train.rollouts.seeds import SampleStream
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 
@@ -193,6 +195,28 @@ def test_rollouts_can_be_collected_where_an_event_loop_runs(tokenizer, streaming
         return play(streaming(lambda _: ("yes[EOS]", False)), environments, tokenizer, rows_of(tokenizer, TASKS))
 
     assert [row.turns for row in asyncio.run(notebook_cell())] == [1, 3, 1, 1]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_engines_and_environments_may_start_event_loops(tokenizer, engine_for, environments, threaded):
+    threads = set()
+
+    class Asking(type(environments["count"])):
+        def step(self, message_log_batch, metadata):
+            threads.add(threading.current_thread())
+            return asyncio.run(asyncio.sleep(0, super().step(message_log_batch, metadata)))
+
+    def script(text):
+        threads.add(threading.current_thread())
+        return asyncio.run(asyncio.sleep(0, ("ok[EOS]", False)))
+
+    rows = rows_of(tokenizer, [("count", {"turns": 2})] * 3)
+    played = replace(collector(engine_for(script), {"count": Asking()}, tokenizer), loop=RolloutLoop(threaded=threaded))
+    played.collect(rows, stream=SampleStream.TRAINING)
+    played.loop.close()
+    assert [row.turns for row in rows] == [2, 2, 2]
+    assert len(threads) == 1
+    assert (threads == {threading.current_thread()}) is not threaded
 
 
 def test_rollouts_of_one_turn_are_sampled_in_one_call(tokenizer, streaming, environments):

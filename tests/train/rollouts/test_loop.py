@@ -1,12 +1,16 @@
-"""The event loop of rollouts: how an interruption ends it."""
+"""The event loop of rollouts: it pauses for blocking calls, and how an interruption ends it."""
 
 import asyncio
 import gc
 import signal
+import threading
+from contextvars import ContextVar
 
 import pytest
 
-from rl_train.rollouts.loop import RolloutLoop
+from rl_train.rollouts.loop import RolloutLoop, while_paused
+
+ROW: ContextVar[str] = ContextVar("row", default="")
 
 
 async def interrupted():
@@ -66,3 +70,95 @@ def test_the_error_of_a_background_task_is_reported_unless_it_is_an_interruption
     loop.close()
     gc.collect()
     assert len([record for record in caplog.records if "never retrieved" in record.message]) == reports
+
+
+@pytest.fixture(params=[False, True], ids=["main_thread", "own_thread"])
+def loop(request):
+    loop = RolloutLoop(threaded=request.param)
+    yield loop
+    loop.close()
+
+
+def test_the_loop_pauses_for_calls_which_run_in_its_thread_in_order(loop):
+    ran = []
+
+    def call(name):
+        ran.append((name, ROW.get(), threading.get_ident()))
+        return asyncio.run(asyncio.sleep(0, name))
+
+    async def rollout(name):
+        ROW.set(name)
+        returned = await asyncio.wrap_future(while_paused(call, name))
+        again = await asyncio.wrap_future(while_paused(call, name.upper()))
+        return returned, again, threading.get_ident()
+
+    async def rollouts():
+        return await asyncio.gather(*map(rollout, "abc"))
+
+    ended = loop.run(rollouts())
+    thread = ended[0][-1]
+    assert ended == [(name, name.upper(), thread) for name in "abc"]
+    assert ran == [(name, name.lower(), thread) for name in "abcABC"]
+
+
+@pytest.mark.parametrize("raised", [ValueError("no"), asyncio.CancelledError()], ids=["error", "cancelled"])
+def test_an_exception_of_a_call_reaches_only_its_rollout(loop, raised):
+    def call():
+        raise raised
+
+    async def rollout():
+        return await asyncio.wait([asyncio.wrap_future(while_paused(call)), asyncio.wrap_future(while_paused(len, "ab"))])
+
+    done, _ = loop.run(rollout())
+    assert sorted(str(future.result()) for future in done if not future.cancelled() and not future.exception()) == ["2"]
+
+
+def test_a_cancelled_call_does_not_run(loop):
+    ran = []
+
+    async def rollout():
+        while_paused(ran.append, 1).cancel()
+        await asyncio.wrap_future(while_paused(ran.append, 2))
+
+    loop.run(rollout())
+    assert ran == [2]
+
+
+def test_calls_of_cancelled_rollouts_run_before_the_loop_is_closed(loop):
+    ended, started = [], threading.Event()
+
+    async def rollout():
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            while_paused(ended.append, "session")
+
+    async def other():
+        while not started.is_set():
+            await asyncio.sleep(0)
+
+    loop.start(rollout())
+    loop.run(other())
+    loop.close()
+    assert ended == ["session"]
+
+
+def test_an_interruption_of_a_call_ends_the_wait():
+    loop, other = RolloutLoop(), Waiting()
+    loop.start(other.play())
+
+    async def rollout():
+        await asyncio.wrap_future(while_paused(signal.raise_signal, signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(rollout())
+    loop.close()
+    assert other.ended
+
+
+def test_without_a_loop_that_can_pause_a_call_runs_at_once():
+    async def notebook():
+        return while_paused(len, "ab").result(timeout=0)
+
+    assert asyncio.run(notebook()) == while_paused(len, "ab").result(timeout=0) == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import pickle
 import socket
@@ -22,6 +20,7 @@ from rl_core.cluster.batch_progress import stored_progress
 from rl_core.cluster.ports import free_port
 from rl_core.data.process_seed import seed_process
 from rl_core.errors import RLCoreError, frames_of
+from rl_core.event_loop import finished
 from rl_core.interfaces.out_of_memory import explaining_memory
 from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
 from rl_core.rendezvous.interfaces import interface_variables
@@ -123,9 +122,7 @@ class ActorHost:
             args = (*leading, *args)
             seed_call(self._worker, self._context, method, args)
             with explaining_memory(self._worker, method), stored_progress(self._worker, method):
-                result = getattr(self._worker, method)(*args, **kwargs)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
+                result = finished(getattr(self._worker, method)(*args, **kwargs))
             return result if keep_result else None
         except (Exception, SystemExit) as error:
             return _record(error)
@@ -133,10 +130,6 @@ class ActorHost:
     def close(self) -> Any | Failure:
         """Run the worker's own `shutdown`, if it has one."""
         return self.call("shutdown", ((), {}), False) if hasattr(self._worker, "shutdown") else None
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _record(error: BaseException) -> Failure:

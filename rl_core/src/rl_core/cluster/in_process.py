@@ -14,6 +14,7 @@ from rl_core.cluster.sharding import NamedSharding
 from rl_core.cluster.worker_group import Arguments, Leading, WorkerGroup
 from rl_core.data.process_seed import separate_generators
 from rl_core.errors import EngineDiedError, RLCoreError, UserError, WorkerDiedError, WorkerError, frames_of
+from rl_core.event_loop import finished
 from rl_core.interfaces.out_of_memory import explaining_memory
 from rl_core.interfaces.worker_context import WorkerContext, construct, seed_call
 
@@ -116,7 +117,7 @@ class InProcessWorkerGroup(WorkerGroup):
             generators = separate_generators(self._generators) if samples else nullcontext()
             with generators, explaining_memory(self._worker, method):
                 seed_call(self._worker, self._context, method, args)
-                value = getattr(self._worker, method)(*args, **kwargs)
+                value = finished(getattr(self._worker, method)(*args, **kwargs))
         except (Exception, SystemExit) as error:
             failed = self._failed(method, error)
             failed.__cause__ = error

@@ -6,16 +6,14 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.event_loop import in_thread
+from rl_core.event_loop import finished, in_thread
 from rl_core.interfaces.messages import messages_of
 from rl_core.testing.outputs.reserved_names import reserved_reward
 from rl_train.agents.model_server import ModelServer
 from rl_train.agents.session import AgentSession, SessionLimits, failed_by_engine
-from rl_train.pools.agent_host import run_agent
 from rl_train.rollouts.drivers import RolloutDriver
 from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
@@ -111,7 +109,7 @@ class AgentDriver(RolloutDriver):
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         """The agent's return value."""
-        running = in_thread(partial(run_agent, self._agent, arguments), name=f"agent-{self._task_name}")
+        running = in_thread(lambda: finished(self._agent(**arguments)), name=f"agent-{self._task_name}")
         done, _ = await asyncio.wait([running], timeout=self._timeout_s)
         if not done:
             running.cancel()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_core.config.schema import EnvironmentConfig
 from rl_core.errors import ConfigError, RLCoreError, with_key
-from rl_core.event_loop import EventLoopThread
+from rl_core.event_loop import finished
 from rl_core.plugins.component import did_you_mean
 from rl_train.assembly.data import Source
 from rl_train.config.schema import RunConfig
@@ -17,6 +17,7 @@ from rl_train.data.holdout import row_location
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import load_functions, row_of
 from rl_train.rewards.functions import RewardFunction, RewardFunctionError
+from rl_train.rollouts.loop import running_loop
 
 _TRIED_ROWS = 16
 """Number of rows that are tried if no function gives a reward for the first one."""
@@ -138,9 +139,10 @@ def _try(function: RewardFunction, source: Source, *, as_messages: bool, row: in
     prompt = without_answer(record["messages"])
     rows = [row_of([*prompt, {"role": "assistant", "content": text}], info) for text in texts]
     try:
-        if function.is_async:
-            with closing(EventLoopThread("trial of reward functions")) as loop:  # a notebook runs a loop in this thread
-                scores = loop.run(function.score_async(rows, as_messages=as_messages))
+        if function.is_async or running_loop() is not None:  # in a notebook, a loop runs in this thread
+            score = function.score_async if function.is_async else function.score
+            with ThreadPoolExecutor(1) as thread:
+                scores = thread.submit(lambda: finished(score(rows, as_messages=as_messages))).result()
         else:
             scores = function.score(rows, as_messages=as_messages)
     except ConfigError:

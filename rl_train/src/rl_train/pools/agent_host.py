@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from rl_core.event_loop import finished
 from rl_core.plugins.import_path import resolve
 
 
@@ -22,14 +21,4 @@ class AgentHost:
 
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """What the agent returns for these keyword arguments."""
-        return run_agent(self._agent, arguments)
-
-
-def run_agent(agent: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call an agent with keyword arguments and, if it is asynchronous, wait for its result."""
-    found = agent(**arguments)
-    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
+        return finished(self._agent(**arguments))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.remote_actor import plain_class
+from rl_core.event_loop import finished
+from rl_train.rollouts.loop import while_paused
 
 
 class ActorKey(NamedTuple):
@@ -71,7 +73,7 @@ class Pool(ABC):
 
 
 class ObjectPool(Pool):
-    """A pool of one object in this process; `submit` calls its method before it returns.
+    """A pool of one object in this process; `submit` calls its method as `while_paused` does.
 
     Args:
         worker: The object; it raises its own exceptions, and is not shut down with the pool.
@@ -94,7 +96,7 @@ class ObjectPool(Pool):
         return [ActorKey(0, 0)]
 
     def submit(self, method: str, *args: Any, deadline_s: float | None = None, on: ActorKey | None = None) -> Future[Any]:
-        return completed_call(getattr(self._worker, method), *args)
+        return while_paused(lambda: finished(getattr(self._worker, method)(*args)))
 
     def shutdown(self) -> None:
         pass
@@ -106,8 +108,7 @@ class InProcessPool(ObjectPool):
     Args:
         worker_class: A plain class, or one wrapped in `@ray.remote`, which is unwrapped.
         kwargs: Constructor arguments.
-        max_concurrency: Number of submitted calls at the same time. Above 1, they run in threads; otherwise `submit` runs its
-            call before it returns.
+        max_concurrency: Number of submitted calls at the same time. Above 1, they run in threads; otherwise as `while_paused`.
         name: Name of the pool in errors.
     """
 
@@ -126,7 +127,7 @@ class InProcessPool(ObjectPool):
     def submit(self, method: str, *args: Any, deadline_s: float | None = None, on: ActorKey | None = None) -> Future[Any]:
         if self._threads is not None:
             return self._threads.submit(self._run, method, args)
-        return completed_call(self._run, method, args)
+        return while_paused(self._run, method, args)
 
     def shutdown(self) -> None:
         if self._threads is not None:
@@ -135,16 +136,6 @@ class InProcessPool(ObjectPool):
 
     def _run(self, method: str, call: Any) -> Any:
         return self._group.submit_some(method, {0: call}).result()[0]
-
-
-def completed_call(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run a call now; a future with what it returned or raised."""
-    future: Future[Any] = Future()
-    try:
-        future.set_result(function(*args))
-    except Exception as error:
-        future.set_exception(error)
-    return future
 
 
 def class_path(worker_class: Any) -> str:

@@ -18,6 +18,7 @@ from rl_core.testing.outputs.models import RightRow, checked_generation, generat
 from rl_train.metrics.progress import RolloutCounts, SampledBatch
 from rl_train.rollouts.activity import ENGINE, RolloutActivity
 from rl_train.rollouts.failures import RowNotSampledError, StepFailedError
+from rl_train.rollouts.loop import while_paused
 from rl_train.rollouts.seeds import SampleStream, rollout_seed
 
 
@@ -168,6 +169,9 @@ class BatchSampler(TurnSampler):
         if not self._waiting or len(self._waiting) < self._active:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0].position), []
+        while_paused(self._run, waiting)
+
+    def _run(self, waiting: list[tuple[TurnRequest, asyncio.Future[SampledTurn]]]) -> None:
         requests = [request for request, _ in waiting]
         read = self._generation.batch_progress
         self._counts.batch = SampledBatch(rows=len(requests), are_rollouts=self._one_turn, read=read)
@@ -175,7 +179,7 @@ class BatchSampler(TurnSampler):
             batch = _prompts(requests, self._pad_token_id, with_messages=self._generation.reads_messages)
             output = generated(self._generation, batch, greedy=self._greedy)
             turns = _outcomes(output, requests)
-        except Exception as error:  # an exception of this callback would only be logged, and the rollouts would wait forever
+        except (Exception, asyncio.CancelledError) as error:  # otherwise, the rollouts would wait forever
             for _, future in waiting:
                 if not future.done():
                     future.set_exception(error)

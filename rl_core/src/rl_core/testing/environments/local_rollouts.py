@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rl_core.environments.step_results import StepResult
+from rl_core.event_loop import finished
 from rl_core.interfaces.environment import SESSION_KEY, EnvironmentInterface, keeps_sessions
 from rl_core.interfaces.messages import messages_of
 from rl_core.testing.environments.trial import TrialRow
@@ -40,7 +41,7 @@ class LocalRollouts:
         try:
             for row, name in enumerate(self._sessions):
                 self.metadata[row] = (self.metadata[row] or {}) | {SESSION_KEY: name}
-                observation = self._environment.reset(self.metadata[row])
+                observation = finished(self._environment.reset(self.metadata[row]))
                 if observation is not None:
                     self.logs[row] += messages_of(checked_observation(observation, task_name=self._task))
         except BaseException:
@@ -82,4 +83,4 @@ class LocalRollouts:
 
     def _close(self) -> None:
         for name in self._sessions:
-            self._environment.close(name)
+            finished(self._environment.close(name))

@@ -10,6 +10,7 @@ import torch
 
 from rl_core.environments.step_results import StepResult, step_results
 from rl_core.errors import DataError, RLCoreError
+from rl_core.event_loop import finished
 from rl_core.interfaces.environment import Conversation, EnvironmentInterface, EnvironmentReturn
 from rl_core.interfaces.messages import MESSAGE_KEYS, Message, Observation
 from rl_core.testing.outputs.message_text import text_of
@@ -29,7 +30,7 @@ def step_checked(
     environment: EnvironmentInterface, task_name: str, message_log_batch: list[Conversation], metadata: list[Any]
 ) -> list[StepResult]:
     """Call `step` and check its return value with `checked_return`."""
-    returned = environment.step(message_log_batch, metadata)
+    returned = finished(environment.step(message_log_batch, metadata))
     return checked_return(
         returned, rows=len(message_log_batch), task_name=task_name, environment_class=class_name(type(environment))
     )
@@ -37,7 +38,7 @@ def step_checked(
 
 def metrics_checked(environment: EnvironmentInterface, task_name: str, batch: Any) -> dict[str, float]:
     """Compute the environment's metrics of a batch, checked by `checked_metrics`."""
-    returned = environment.global_post_process_and_metrics(batch)
+    returned = finished(environment.global_post_process_and_metrics(batch))
     _, metrics = checked_metrics(returned, task_name=task_name, environment_class=class_name(type(environment)))
     return metrics
 
