@@ -45,7 +45,7 @@ def in_thread(call: Callable[[], ResultT], *, name: str) -> asyncio.Future[Resul
 
 
 def finished(value: Any) -> Any:
-    """The result of an awaitable, which runs in an event loop of its own in this thread; any other value as it is."""
+    """The result of an awaitable, which runs in a new event loop in this thread; any other value as it is."""
 
     async def awaited() -> Any:
         return await value

@@ -82,5 +82,6 @@ class LocalRollouts:
         return self.metadata[row] | {SESSION_KEY: self._sessions[row]} if self._sessions else self.metadata[row]
 
     def _close(self) -> None:
+        close: Any = self._environment.close  # which may be async
         for name in self._sessions:
-            finished(self._environment.close(name))
+            finished(close(name))
