@@ -8,7 +8,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from rl_train.rollouts.loop import RolloutLoop, while_paused
+from rl_train.pools.pausing_loop import while_paused
+from rl_train.rollouts.loop import RolloutLoop
 
 ROW: ContextVar[str] = ContextVar("row", default="")
 

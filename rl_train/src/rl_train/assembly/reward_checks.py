@@ -14,10 +14,10 @@ from rl_train.assembly.data import Source
 from rl_train.config.schema import RunConfig
 from rl_train.data.conversations import without_answer
 from rl_train.data.holdout import row_location
+from rl_train.pools.pausing_loop import running_loop
 from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rewards.environment import load_functions, row_of
 from rl_train.rewards.functions import RewardFunction, RewardFunctionError
-from rl_train.rollouts.loop import running_loop
 
 _TRIED_ROWS = 16
 """Number of rows that are tried if no function gives a reward for the first one."""

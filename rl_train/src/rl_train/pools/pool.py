@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from rl_core.cluster.in_process import InProcessWorkerGroup
 from rl_core.cluster.remote_actor import plain_class
 from rl_core.event_loop import finished
-from rl_train.rollouts.loop import while_paused
+from rl_train.pools.pausing_loop import while_paused
 
 
 class ActorKey(NamedTuple):

@@ -1,4 +1,4 @@
-"""The event loop of all rollouts of a run, which pauses for blocking calls."""
+"""The event loop of all rollouts of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextvars import copy_context
-from functools import partial
 from typing import Any, TypeVar
+
+from rl_train.pools.pausing_loop import PausingLoop, running_loop
 
 ResultT = TypeVar("ResultT")
 _log = logging.getLogger("rlcore")
@@ -21,64 +20,6 @@ _CHECK_S = 0.1
 """Interval in which a thread that waits for rollouts checks whether it must do something for them."""
 _STOP_S = 10.0
 """Maximum time that cancelled coroutines may take to end."""
-
-
-class PausingLoop(asyncio.SelectorEventLoop):
-    """An event loop that pauses for calls of `while_paused`.
-
-    They run in its thread, one after the other, but without a running event loop. So code of users may start one
-    (`asyncio.run`), and finds the thread that it would find without rollouts: timeouts by signals work in the main thread.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: deque[Callable[[], object]] = deque()
-        self._is_stopped = False
-
-    def pause_for(self, call: Callable[[], object]) -> None:
-        """Run a call after the current iteration, with the caller's context variables."""
-        self._calls.append(partial(copy_context().run, call))
-        super().stop()
-
-    def stop(self) -> None:
-        self._is_stopped = True
-        super().stop()
-
-    def run_forever(self) -> None:
-        is_stopped = False
-        while not is_stopped:
-            super().run_forever()
-            while self._calls:
-                self._calls.popleft()()
-            is_stopped, self._is_stopped = self._is_stopped, False
-
-
-def while_paused(function: Callable[..., ResultT], *args: Any) -> Future[ResultT]:
-    """Run a blocking call, at once or, in an event loop that can pause, after this function has returned."""
-    future: Future[ResultT] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(function(*args))
-        except (Exception, asyncio.CancelledError) as error:
-            future.set_exception(error)
-
-    loop = running_loop()
-    if isinstance(loop, PausingLoop):
-        loop.pause_for(run)
-    else:
-        run()
-    return future
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 class RolloutLoop:
