@@ -154,9 +154,35 @@ def test_the_pipeline_of_the_overview_samples_and_scores():
         environment.shutdown()
 
 
+@pytest.mark.parametrize("tokenized", [False, True])
+@pytest.mark.parametrize("column", ["question", "prompt", "messages"])
+def test_columns_of_a_batch_pass_through_generate_to_the_environment(column, tokenized):
+    questions = ["12+34=", "55+22="]
+    rows = [
+        {column: [{"role": "user", "content": text}] if column == "messages" else text, "expected_answer": answer}
+        for text, answer in zip(questions, ["46", "77"], strict=True)
+    ]
+    if tokenized:
+        rows = [{**row, "input_ids": batch_of_prompts()["input_ids"][0]} for row in rows]
+    generator = HuggingFaceGeneration(str(MODEL), max_new_tokens=5)
+    environment = MathEnvironment()
+    try:
+        [batch] = BatchedDataLoader(rows, batch_size=2, shuffle=False)
+        generations = generator.generate(batch, greedy=True)
+        rewards = environment.step(generations)
+        assert [log[0]["content"] for log in generations["messages"]] == questions
+        conversations = [[{"role": "assistant", "content": log[-1]["content"]}] for log in generations["messages"]]
+        expected = environment.step(conversations, [{"expected_answer": answer} for answer in ("46", "77")])
+        assert rewards.rewards.tolist() == expected.rewards.tolist()
+        assert [row["expected_answer"] for row in rewards.metadata] == ["46", "77"]
+    finally:
+        generator.shutdown()
+        environment.shutdown()
+
+
 def test_an_environment_called_with_generations_of_token_ids_explains_the_arguments_of_step(policy):
     with pytest.raises(
-        DataError, match=r"MathEnvironment\.step takes B conversations .* found BatchedDataDict.* `messages` and"
+        DataError, match=r"MathEnvironment\.step takes B conversations .* found BatchedDataDict.* `messages`, `prompt` or"
     ):
         MathEnvironment().step(policy.generate(batch_of_prompts()))
 

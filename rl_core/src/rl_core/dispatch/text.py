@@ -14,13 +14,15 @@ from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
 from rl_core.errors import RLCoreError
+from rl_core.interfaces.generation import GenerationDatumSpec
 from rl_core.interfaces.private_names import PrivateNames
 
 if TYPE_CHECKING:
-    from rl_core.interfaces.generation import GenerationDatumSpec, GenerationOutputSpec
+    from rl_core.interfaces.generation import GenerationOutputSpec
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages of `role` and `content`."""
+_ENGINE_COLUMNS = frozenset(GenerationDatumSpec.__annotations__)
 
 
 class TextGeneration(PrivateNames):
@@ -65,15 +67,21 @@ class TextGeneration(PrivateNames):
     def _generate_messages(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
     ) -> BatchedDataDict[GenerationOutputSpec] | None:
-        """The output for rows of `messages` without token ids, see `GenerationOutputSpec.messages`; None for other rows."""
-        if not isinstance(data, Mapping) or "input_ids" in data or "messages" not in data:
+        """The output for rows of text, or with columns that no engine reads, see `GenerationOutputSpec.messages`; else None."""
+        if not isinstance(data, Mapping):
             return None
-        rows: BatchedDataDict[Any] = BatchedDataDict({key: data[key] for key in data if key != "messages"})
-        output = self.generate(BatchedDataDict({**rows, **self._tokenized(data["messages"])}), greedy=greedy)
-        texts = self._completions(output)
-        messages = [[*log, {"role": "assistant", "content": text}] for log, text in zip(data["messages"], texts, strict=True)]
-        metadata = {key: data[key] for key in ("extra_env_info",) if key in data}
-        return BatchedDataDict({**output, "messages": messages, **metadata})
+        carried = {key: data[key] for key in data if key not in _ENGINE_COLUMNS}
+        prompts = _conversations(data)
+        if not carried and ("input_ids" in data or prompts is None):
+            return None
+        rows = {key: data[key] for key in data if key in _ENGINE_COLUMNS and key != "messages"}
+        if prompts is not None:
+            rows = {**self._tokenized(prompts), **rows}
+        output = self.generate(BatchedDataDict(rows), greedy=greedy)
+        if prompts is not None:
+            answers = [{"role": "assistant", "content": text} for text in self._completions(output)]
+            carried["messages"] = [[*log, answer] for log, answer in zip(prompts, answers, strict=True)]
+        return BatchedDataDict({**carried, **output})
 
     def _tokenized(self, prompts: Sequence[str | Conversation]) -> BatchedDataDict[Any]:
         if self._tokenizer is None:
@@ -94,6 +102,14 @@ class TextGeneration(PrivateNames):
             self._tokenizer.decode(row[end - length : end].tolist(), skip_special_tokens=True)
             for row, end, length in zip(output["output_ids"], ends, sampled, strict=True)
         ]
+
+
+def _conversations(data: Mapping[str, Any]) -> list[Conversation] | None:
+    """The conversation of each row: its `messages`, or a user message with its `prompt` or `question`; None without them."""
+    if "messages" in data:
+        return list(data["messages"])
+    texts = data.get("prompt", data.get("question"))
+    return None if texts is None else [[{"role": "user", "content": text}] for text in texts]
 
 
 def _token_ids(prompt: str | Conversation, tokenizer: Any) -> torch.Tensor:

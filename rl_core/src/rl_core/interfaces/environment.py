@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 Conversation = list[Any]
 """Messages, see `rl_core.interfaces.messages.Message`. Untyped, so that an environment may annotate `list[dict[str, str]]`."""
 
-_STEP_COLUMNS = ("messages", "extra_env_info")
-"""Columns of a generation that are the arguments of `EnvironmentInterface.step`."""
 SESSION_KEY = "session_id"
 """Metadata key of the name of a rollout's session."""
 
@@ -94,7 +92,8 @@ class EnvironmentInterface(PrivateNames, ABC):
                 text, and optionally `tool_calls`, `tool_call_id` and `name`.
             metadata: B states; at the first turn the record's `extra_env_info`.
 
-        Also takes the output of an engine for rows of `messages` and `extra_env_info`, instead of the two lists.
+        Also takes the output of an engine for rows of text, instead of the two lists: their `messages`, and as states their
+        `extra_env_info` or, without it, their other columns.
 
         The runtime checks the return value: a wrong type, a number of entries other than B, a reward that is not finite, or
         invalid Unicode ends the run with an error that names task and class.
@@ -152,15 +151,23 @@ def _with_arguments_checked(step: Callable[..., EnvironmentReturn]) -> Callable[
     @functools.wraps(step)
     def checked(self: EnvironmentInterface, *args: Any, **kwargs: Any) -> EnvironmentReturn:
         given = [*args, *kwargs.values()]
-        if len(given) == 1 and isinstance(given[0], Mapping) and given[0].keys() >= set(_STEP_COLUMNS):
-            return step(self, *(list(given[0][column]) for column in _STEP_COLUMNS))
-        if len(given) < len(_STEP_COLUMNS):
+        if len(given) == 1 and isinstance(given[0], Mapping) and "messages" in given[0]:
+            return step(self, list(given[0]["messages"]), _metadata(given[0]))
+        if len(given) < 2:
             received = ", ".join(type(value).__name__ for value in given) or "nothing"
             raise DataError(
                 f"{type(self).__name__}.step takes B conversations (lists of messages with `role` and `content`) and B "
-                f"metadata objects, found {received}. A generation has both if its prompts were rows of `messages` and "
-                "`extra_env_info` without `input_ids`."
+                f"metadata objects, found {received}. A generation has both if its prompts had a column `messages`, `prompt` "
+                "or `question`."
             )
         return step(self, *args, **kwargs)
 
     return checked
+
+
+def _metadata(generation: Mapping[str, Any]) -> list[Any]:
+    """The states of the rows of a generation: `extra_env_info`, or the lists among its columns, which came with the prompts."""
+    if "extra_env_info" in generation:
+        return list(generation["extra_env_info"])
+    columns = {key: values for key, values in generation.items() if isinstance(values, list) and key != "messages"}
+    return [{key: values[row] for key, values in columns.items()} for row in range(len(generation["messages"]))]

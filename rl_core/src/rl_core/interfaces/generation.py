@@ -74,8 +74,8 @@ class GenerationOutputSpec(TypedDict):
     that did not request them (`sampling`). Probabilities are those of the distribution that the token was sampled from, and
     tokens of probability 0 are left out. Absent if no row requested them."""
     messages: NotRequired[list[list[Message]]]
-    """The conversation of each row with its completion, if the input had `messages` instead of `input_ids`. The output then
-    also has the input's `extra_env_info`, so that it can be passed to `EnvironmentInterface.step`."""
+    """The conversation of each row with its completion, if the input had `messages`, `prompt` or `question` as text. Columns
+    that no engine reads pass through, so the output can be passed to `EnvironmentInterface.step`."""
     unfinished: NotRequired[torch.Tensor]
     """[B] bool, true for a row that is still sampled (`stream_tokens`): it has its tokens so far, and `truncated` has no
     meaning. Absent in all other outputs."""
