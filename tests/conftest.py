@@ -109,19 +109,32 @@ def pytest_unconfigure(config):
         print(closing_line(config))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    from isolation import MissingIsolation
+
+    report = yield
+    if call.excinfo is not None and isinstance(call.excinfo.value, MissingIsolation):
+        report.user_properties.append(("missing", "isolation"))
+    return report
+
+
 def skipped_sandbox_line(config) -> str | None:
     """How many tests were skipped because programs cannot be isolated here, and what to do; None if none was."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    reasons = [str(report.longrepr) for report in reporter.stats.get("skipped", ())] if reporter else []
-    count = sum("No sandbox of the required strength" in reason for reason in reasons)
-    if not count:
+    reports = reporter.stats.get("skipped", ()) if reporter else ()
+    skipped = [report.nodeid for report in reports if ("missing", "isolation") in report.user_properties]
+    if not skipped:
         return None
+    names = config.cache.mkdir("isolation") / "skipped"
+    names.write_text("\n".join(skipped) + "\n")
     cause = (
         "bubblewrap is not installed: apt-get install bubblewrap"
         if shutil.which("bwrap") is None
         else "no isolation works here; docs/sandbox.md lists what it needs"
     )
-    return f"{count} tests of the sandbox were skipped, because {cause}"
+    again = f"pytest @{os.path.relpath(names, config.invocation_params.dir)}"
+    return f"{len(skipped)} tests of the sandbox were skipped, because {cause}; then `{again}` runs them"
 
 
 def closing_line(config) -> str:

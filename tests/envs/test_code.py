@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from isolation import isolated
 
 from rl_core.errors import DataError, UserError
 from rl_envs.code import testing
@@ -17,7 +18,7 @@ from rl_envs.code.environment import CodeEnvironment
 from rl_envs.code.extraction import last_code_block
 from rl_envs.code.scoring import same_output
 from rl_envs.code.suites import read_suite
-from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SandboxUnavailableError, SessionInterface
+from rl_sandbox.interface import Outcome, Result, SandboxError, SandboxInterface, SessionInterface
 from rl_sandbox.session import LocalSession
 
 from .conftest import answered, descendants, wait_until
@@ -55,12 +56,8 @@ def below_zero(operations):
 
 
 def open_environment(config):
-    try:
+    with isolated():
         return CodeEnvironment({"sandbox": {"timeout_s": 20.0}, **config})
-    except SandboxUnavailableError as error:
-        if os.environ.get("RLCORE_REQUIRE_SANDBOX"):
-            raise
-        pytest.skip(f"the tests of the environment `code` need isolation: {error}")
 
 
 @pytest.fixture(scope="module")

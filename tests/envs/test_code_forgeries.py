@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from isolation import isolated
 
 from rl_envs.code.environment import CodeEnvironment
-from rl_sandbox.interface import SandboxUnavailableError
 
 from .conftest import answered
 
@@ -267,12 +265,8 @@ TABLE = {
 @pytest.fixture(scope="module")
 def shares():
     """Fractions of passed tests by (suite, number of the program); the first is the right one."""
-    try:
+    with isolated():
         environment = CodeEnvironment({"max_concurrency": 3, "reward": "passed_share", "sandbox": {"timeout_s": 5.0}})
-    except SandboxUnavailableError as error:
-        if os.environ.get("RLCORE_REQUIRE_SANDBOX"):
-            raise
-        pytest.skip(f"the tests of the environment `code` need isolation: {error}")
     rows = [(name, n, code, tests) for name, (tests, right, forged) in TABLE.items() for n, code in enumerate([right, *forged])]
     try:
         result = environment.step(

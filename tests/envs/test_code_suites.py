@@ -6,14 +6,13 @@ processes, so every suite is about something that has to cross between them.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
+from isolation import isolated
 
 from rl_envs.code.environment import CodeEnvironment
-from rl_sandbox.interface import SandboxUnavailableError
 
 from .conftest import answered
 
@@ -27,12 +26,8 @@ SUITES = {
 
 @pytest.fixture(scope="module")
 def outcomes():
-    try:
+    with isolated():
         environment = CodeEnvironment({"max_concurrency": 3, "sandbox": {"timeout_s": 60.0}})
-    except SandboxUnavailableError as error:
-        if os.environ.get("RLCORE_REQUIRE_SANDBOX"):
-            raise
-        pytest.skip(f"the tests of the environment `code` need isolation: {error}")
     rows = [(name, kind, suite[0], suite[1 + kind]) for name, suite in SUITES.items() for kind in (0, 1)]
     try:
         result = environment.step(

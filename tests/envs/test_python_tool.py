@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 from environment_steps import step_checked
+from isolation import isolated
 
 from rl_envs.tools.environment import ToolsEnvironment
-from rl_sandbox.interface import SandboxError, SandboxUnavailableError
+from rl_sandbox.interface import SandboxError
 
 from .conftest import descendants, wait_until
 
@@ -20,12 +21,8 @@ from .conftest import descendants, wait_until
 @pytest.fixture(scope="module")
 def environment():
     limits = {"timeout_s": 20.0, "memory_mb": 256}
-    try:
+    with isolated():
         opened = ToolsEnvironment({"tools": ["python"], "call_timeout_s": 120.0, "sandbox": limits})
-    except SandboxUnavailableError as error:
-        if os.environ.get("RLCORE_REQUIRE_SANDBOX"):
-            raise
-        pytest.skip(f"the tests of the tool `python` need isolation: {error}")
     yield opened
     opened.shutdown()
 

@@ -43,12 +43,14 @@ def test_a_suite_that_skips_tests_of_the_sandbox_ends_with_their_number_and_how_
     command = [sys.executable, "-m", "pytest", "-q", "tests/sandbox/test_sessions.py", "-k", "an_exception"]
     done = subprocess.run([*command, "-m", "not full"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     line = re.fullmatch(
-        r"(\d+) tests of the sandbox were skipped, because bubblewrap is not installed: apt-get install bubblewrap",
+        r"(\d+) tests of the sandbox were skipped, because bubblewrap is not installed: apt-get install bubblewrap; then "
+        r"`pytest @(\S+)` runs them",
         done.stdout.splitlines()[-1],
     )
     assert (line is not None) == (shutil.which("bwrap", path=path) is None), done.stdout
     if line is not None:
         assert f"{line[1]} skipped" in done.stdout
+        assert len((ROOT / line[2]).read_text().splitlines()) == int(line[1])
 
 
 def test_every_mark_full_says_what_covers_the_behavior_in_make_test():

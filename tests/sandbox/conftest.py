@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
+from isolation import isolated
 
-from rl_sandbox.interface import SandboxUnavailableError
 from rl_sandbox.levels import Level
 from rl_sandbox.local import LocalSandbox
 
@@ -18,13 +18,8 @@ LIMITS = {"memory_mb": 256, "disk_mb": 16, "max_processes": 32, "output_kb": 64,
 
 
 def open_sandbox(config=LIMITS, **arguments):
-    """A sandbox; without one, skip on a user's machine and fail where CI demands it."""
-    try:
+    with isolated():
         return LocalSandbox(config, **arguments)
-    except SandboxUnavailableError as error:
-        if os.environ.get("RLCORE_REQUIRE_SANDBOX"):
-            raise
-        pytest.skip(f"the tests of the sandbox need isolation: {error}")
 
 
 @pytest.fixture(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from isolation import require_isolation
 
 from rl_core.errors import ConfigError
 from rl_sandbox import agent
@@ -205,8 +205,9 @@ def test_missing_bubblewrap_is_reported_with_the_package_to_install(monkeypatch)
 
 def test_a_level_whose_limits_have_no_effect_is_refused():
     """Root in a user namespace is still root outside, for which the kernel ignores the limit of processes."""
-    if os.getuid() != 0 or shutil.which("bwrap") is None:
-        pytest.skip("needs root and bubblewrap")
+    if os.getuid() != 0:
+        pytest.skip("needs root")
+    require_isolation()
     with pytest.raises(SandboxUnavailableError, match="the limit of processes has no effect"):
         LocalSandbox({"max_processes": 8}, level=Level.USER_NAMESPACE)
 

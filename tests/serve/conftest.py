@@ -1,6 +1,5 @@
 """Served models: the addition model by the Transformers engine in this process, and an engine with scripted answers."""
 
-import os
 import socket
 import threading
 from contextlib import ExitStack, contextmanager
@@ -9,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import uvicorn
+from isolation import require_isolation
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.generation_io import Completion, to_output
-from rl_sandbox.interface import SandboxUnavailableError
-from rl_sandbox.local import LocalSandbox
 from rl_serve.app import create_app
 from rl_serve.engine import EngineThread
 from rl_serve.listening import server_config
@@ -169,10 +167,4 @@ def serve_scripted(scripted_app):
 
 @pytest.fixture(scope="session")
 def needs_sandbox():
-    """Skips if no sandbox can isolate programs; fails in CI, which demands one."""
-    try:
-        LocalSandbox({}).close()
-    except SandboxUnavailableError as error:
-        if os.environ.get("RLCORE_REQUIRE_SANDBOX"):
-            raise
-        pytest.skip(f"no sandbox: {error}")
+    require_isolation()
