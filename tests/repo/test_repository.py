@@ -63,6 +63,12 @@ def test_rl_core_has_fewer_than_15000_lines():
     assert sum(len(path.read_text().splitlines()) for path in modules) < 15_000
 
 
+def test_tokens_become_text_in_one_module():
+    """So that rewards, stop strings, history, servers and logs see the same text."""
+    sources = [path for path in (*tracked("*/src/**/*.py"), *tracked("*/src/**/*.j2")) if path.name != "conversation_tokens.py"]
+    assert not [path for path in sources if re.search(r"tokenizer\.(batch_)?decode\b", path.read_text())]
+
+
 SHARED = ("checks.py", "local_rollouts.py", "trial.py")
 """Modules of `environments/` that `rlcore check env` and `rlcore env` run as well."""
 

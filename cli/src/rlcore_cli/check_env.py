@@ -55,14 +55,14 @@ def check_env(
         rlcore check env my_task --config config.yaml
     """
     from rl_train.diagnostics import Diagnosis, DiagnosisStatus
-    from rl_train.workbench.check import check_environment
+    from rl_train.workbench.check import check_environment, hidden_tokens_check
     from rl_train.workbench.trial import open_trial
 
     trial = open_trial(name, settings or [], config=config, rows=rows, limit=num_rows)
     results = []
     few = f"{len(trial.rows)} of {trial.total} rows, --num-rows N for more"
     note = [Diagnosis(status=DiagnosisStatus.NOTE, name="rows", found=few)] if len(trial.rows) < trial.total else []
-    for result in chain(check_environment(trial), note):
+    for result in chain(check_environment(trial), hidden_tokens_check(trial), note):
         results.append(result)
         if not as_json:
             print(f"{result.status:<7} {result.name}: {result.found}")

@@ -96,12 +96,13 @@ def _fields(text: str) -> dict[str, object]:
 
 
 def _print_tokens(messages: list[dict[str, str]], model: str) -> None:
+    from rl_core.data.conversation_tokens import decode
     from rl_core.data.tokenizer import load_tokenizer
     from rl_train.data.messages import get_formatted_message_log
 
     tokenizer = load_tokenizer(model)
     log = get_formatted_message_log(messages, tokenizer, add_generation_prompt=True, trained=())
     ids = [int(token) for message in log for token in message["token_ids"]]
-    print(f"[rendered by the chat template of {model}]\n{tokenizer.decode(ids)}\n")
+    print(f"[rendered by the chat template of {model}]\n{decode(tokenizer, ids)}\n")
     print(f"[{len(ids)} tokens]")
-    print(" ".join(f"{token}:{tokenizer.decode([token])!r}" for token in ids))
+    print(" ".join(f"{token}:{decode(tokenizer, [token])!r}" for token in ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ from rl_core.backend import (
     refuse_other_head,
 )
 from rl_core.config.schema import GenerationConfig
+from rl_core.data.conversation_tokens import decode
 from rl_core.errors import CheckpointError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.interfaces.out_of_memory import explaining_memory
@@ -310,7 +312,7 @@ class MegatronPolicyWorker(PolicyWorkerBase[MegatronPolicyConfig]):
             max_model_len=min(self.config.max_total_sequence_length, self._model.hf.max_position_embeddings),
             seed=self.config.megatron_cfg.seed,
             multiple=self._ranks.tensor.size(),
-            decode=None if tokenizer is None else tokenizer.decode,
+            decode=None if tokenizer is None else partial(decode, tokenizer),
         )
 
     def _config_to_save(self) -> Any:

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.messages import ToolCall
 from rl_core.testing.outputs.message_text import text_of
 from rl_serve.errors import ApiError
 from rl_serve.offered_tools import NO_TOOLS, OfferedTools, RequiredCallsParser
 from rl_train.data.chat_template import ROLES, conversation_tokens
-from rl_train.tools.decoding import decode_answers, special_tokens
+from rl_train.data.decoding import decode_answers
 from rl_train.tools.parsers import SampledMessage, ToolCallParser, split_thinking
 from rl_train.tools.selection import choose_parser, parse_message
 
@@ -102,7 +100,7 @@ class ChatFormat:
 
         Args:
             token_ids: sampled tokens.
-            text: their text without special tokens, and without a stop string.
+            text: their text without hidden tokens and without a stop string.
             prompt: the tokens before them.
             messages: the conversation before this message.
             tools: the functions that the model was shown.
@@ -110,17 +108,12 @@ class ChatFormat:
         """
         if not tools or not complete:
             return AssistantMessage(content=text)
-        [decoded] = decode_answers(self._tokenizer, [torch.tensor(list(token_ids), dtype=torch.int64)])
+        [decoded] = decode_answers(self._tokenizer, [token_ids])
         sampled = SampledMessage(text=decoded, token_ids=list(token_ids), prompt_ids=list(prompt), tools=list(tools.functions))
         parsed = parse_message(self._parser_of(tools), sampled, messages)
         if not parsed.calls or any(call.get("error") for call in parsed.calls):
             return AssistantMessage(content=text)
         return AssistantMessage(content=_with_leading_space(parsed.content, text), tool_calls=parsed.calls)
-
-    def tokens_before_calls(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens before the first special token that marks a tool call."""
-        markers, _ = special_tokens(self._tokenizer)
-        return token_ids[: next((index for index, token in enumerate(token_ids) if token in markers), len(token_ids))]
 
     def text_before_calls(self, text: str, tools: OfferedTools) -> str:
         """The beginning of an unfinished message that is part of its content, whatever follows."""

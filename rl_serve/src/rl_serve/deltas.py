@@ -183,10 +183,8 @@ class ChatDeltas(Deltas):
         )
 
     def _stable_text(self, state: RowDeltas, row: SampledRow) -> str:
-        if not self._tools:
-            return state.stable_text(row.token_ids)
-        tokens = self._chat.tokens_before_calls(row.token_ids)
-        return self._chat.text_before_calls(state.stable_text(tokens), self._tools)
+        text = state.stable_text(row.token_ids)
+        return self._chat.text_before_calls(text, self._tools) if self._tools else text
 
     def _delta(self, index: int, new: SampledRow, message: AssistantMessage) -> dict[str, Any]:
         choice = self.choices.message(index, new, message, key="delta")

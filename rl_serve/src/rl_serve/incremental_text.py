@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from rl_train.tools.decoding import special_tokens
+from rl_core.data.conversation_tokens import decode
+from rl_train.data.decoding import decode_answers, hidden_tokens
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -24,8 +25,8 @@ _WINDOW_TOKENS: Final = 64
 
 
 def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of a completion, without special tokens."""
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    """The text of a completion, without the special tokens that are hidden."""
+    [text] = decode_answers(tokenizer, [token_ids])
     return text
 
 
@@ -52,13 +53,13 @@ def candidate_texts(
         token_ids: the sampled token at each position.
         before: the tokens of the completion before them.
     """
-    special = frozenset(tokenizer.all_special_ids).union(*special_tokens(tokenizer))
-    begins = all(token in special for token in before)
+    hidden = hidden_tokens(tokenizer)
+    begins = all(token in hidden for token in before)
     texts = []
     for tokens, sampled in zip(candidates, token_ids, strict=True):
         text_of = _first_text if begins else _inner_text
         texts.append([text_of(tokenizer, token) for token in tokens])
-        begins = begins and sampled in special
+        begins = begins and sampled in hidden
     return texts
 
 
@@ -84,15 +85,14 @@ def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
 
 @lru_cache(maxsize=2**16)
 def _first_text(tokenizer: Any, token: int) -> str:
-    text: str = tokenizer.decode([token])
-    return text
+    return decode(tokenizer, [token])
 
 
 @lru_cache(maxsize=2**16)
 def _inner_text(tokenizer: Any, token: int) -> str:
     """The text that a token adds to one before it: decoders drop the space of the first word, also of a single token."""
     first = _first_text(tokenizer, token)
-    twice: str = tokenizer.decode([token, token])
+    twice = decode(tokenizer, [token, token])
     return twice[len(first) :] if _REPLACEMENT not in first and twice.startswith(first) else first
 
 
@@ -123,7 +123,7 @@ class IncrementalText:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids).union(*special_tokens(tokenizer))
+        self._hidden = hidden_tokens(tokenizer)
         self._before = ""
         self._start = 0
 
@@ -135,7 +135,7 @@ class IncrementalText:
         """
         end = len(token_ids)
         # One invalid byte turns its whole run of byte tokens into replacement characters, so a run is read when it has ended.
-        # Special tokens do not end it: they are removed before bytes are joined.
+        # Hidden tokens do not end it: they are removed before bytes are joined.
         while end > self._start and self._continues_run(token_ids[end - 1]):
             end -= 1
         text = self._before + decoded(self._tokenizer, token_ids[self._start : end])
@@ -152,4 +152,4 @@ class IncrementalText:
 
     def _continues_run(self, token: int) -> bool:
         name = self._tokenizer.convert_ids_to_tokens(token)
-        return token in self._special or (isinstance(name, str) and _BYTE.fullmatch(name) is not None)
+        return token in self._hidden or (isinstance(name, str) and _BYTE.fullmatch(name) is not None)

@@ -85,7 +85,7 @@ class ChoiceFormat:
         return self.logprobs or self.token_ids
 
     def text(self, index: int, row: SampledRow) -> str:
-        """The text of a completion, without special tokens, and without the stop string that ended it."""
+        """The text of a completion, without hidden special tokens and without the stop string that ended it."""
         return cut_at_stop(decoded(self.tokenizer, row.token_ids), self.plan.rows[index].stop_strings)
 
     def completion(self, index: int, row: SampledRow, *, text: str | None = None, offset: int = 0) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """Rollouts with tool calls: the tokens of all turns are those of the whole conversation, and only sampled ones are trained."""
 
+import json
+
 import pytest
 import torch
 from template_styles import expected, tokenizer_of
 from tool_styles import STYLES, TOOLS
 
 from rl_core.errors import DataError
+from rl_train.data.decoding import decode_answers
 from rl_train.data.processors import prompt_datum
 from rl_train.rollouts.trajectory import Trajectory, to_batch
 from rl_train.rollouts.turns import TurnFormatter
-from rl_train.tools.decoding import decode_answers
 
 ASKED = {"role": "user", "content": "wet?"}
 ANSWERED = {"role": "assistant", "content": "yes"}
@@ -106,10 +108,13 @@ def test_tool_results_are_refused_if_the_template_omits_them(tokenizers):
         TurnFormatter(tokenizer).observation_ids(result("clock", 0), torch.tensor([tokenizer.eos_token_id]))
 
 
-def test_a_turn_that_ends_with_another_end_token_than_the_template_writes_is_not_closed_twice():
+def test_a_turn_that_ends_with_another_end_token_than_the_template_writes_is_not_closed_twice(tmp_path):
     style = STYLES["llama"][0]
     tokenizer = tokenizer_of(style)
     tokenizer.add_special_tokens({"additional_special_tokens": [*style.special, "<|eom_id|>", "<|python_tag|>"]})
+    ends = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
+    tmp_path.joinpath("generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    tokenizer.name_or_path = str(tmp_path)
     formatter = TurnFormatter(tokenizer)
     sampled = {end: torch.tensor(tokenizer.convert_tokens_to_ids([end])) for end in ("<|eot_id|>", "<|eom_id|>", "t")}
     after = {end: tokenizer.decode(formatter.observation_ids(result("clock", 0), ids)) for end, ids in sampled.items()}

@@ -41,7 +41,7 @@ def test_a_function_of_one_row_gets_texts_the_conversation_and_the_fields_of_the
     assert made.rewards["f"].tolist() == [1.0, 0.0]
     assert made.terminateds.tolist() == [True, True]
     assert [entry[:3] for entry in seen] == [("2+2?", "4", "4"), ("2+2?", "5", "4")]
-    assert seen[1][3] == {"messages": [*PROMPT, {"role": "assistant", "content": "5"}], "level": 2}
+    assert seen[1][3] == {"messages": [*PROMPT, {"role": "assistant", "content": "5"}], "level": 2, "completion_ids": []}
 
 
 def test_a_function_gets_only_the_arguments_that_it_names():
@@ -56,7 +56,7 @@ def test_a_trl_function_is_called_once_with_lists_of_texts_and_columns():
         return [1.0 if c == a else None for c, a in zip(completions, expected_answer, strict=True)]
 
     made = score(reward, ["4", "5", "4"])
-    assert calls == [(["2+2?"] * 3, ["4", "5", "4"], ["4"] * 3, {})]
+    assert calls == [(["2+2?"] * 3, ["4", "5", "4"], ["4"] * 3, {"completion_ids": [[]] * 3})]
     assert made.rewards["reward"].tolist() == [1.0, 0.0, 1.0]
     assert made.scored.tolist() == [True, False, True]
 
@@ -163,7 +163,7 @@ def test_wrong_results_are_errors_that_say_what_was_returned(function, says):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda question, completion: 0.0, "requires 'question', but only gets prompt, completion, messages, expected_answer"),
+        (lambda question, completion: 0.0, "requires 'question', but only gets prompt, completion, messages, completion_ids"),
         (lambda completions, trainer_state: [], "requires 'trainer_state', but only gets prompts, completions"),
     ],
 )

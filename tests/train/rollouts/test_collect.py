@@ -8,6 +8,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.errors import ConfigError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn
+from rl_train.rewards.environment import FunctionEnvironment, named_functions
 from rl_train.rollouts.collect import Collector
 from rl_train.rollouts.records import expected_answer, rollout_records
 from rl_train.rollouts.seeds import SampleStream
@@ -249,3 +250,24 @@ def test_records_of_rollouts_hold_what_a_log_needs(tokenizer, engine_for, enviro
 )
 def test_records_of_rollouts_hold_the_expected_answer(metadata, expected):
     assert expected_answer(metadata) == expected
+
+
+def test_reward_functions_see_special_tokens_of_answers_and_token_ids(tokenizer, engine_for, own_messages):
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<answer>", "</answer>"]})
+    seen = []
+
+    def score(completions, completion_ids):
+        seen.extend(zip(completions, completion_ids, strict=True))
+        return [0.0] * len(completions)
+
+    environment = FunctionEnvironment(functions=named_functions(score))
+    for visible, text in (("content", "<answer>5</answer>"), ("none", "5")):
+        tokenizer.visible_special_tokens = visible
+        rows = start_rollouts(prompts(tokenizer, ("q", "judge", {})), 1)
+        made = collector(engine_for(finished("<answer>5</answer>")), {"judge": environment}, tokenizer)
+        made.collect(rows, stream=SampleStream.TRAINING)
+        ids = tokenizer("<answer>5</answer>[EOS]", add_special_tokens=False)["input_ids"]
+        assert seen.pop() == (text, ids)
+        assert rollout_records(rows)[0]["messages"][-1] == {"role": "assistant", "content": text}
+        expected = "see <answer>, </answer> (policy.tokenizer.visible_special_tokens: none)"
+        assert [expected in message for message in own_messages()] == [True] * (visible == "none")

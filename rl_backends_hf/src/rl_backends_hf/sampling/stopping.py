@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from rl_core.data.conversation_tokens import decode
+
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT_TOKENS: Final = 6
 """Number of preceding tokens decoded with the unread ones, so that spaces and partial characters are decoded correctly."""
@@ -32,14 +34,14 @@ class StopStringScanner:
         self._overlap = max(len(string) for string in self._strings) - 1
         self._tail = ""
         self._window = list(prompt[-_CONTEXT_TOKENS:])
-        self._read_chars = len(self._decode(self._window))
+        self._read_chars = len(decode(self._tokenizer, self._window))
         self._unread = 0
 
     def push(self, token: int) -> bool:
         """Read one more token; returns whether a stop string is complete."""
         self._window.append(token)
         self._unread += 1
-        text = self._decode(self._window)
+        text = decode(self._tokenizer, self._window)
         fresh = text[self._read_chars :]
         whole = fresh.rstrip(_REPLACEMENT) if self._unread < _MAX_CHARACTER_BYTES else fresh
         searched = self._tail + whole
@@ -55,8 +57,4 @@ class StopStringScanner:
         self._read_chars, self._unread = read_chars, 0
         if len(self._window) > _WINDOW_TOKENS:
             self._window = self._window[-_CONTEXT_TOKENS:]
-            self._read_chars = len(self._decode(self._window))
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+            self._read_chars = len(decode(self._tokenizer, self._window))

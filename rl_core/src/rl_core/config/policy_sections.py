@@ -24,6 +24,9 @@ class TokenizerConfig(Section):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(default_factory=dict)
     """Variables passed to the chat template whenever it is rendered, such as `{enable_thinking: false}`. A name that the
     template does not use is an error."""
+    visible_special_tokens: Literal["content", "all", "none"] = "content"
+    """Special tokens in the text of completions, for rewards, tools, logs and clients. `content` hides those that mark
+    beginning, end, padding, unknown text and the turns of the chat template; `none` hides all."""
 
 
 _ADAMW = "torch.optim.AdamW"

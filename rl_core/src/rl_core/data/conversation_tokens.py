@@ -14,6 +14,12 @@ def encode(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """The text of tokens as they are in the vocabulary, without cleaned-up spaces."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    return text
+
+
 def conversation_tokens(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_generation_prompt: bool = False
 ) -> list[int]:

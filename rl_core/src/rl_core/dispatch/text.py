@@ -9,7 +9,7 @@ import torch
 
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.conversation_tokens import conversation_tokens
+from rl_core.data.conversation_tokens import conversation_tokens, decode
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
@@ -99,7 +99,7 @@ class TextGeneration(PrivateNames):
     def _completions(self, output: BatchedDataDict[GenerationOutputSpec]) -> list[str]:
         ends, sampled = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
         return [
-            self._tokenizer.decode(row[end - length : end].tolist(), skip_special_tokens=True)
+            decode(self._tokenizer, row[end - length : end].tolist(), skip_special_tokens=True)
             for row, end, length in zip(output["output_ids"], ends, sampled, strict=True)
         ]
 

@@ -11,14 +11,15 @@ from typing import Any, cast
 
 import torch
 
+from rl_core.data.conversation_tokens import decode
 from rl_core.event_loop import in_thread
 from rl_core.interfaces.messages import MESSAGE_KEYS
 from rl_train.agents.model_server import AgentLimitError, AgentRequest, AgentSessionEndedError, AgentTurn
+from rl_train.data.decoding import decode_answers
 from rl_train.rollouts.engines import RolloutSampler, SampledTurn
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.history import prompt_after
 from rl_train.rollouts.trajectory import MessageLog, Trajectory, log_token_ids
-from rl_train.tools.decoding import decode_answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class AgentSession:
 
     def _tokens_before(self, request: AgentRequest) -> list[int]:
         """What the model reads: the longest segment that the request continues and the tokens after it, or its own tokens."""
-        text = self._tokenizer.decode(list(request.prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = decode(self._tokenizer, request.prompt)
         best: list[int] = []
         longest = -1
         with self._lock:

@@ -37,6 +37,7 @@ from rl_train.pools.actor_pool import ActorPool
 from rl_train.pools.component_probe import check_environment_class
 from rl_train.pools.elsewhere import environment_component, environment_elsewhere, worker_elsewhere
 from rl_train.pools.pool import InProcessPool
+from rl_train.rewards.config import FunctionEnvironmentConfig
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.user_code import reporting_errors
 from rl_train.weight_sync.canary import Canary, CanaryCalibration, TemperatureCorrection, make_canary, rows_of_two_microbatches
@@ -267,7 +268,8 @@ class Builder:
                 python=section.python if elsewhere is not None else None,
                 name=f"env.{task}",
             )
-        environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions)
+        reads_tokens = isinstance(section, FunctionEnvironmentConfig)
+        environment = EnvironmentPool(pool, task_name=task, keeps_sessions=has_sessions, reads_token_ids=reads_tokens)
         self.exits.callback(environment.shutdown)
         return environment
 

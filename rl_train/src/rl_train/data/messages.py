@@ -13,7 +13,7 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.data.conversation_tokens import encode, plain_pieces
+from rl_core.data.conversation_tokens import decode, encode, plain_pieces
 from rl_core.data.padding import cat_right_padded
 from rl_core.data.schema import pad_value
 from rl_core.errors import DataError
@@ -283,7 +283,7 @@ def _never_sampled(tokens: Sequence[int], tokenizer: Any) -> int:
     """Number of tokens at the end that are white space after a special token."""
     special = set(getattr(tokenizer, "all_special_ids", ()))
     after = next((count for count, token in enumerate(reversed(tokens)) if token in special), 0)
-    return after if after and not tokenizer.decode(tokens[len(tokens) - after :]).strip() else 0
+    return after if after and not decode(tokenizer, tokens[len(tokens) - after :]).strip() else 0
 
 
 def _tensor_fields(message_logs: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, torch.dtype]:

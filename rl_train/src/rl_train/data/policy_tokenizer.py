@@ -14,8 +14,10 @@ def load_policy_tokenizer(policy: PolicyConfig) -> Any:
     Raises:
         DataError: As `load_tokenizer`.
     """
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         policy.tokenizer.name or policy.model_name,
         chat_template=policy.tokenizer.chat_template,
         chat_template_kwargs=policy.tokenizer.chat_template_kwargs,
     )
+    tokenizer.visible_special_tokens = policy.tokenizer.visible_special_tokens  # see `rl_train.data.decoding`
+    return tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl_core.data.conversation_tokens import encode
+from rl_core.data.conversation_tokens import decode, encode
 from rl_core.errors import DataError
 
 
@@ -40,8 +40,8 @@ def encode_pieces(text: str, borders: Sequence[int], tokenizer: Any) -> list[lis
 
 def _check_joined(pieces: list[list[int]], whole: list[int], left: str, right: str, tokenizer: Any) -> None:
     joined = [token for piece in pieces for token in piece]
-    if _text(whole, tokenizer) == left + right:
-        is_changed = _text(joined, tokenizer) != left + right
+    if decode(tokenizer, whole) == left + right:
+        is_changed = decode(tokenizer, joined) != left + right
     else:
         # A decoder that does not restore the whole text proves nothing; a word prefix in the middle of a text is a change.
         first = tokenizer.convert_ids_to_tokens(encode(right, tokenizer)[:1])
@@ -52,7 +52,3 @@ def _check_joined(pieces: list[list[int]], whole: list[int], left: str, right: s
             "adds characters to the second one if it is encoded separately, so the boundary between prompt and answer "
             "cannot be kept. Strip the white space around it, or use a template whose header this tokenizer does not merge"
         )
-
-
-def _text(tokens: Sequence[int], tokenizer: Any) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from rl_core.cluster import daemons
+from rl_core.data.conversation_tokens import decode
 from rl_core.errors import ConfigError, NotSupportedError, RayDiedError, UserError
 from rl_core.plugins.manager import PluginManager, discover
 from rl_core.plugins.registry import Registry
@@ -239,7 +240,7 @@ def _worker_names(config: RunConfig, *, samples: bool) -> str:
 def _attach_loggers(
     run: Run, loaded: LoadedConfig, console: bool, exits: ExitStack, *, show_samples: int | None = None
 ) -> None:
-    files = JsonlLogger(run.folder, resume_from=run.first_step, token_text=lambda token: str(run.tokenizer.decode([token])))
+    files = JsonlLogger(run.folder, resume_from=run.first_step, token_text=lambda token: decode(run.tokenizer, [token]))
     always: list[Any] = [files]
     total = run.config.algorithm.max_num_steps
     if console:

@@ -31,6 +31,8 @@ class FunctionEnvironment(ScorerEnvironment):
         ConfigError: a function does not exist, or cannot be called with keywords.
     """
 
+    reads_token_ids = True
+
     def __init__(
         self, config: FunctionEnvironmentConfig | None = None, *, functions: Sequence[RewardFunction] | None = None
     ) -> None:
@@ -127,10 +129,13 @@ def row_of(log: Sequence[Mapping[str, Any]], info: Any) -> Row:
     if info is not None and not isinstance(info, Mapping):
         raise DataError(f"The metadata of a row is a {type(info).__name__}: reward functions need a mapping of its fields.")
     *prompt, answer = log
+    answer = dict(answer)
+    tokens = answer.pop("token_ids", ())
     return Row(
         prompt=str(prompt[-1]["content"]) if prompt else "",
         completion=str(answer["content"]),
         prompt_messages=prompt,
-        messages=log,
+        messages=[*prompt, answer],
+        completion_ids=list(tokens),
         fields=dict(info or {}),
     )

@@ -21,10 +21,10 @@ from rl_train.user_code import describe_raised
 Rewards = dict[str, float]
 """The rewards of one row by name."""
 
-ROW_ARGUMENTS = ("prompt", "completion", "messages")
-"""Arguments of a function of one row besides the row's own fields: two texts, and the whole conversation."""
-BATCH_ARGUMENTS = ("prompts", "completions")
-"""Arguments of a function of a batch besides the fields of the rows: lists of texts, or of lists of messages."""
+ROW_ARGUMENTS = ("prompt", "completion", "messages", "completion_ids")
+"""Arguments of a function of one row besides the row's own fields: two texts, the whole conversation, sampled tokens."""
+BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""Arguments of a function of a batch besides the fields of the rows: lists of texts, or of lists of messages, and of tokens."""
 _EXPECTED = "Return a number, a dict of named numbers, or None if the function does not apply to the row."
 
 
@@ -44,6 +44,8 @@ class Row:
     """The messages before the answer."""
     messages: Sequence[Mapping[str, Any]]
     """The whole conversation."""
+    completion_ids: list[int]
+    """The sampled tokens, including the end token; empty for a text that was not sampled, as in `rlcore check env`."""
     fields: Mapping[str, Any]
     """The row's metadata, such as `expected_answer`."""
 
@@ -125,8 +127,9 @@ class RewardFunction:
             self.check_fields(row.fields)
         if self.is_batched:
             return [self._accepted(_columns(rows, as_messages=as_messages))]
-        texts = ({"prompt": row.prompt, "completion": row.completion, "messages": list(row.messages)} for row in rows)
-        return [self._accepted({**given, **row.fields}) for given, row in zip(texts, rows, strict=True)]
+        values = ((row.prompt, row.completion, list(row.messages), row.completion_ids) for row in rows)
+        given = (dict(zip(ROW_ARGUMENTS, each, strict=True)) for each in values)
+        return [self._accepted({**own, **row.fields}) for own, row in zip(given, rows, strict=True)]
 
     def _accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if self.accepted is None or name in self.accepted}
@@ -196,7 +199,7 @@ def reward_function(call: Any, *, name: str, label: str) -> RewardFunction:
         raise ConfigError(f"{label} has positional-only parameters, but reward functions are called with keywords.")
     named = {one.name: one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    is_batched = bool(named.keys() & set(BATCH_ARGUMENTS))
+    is_batched = bool(named.keys() & {"prompts", "completions"})
     if not takes_all and not named.keys() & {"completion", "completions", "messages"}:
         raise ConfigError(
             f"{label}({', '.join(named)}) does not take the completion. Add a parameter: `completion` (the text of one row), "
@@ -236,6 +239,7 @@ def _columns(rows: Sequence[Row], *, as_messages: bool) -> dict[str, list[Any]]:
             [dict(message) for message in row.messages[len(row.prompt_messages) :]] if as_messages else row.completion
             for row in rows
         ],
+        "completion_ids": [row.completion_ids for row in rows],
     }
     for name in dict.fromkeys(name for row in rows for name in row.fields):
         made[name] = [row.fields.get(name) for row in rows]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rl_core.environments.step_results import StepResult
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Observation, messages_of
+from rl_train.data.decoding import decode_answers, hidden_tokens
 from rl_train.data.messages import get_formatted_message_log
 from rl_train.rollouts.engines import RolloutSampler
 from rl_train.rollouts.failures import StepFailedError
 from rl_train.rollouts.history import HISTORIES
 from rl_train.rollouts.sessions import Session
 from rl_train.rollouts.trajectory import Trajectory
-from rl_train.tools.decoding import decode_answers
 from rl_train.tools.parsers import ToolCallParser
+
+_log = logging.getLogger("rlcore")
 
 
 class RolloutDriver(ABC):
@@ -58,6 +61,7 @@ class EnvironmentDriver(RolloutDriver):
     ) -> None:
         self._tool_parsers = tool_parsers or {}
         self._tokenizer, self._max_turns, self._max_total_length = tokenizer, max_turns, max_total_length
+        self._has_warned = False
         self._history = HISTORIES[history](tokenizer) if max(max_turns.values(), default=1) > 1 else None
 
     async def run(self, prompt: Trajectory, engine: RolloutSampler, session: Session | None) -> Trajectory:
@@ -71,6 +75,7 @@ class EnvironmentDriver(RolloutDriver):
                 rollout.token_ids(), stop_strings=rollout.stop_strings, messages=rollout.conversation()
             )
             [text] = decode_answers(self._tokenizer, [sampled.token_ids])
+            self._warn_of_hidden(sampled.token_ids[:-1].tolist())
             rollout.add_answer(
                 text,
                 sampled.token_ids,
@@ -85,6 +90,13 @@ class EnvironmentDriver(RolloutDriver):
             else:
                 self._continue(rollout, await session.step(rollout.conversation(), rollout.metadata))
         return rollout
+
+    def _warn_of_hidden(self, token_ids: list[int]) -> None:
+        """Warn once if a reward does not see tokens before the end of a completion."""
+        hidden = hidden_tokens(self._tokenizer)
+        if not self._has_warned and not hidden.isdisjoint(token_ids):
+            self._has_warned = True
+            _log.warning("sampled completions: %s", describe_hidden(self._tokenizer, hidden.intersection(token_ids)))
 
     def _add_to_prompt(self, rollout: Trajectory, observation: Observation | None) -> None:
         """Render the prompt again with the messages of the environment."""
@@ -118,3 +130,10 @@ class EnvironmentDriver(RolloutDriver):
             rollout.add_observation(result.observation, prompt.token_ids)
         else:
             rollout.start_segment(result.observation, prompt.token_ids)
+
+
+def describe_hidden(tokenizer: Any, hidden: Collection[int]) -> str:
+    """A sentence that names special tokens that rewards do not see, and the key that shows them."""
+    names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(hidden))) or "no special tokens"
+    visible = vars(tokenizer).get("visible_special_tokens", "content")
+    return f"rewards, tools and logs do not see {names} (policy.tokenizer.visible_special_tokens: {visible})"

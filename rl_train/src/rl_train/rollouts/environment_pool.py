@@ -25,10 +25,11 @@ class EnvironmentPool(EnvironmentInterface):
         pool: the instances. A call that exceeds the pool's deadline fails, and is not repeated.
         task_name: used in errors.
         keeps_sessions: whether the environment has `reset` or `close`, see `keeps_sessions`.
+        reads_token_ids: whether the last message of a conversation has its sampled tokens as `token_ids`.
     """
 
-    def __init__(self, pool: Pool, *, task_name: str, keeps_sessions: bool = False) -> None:
-        self.pool, self.keeps_sessions = pool, keeps_sessions
+    def __init__(self, pool: Pool, *, task_name: str, keeps_sessions: bool = False, reads_token_ids: bool = False) -> None:
+        self.pool, self.keeps_sessions, self.reads_token_ids = pool, keeps_sessions, reads_token_ids
         self._task_name = task_name
 
     @classmethod
@@ -36,7 +37,12 @@ class EnvironmentPool(EnvironmentInterface):
         """The environment if it is a pool, else a pool of this object, whose calls block and have no deadline."""
         if isinstance(environment, EnvironmentPool):
             return environment
-        return cls(ObjectPool(environment), task_name=task_name, keeps_sessions=keeps_sessions(type(environment)))
+        return cls(
+            ObjectPool(environment),
+            task_name=task_name,
+            keeps_sessions=keeps_sessions(type(environment)),
+            reads_token_ids=getattr(environment, "reads_token_ids", False),
+        )
 
     async def step_rows(
         self, message_log_batch: list[Any], metadata: list[Any], *, on: ActorKey | None = None

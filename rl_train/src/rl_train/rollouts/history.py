@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rl_core.data.conversation_tokens import encode
+from rl_core.data.conversation_tokens import decode, encode
 from rl_core.errors import ConfigError
 from rl_core.interfaces.messages import Observation, messages_of
 from rl_train.data.chat_template import form_for, render
@@ -99,7 +99,7 @@ def prompt_after(token_ids: torch.Tensor, text: str, tokenizer: Any) -> NextProm
         text: the rendered conversation.
         tokenizer: decodes the tokens and encodes the rest of the text.
     """
-    before: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    before = decode(tokenizer, token_ids.tolist())
     if not text.startswith(before):
         return None
     return NextPrompt(token_ids=torch.tensor(encode(text[len(before) :], tokenizer), dtype=torch.int64), continues=True)

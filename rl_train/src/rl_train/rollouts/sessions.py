@@ -146,8 +146,8 @@ class StepQueue:
         worker = steps[0].worker
         outcomes: list[StepResult | Exception]
         try:
-            conversations, metadata = [step.conversation for step in steps], [step.metadata for step in steps]
-            outcomes = [*await self._environment.step_rows(conversations, metadata, on=worker)]
+            messages = [step.messages(with_tokens=self._environment.reads_token_ids) for step in steps]
+            outcomes = [*await self._environment.step_rows(messages, [step.metadata for step in steps], on=worker)]
         except asyncio.CancelledError:  # it would end the rollouts as if they had been cancelled
             outcomes = [RowFailedError(_CANCELLED)] * len(steps)
         except Exception as error:
@@ -169,6 +169,13 @@ class _Step:
     alone: bool
     worker: ActorKey | None
     since: float = field(default_factory=lambda: perf_counter())
+
+    def messages(self, *, with_tokens: bool) -> list[Any]:
+        """The conversation, on request with the `token_ids` of the model's message."""
+        if not with_tokens:
+            return self.conversation
+        *before, last = self.conversation
+        return [*before, {**last, "token_ids": self.rollout.message_log[-1]["token_ids"].tolist()}]
 
     def lap_s(self) -> float:
         """Seconds since the step was ready, or since the previous lap."""

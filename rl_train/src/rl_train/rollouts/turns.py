@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from rl_core.data.conversation_tokens import encode
 from rl_core.errors import DataError
 from rl_core.interfaces.messages import Message, Observation, messages_of
 from rl_train.data.chat_template import form_for, render
-from rl_train.tools.decoding import special_tokens
+from rl_train.data.decoding import control_tokens
 
 _USER: Mapping[str, Any] = {"role": "user", "content": "A"}
 _ANSWER = "RLCORE"
@@ -32,8 +33,8 @@ class TurnFormatter:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._has_template = tokenizer.chat_template is not None
-        self._special_ids = special_tokens(tokenizer)[1]
-        self._special_names: list[str] = tokenizer.convert_ids_to_tokens(sorted(self._special_ids))
+        control = control_tokens(tokenizer)
+        self._control_names, self._control_ids = list(control), set(control.values())
         self._eos, self._eos_id = tokenizer.eos_token or "", tokenizer.eos_token_id
         self._history = lru_cache(maxsize=64)(self._rendered_history)
         self._closing = self._closing_text() if self._has_template else ""
@@ -57,8 +58,7 @@ class TurnFormatter:
             text = text[len(self._repeated_end(text, sampled_ids)) :]
         else:
             text = "".join(message["content"] for message in messages)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
+        return torch.tensor(encode(text, self._tokenizer), dtype=torch.int64)
 
     def _repeated_end(self, text: str, sampled_ids: torch.Tensor) -> str:
         """The end of turn with which the text starts, if the sampled tokens already have it or another one."""
@@ -68,10 +68,10 @@ class TurnFormatter:
         if last == self._eos_id:
             return self._eos if text.startswith(self._eos) else ""
         # Llama 3 ends a turn that calls tools with <|eom_id|>, although its template writes <|eot_id|>.
-        return self._leading_special(text) if last in self._special_ids else ""
+        return self._leading_control(text) if last in self._control_ids else ""
 
-    def _leading_special(self, text: str) -> str:
-        return max((name for name in self._special_names if text.startswith(name)), key=len, default="")
+    def _leading_control(self, text: str) -> str:
+        return max((name for name in self._control_names if text.startswith(name)), key=len, default="")
 
     def _closing_text(self) -> str:
         rendered = self._history(json.dumps([{"role": "assistant", "content": _ANSWER}, None]))
@@ -104,7 +104,7 @@ class TurnFormatter:
         """What the template writes after the sampled part of an answer, possibly including a tool call's closing braces."""
         if end_of_answer.endswith(self._closing):
             return self._closing
-        starts = [i for i in range(len(end_of_answer)) if self._leading_special(end_of_answer[i:])]
+        starts = [i for i in range(len(end_of_answer)) if self._leading_control(end_of_answer[i:])]
         return end_of_answer[starts[0] :] if starts else self._closing
 
     def _rendered_history(self, answer_and_tools: str) -> str:

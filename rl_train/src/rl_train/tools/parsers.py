@@ -18,7 +18,7 @@ class SampledMessage:
     """A sampled message for a parser.
 
     Attributes:
-        text: Its text, without special tokens other than those of tool calls, see `decode_answers`.
+        text: Its text with the special tokens that `decode_answers` shows.
         token_ids: Its tokens as sampled.
         prompt_ids: The tokens before it.
         tools: The tools offered to the model.

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from rl_core.data.formatting import format_value
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces.messages import ToolCall
@@ -15,7 +13,7 @@ from rl_core.plugins.component import is_path
 from rl_core.plugins.import_path import resolve
 from rl_train.config.rules.environments import OWN_PARSER
 from rl_train.data.chat_template import form_for, render
-from rl_train.tools.decoding import decode_answers
+from rl_train.data.decoding import decode_answers
 from rl_train.tools.parsers import PARSERS, ParsedMessage, SampledMessage, ToolCallParser, invalid_call
 
 _NAME, _ARGUMENTS = "rlcoreprobe", {"rlcorekey": "rlcorevalue", "rlcorenumber": 7}
@@ -150,4 +148,4 @@ def _probe(tokenizer: Any) -> SampledMessage:
         raise ConfigError(f"No parser of tool calls can be chosen: {error}.") from error
     text = whole.removeprefix(prompt)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return SampledMessage(text=decode_answers(tokenizer, [torch.tensor(ids)])[0].strip(), token_ids=ids)
+    return SampledMessage(text=decode_answers(tokenizer, [ids])[0].strip(), token_ids=ids)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rl_core.errors import UserError
 from rl_core.interfaces.environment import EnvironmentInterface, keeps_sessions
 from rl_core.testing.environments.checks import EnvironmentChecks
 from rl_core.testing.environments.trial import EnvironmentTrial
+from rl_train.data.decoding import hidden_tokens
 from rl_train.diagnostics.diagnosis import Diagnosis, DiagnosisStatus
+from rl_train.rollouts.drivers import describe_hidden
 from rl_train.rollouts.environment_pool import EnvironmentPool
 from rl_train.workbench.answers import answer_checks
 from rl_train.workbench.play import play, random_player
 from rl_train.workbench.results import check_result
-from rl_train.workbench.trial import UNDECLARED_TURNS
+from rl_train.workbench.trial import UNDECLARED_TURNS, SampledTrial
 
 
 def check_environment(trial: EnvironmentTrial) -> Iterator[Diagnosis]:
@@ -37,6 +40,18 @@ def check_environment(trial: EnvironmentTrial) -> Iterator[Diagnosis]:
         for environment in environments:
             environment.shutdown()
             environment.shutdown()  # the interface allows it twice
+
+
+def hidden_tokens_check(trial: SampledTrial) -> Iterator[Diagnosis]:
+    """The special tokens that the environment does not see in completions; nothing without a config."""
+    if trial.prepared is None:
+        return
+    try:
+        tokenizer = trial.prepared.tokenizer
+        found = describe_hidden(tokenizer, hidden_tokens(tokenizer))
+    except UserError as error:  # the environment itself needs no model
+        found = f"not checked: {error}"
+    yield Diagnosis(status=DiagnosisStatus.NOTE, name="special tokens", found=found)
 
 
 def _further_checks(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
+from rl_core.data.conversation_tokens import decode
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader
 from rl_train.assembly.preparation import Preparation
 from rl_train.config.aliases import with_prompt
@@ -185,7 +186,7 @@ class _RowMeasure:
         row = self._rows[index]
         logs = self._logs(row)
         length, _, answer = self.measured(index)
-        texts = [self._tokenizer.decode([token for part in log for token in part["token_ids"].tolist()]) for log in logs]
+        texts = [decode(self._tokenizer, [token for part in log for token in part["token_ids"].tolist()]) for log in logs]
         trained = [text for log in logs for part in log for text in self._trained(part)]
         return RenderedRow(
             index=index,
@@ -204,7 +205,7 @@ class _RowMeasure:
         mask = message.get("token_loss_mask")
         if mask is None or not bool(mask.any()):
             return []
-        return [self._tokenizer.decode(message["token_ids"][mask.bool()].tolist())]
+        return [decode(self._tokenizer, message["token_ids"][mask.bool()].tolist())]
 
 
 def _prompt_texts(run: RunConfig, name: str) -> Iterator[list[str]]:

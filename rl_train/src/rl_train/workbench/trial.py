@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isroutine
 from pathlib import Path
@@ -39,6 +39,8 @@ class SampledTrial(EnvironmentTrial):
 
     total: int
     """Number of rows of the datasets."""
+    prepared: Preparation | None = None
+    """The run of a config, with the tokenizer whose text the environment gets; None without a config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,8 @@ def trial_of_run(task: str, prepared: Preparation, rows: Sequence[TrialRow], tot
         UserError: the environment cannot be used, or there are no rows.
     """
     run = prepared.scoring_config
-    return _trial(task, run.env[task], prepared.registry, rows=rows, total=total, max_turns=run.max_turns[task])
+    trial = _trial(task, run.env[task], prepared.registry, rows=rows, total=total, max_turns=run.max_turns[task])
+    return replace(trial, prepared=prepared)
 
 
 def _trial(
