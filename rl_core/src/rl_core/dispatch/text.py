@@ -64,9 +64,7 @@ class TextGeneration(PrivateNames):
             )
         return self._completions(output)
 
-    def _generate_messages(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
-    ) -> BatchedDataDict[GenerationOutputSpec] | None:
+    def _generate_messages(self, data: Any, greedy: bool) -> BatchedDataDict[GenerationOutputSpec] | None:
         """The output for rows of text, or with columns that no engine reads, see `GenerationOutputSpec.messages`; else None."""
         if not isinstance(data, Mapping):
             return None
