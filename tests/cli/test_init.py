@@ -29,6 +29,15 @@ FORMATS = {
     ],
     "alpaca": [{"instruction": f"{a}+{b}=", "input": "", "output": str(c)} for a, b, c in SUMS],
     "gsm8k": [{"question": f"{a}+{b}=", "answer": f"It is {c}.\n#### {c}"} for a, b, c in SUMS],
+    "verl": [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+            "reward_model": {"style": "rule", "ground_truth": str(c)},
+            "extra_info": {"index": a},
+        }
+        for a, b, c in SUMS
+    ],
     "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(c), "rejected": str(c - 1)} for a, b, c in SUMS],
 }
 ALGORITHMS = {
@@ -40,6 +49,7 @@ ALGORITHMS = {
     "chats": "sft",
     "alpaca": "sft",
     "gsm8k": "grpo",
+    "verl": "grpo",
     "pairs": "dpo",
 }
 
@@ -166,6 +176,87 @@ def test_completions_have_room_for_reasoning_unless_nothing_asks_for_it(changed,
     starter = Starter(**given | source | measured | changed)
     assert config_values(starter)["policy"]["generation"]["max_new_tokens"] == tokens
     assert f"longer completions are cut off; {said}" in comments(starter)["policy.generation.max_new_tokens"]
+
+
+def test_verl_rows_have_their_answers_and_pass_the_rest_to_the_environment(prepared):
+    train = yaml.safe_load((prepared / "verl" / "config.yaml").read_text())["data"]["train"]
+    assert Path(train.pop("path")).name == "verl.jsonl"
+    keys = {"input_key": "prompt", "output_key": "reward_model.ground_truth", "env_keys": ["data_source", "extra_info"]}
+    assert train == {"dataset_name": "jsonl", **keys}
+    structured = [{**row, "reward_model": {"ground_truth": {"target": ["a"]}}} for row in FORMATS["verl"]]
+    form = recognize(structured, "rows.jsonl")
+    assert form.answer_key is None
+    assert form.keys["env_keys"] == ["data_source", "extra_info", "reward_model.ground_truth"]
+
+
+@pytest.mark.parametrize("label", [True, "false", 1])
+def test_unpaired_feedback_is_named_with_what_to_do(tmp_path, label):
+    rows = [{"prompt": "1+1=", "completion": "2", "label": label}] * 3
+    path = write(tmp_path / "feedback.jsonl", rows)
+    done = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    assert done.returncode == 2
+    assert "unpaired feedback, on which no algorithm trains yet. Keep the rows with a good completion" in done.stderr
+    advice = re.search(r"--question (\w+) --response (\w+)", done.stderr)
+    accepted = rlcore("init", path, "--model", MODEL, "--output", tmp_path / "new", *advice[0].split())
+    assert accepted.returncode == 0, accepted.stderr
+
+
+def test_the_format_is_that_of_most_rows_whatever_the_types_of_the_others():
+    rows = [{"question": f"{a}+{b}=", "answer": [c, str(c)][a % 2]} for a, b, c in SUMS]
+    rows += [{"question": 5, "answer": 6}, {"question": "1+1=", "answer": None}, {"question": "1+1=", "answer": [2]}]
+    assert recognize(rows, "rows.jsonl").answer_key == "answer"
+    assert recognize([*FORMATS["pairs"], {"prompt": "1", "chosen": None}, {}], "rows.jsonl").algorithms == ("dpo", "rm")
+
+
+def test_a_dirty_preference_export_lists_all_bad_rows_and_is_used_without_them(tmp_path):
+    bad = {2: {"rejected": None}, 5: {"chosen": ""}, 9: {"chosen": 5}, 11: {"rejected": None}, 17: {"prompt": None}}
+    rows = [json.dumps(row | bad.get(number, {})) for number, row in enumerate(FORMATS["pairs"], start=1)]
+    path = tmp_path / "export.jsonl"
+    path.write_text("\n".join([*rows[:30], "{", *rows[30:]]))
+    command = ("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    refused = rlcore(*command)
+    assert refused.returncode == 2
+    assert "5 of 51 rows cannot be used:\n" in refused.stderr
+    assert f"  {path}:2, 11: the field 'rejected' is missing" in refused.stderr
+    assert all(f"  {path}:{line}: " in refused.stderr for line in (9, 17, 31))
+    assert "With `--skip-bad-rows`, `rlcore init` continues without them" in refused.stderr
+    done = rlcore(*command, "--skip-bad-rows")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "new" / "config.yaml").read_text())["data"]["train"]["on_bad_row"] == "skip"
+    shown = rlcore("data", "show", tmp_path / "new" / "config.yaml", "--json")
+    assert sum(dataset["rows"] for dataset in json.loads(shown.stdout)["datasets"]) == 45
+
+
+def test_a_table_with_semicolons_is_read_and_its_wrong_lines_are_listed(tmp_path):
+    lines = ["question;answer", *(f"{a}+{b}=;{c}" for a, b, c in SUMS), "", "1;2;3", "4"]
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    command = ("init", tmp_path / "table.csv", "--model", MODEL, "--output", tmp_path / "new")
+    refused = rlcore(*command)
+    assert refused.returncode == 2
+    assert "table.csv:53-54: 3 values, but the file has 2 columns (question, answer)" in refused.stderr
+    done = rlcore(*command, "--skip-bad-rows")
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "new" / "table.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in written] == [{"question": f"{a}+{b}=", "answer": str(c)} for a, b, c in SUMS]
+
+
+def test_another_chat_template_can_be_chosen_for_rows_with_tools(tmp_path):
+    tools = [{"type": "function", "function": {"name": "+", "parameters": {"type": "object", "properties": {}}}}]
+    rows = [{**row, "tools": tools} for row in FORMATS["messages"]]
+    path = write(tmp_path / "tools.jsonl", rows)
+    command = ("init", path, "--model", MODEL, "--output", tmp_path / "new")
+    refused = rlcore(*command)
+    assert refused.returncode == 2
+    assert "the chat template leaves out the functions" in refused.stderr
+    assert "`--chat-template FILE` uses another chat template" in refused.stderr
+    template = tmp_path / "tools.jinja"
+    loop = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    template.write_text("{{ tools | tojson if tools }}" + loop)
+    done = rlcore(*command, "--chat-template", template)
+    assert done.returncode == 0, done.stderr
+    config = tmp_path / "new" / "config.yaml"
+    assert yaml.safe_load(config.read_text())["policy"]["tokenizer"] == {"chat_template": str(template)}
+    assert rlcore("validate", config, "--deep").returncode == 0
 
 
 @pytest.mark.parametrize("name", ["table.csv", "table.tsv", "array.json"])

@@ -109,6 +109,29 @@ def test_every_source_gives_the_same_conversations_though_tables_fill_messages_w
     assert [record["messages"] for record in dataset] == [said, said[:1]]
 
 
+def test_nested_fields_of_every_source_are_named_with_dots(source):
+    row = {
+        "task": {"ask": "2+2=", "key": {"answer": 4}},
+        "info": {"level": 3},
+        "a.b": "whole name",
+        "pair": {"good": "4", "bad": "5"},
+    }
+    keys, place = source([row, {**row, "task": {"ask": "1+1=", "key": {"answer": None}}}])
+    named = {"input_key": "task.ask", "env_keys": ["info.level", "a.b", "pair"]}
+    dataset = RecordDataset(source.record(**keys, **named, output_key="task.key.answer", on_bad_row="skip"))
+    assert dataset.prompt_of(0) == "2+2="
+    [record] = dataset
+    assert record["messages"] == [{"role": "user", "content": "2+2="}]
+    assert record["extra_env_info"] == {"level": 3, "b": "whole name", "pair": row["pair"], "expected_answer": 4}
+    [reason] = dataset.reasons
+    assert f"{place}: the field 'task.key.answer' (`output_key`) is missing" in reason
+    of_pairs = {"prompt_key": "task.ask", "chosen_key": "pair.good", "rejected_key": "pair.bad"}
+    pairs = PreferenceDataset(source.preference(**keys, **of_pairs))
+    assert [pair["chosen"][0]["content"] for pair in pairs] == ["4", "4"]
+    with pytest.raises(ValueError, match=r"x\.level and y\.level under the same name"):
+        source.record(**keys, env_keys=["x.level", "y.level"])
+
+
 def test_every_source_gives_the_same_pairs(source):
     rows = [{"prompt": "2+2=", "chosen": str(n), "rejected": "5"} for n in (4, 3)]
     keys, _ = source(rows)

@@ -17,6 +17,7 @@ from rl_train.algorithms.sft_config import SFTConfig
 from rl_train.assembly.data import Source, conversation_loader, preference_loader, prompt_loader, read_data
 from rl_train.assembly.policy_and_engine import plan_policy_and_engine
 from rl_train.assembly.preparation import DataLoaders
+from rl_train.assembly.reward_checks import is_conversational
 from rl_train.config.loader import load_config
 from rl_train.config.schema import DataConfig, LossConfig, PromptConfig, RunConfig, SplitConfig
 from rl_train.data import processors
@@ -541,3 +542,12 @@ def test_one_row_is_not_counted_among_the_first_rows(lines, registry, tokenizer,
     with caplog.at_level(logging.WARNING, logger="rlcore"):
         DataLoaders(run_of(data, global_batch_size=1), tokenizer, train=train, validation={})
     assert " of the tokens of the first training row are <unk>" in caplog.text
+
+
+@pytest.mark.parametrize("split", [None, SplitConfig(validation=0.5)])
+def test_prompts_of_messages_are_recognized_also_among_held_out_rows(lines, registry, split):
+    talks = lines("talks", *({"prompt": [{"role": "user", "content": f"{n}"}], "answer": "1"} for n in range(20)))
+    keys = {"input_key": "prompt", "output_key": "answer"}
+    for path, expected in ((section(talks, **keys), True), (section(lines("sums", *sums(1, 20))), False)):
+        sources = read_data(DataConfig(train=path, split=split), registry)
+        assert [is_conversational(source.records) for source in sources if source] == [expected] * (1 + (split is not None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, DataError
 from rlcore_cli.counting import counted
 
 if TYPE_CHECKING:
@@ -63,34 +63,40 @@ def init(
             show_default=False,
         ),
     ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Chat template to use instead of the model's.", exists=True, dir_okay=False),
+    ] = None,
+    skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Skip rows that cannot be used.")] = False,
     own_reward: Annotated[
         bool, typer.Option("--own-reward", help="Write a reward function even if `math` can grade the answers.")
     ] = False,
 ) -> None:
     """Write a config for a data file, and a reward function with a test if the algorithm needs one.
 
-    Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, GSM8K and preference pairs. Lengths are
-    set from the tokens of the rows. Existing files are never overwritten. The run is named after the new folder, or without
-    --output after the data file.
+    Recognizes questions with answers or responses, prompts, messages, ShareGPT, Alpaca, GSM8K, verl and preference pairs. A
+    field within another is named with a dot: reward_model.ground_truth. Lengths are set from the tokens of the rows. Existing
+    files are never overwritten. The run is named after the new folder, or without --output after the data file.
 
     Example:
         rlcore init questions.jsonl --model path/to/model
         rlcore init conversations.parquet --output chat
         rlcore init table.csv --question Frage --answer Antwort
-        rlcore init pairs.jsonl --question query --chosen better --rejected worse
+        rlcore init pairs.jsonl --question query --chosen better --rejected worse --skip-bad-rows
         rlcore init questions.jsonl --model path/to/model --gpus 8x80GiB
     """
     from rl_core.config.model_paths import model_path_problem
     from rl_core.data.hub import require_model
     from rl_core.plugins.manager import discover
     from rl_core.plugins.registry import Registry
-    from rlcore_cli.starter.data_file import read_data_file
+    from rl_train.data.bad_rows import BadRowsError
+    from rlcore_cli.starter.data_file import SKIP_BAD_ROWS, read_data_file
     from rlcore_cli.starter.recipe import parse_hardware
     from rlcore_cli.starter.row_format import named_fields, recognize
 
     hardware = None if gpus is None else parse_hardware(gpus)
-    train = read_data_file(data)
-    held_out = None if validation is None else read_data_file(validation)
+    train = read_data_file(data, skip_bad_rows=skip_bad_rows)
+    held_out = None if validation is None else read_data_file(validation, skip_bad_rows=skip_bad_rows)
     named = named_fields(
         train.rows, str(data), question=question, answer=answer, response=response, chosen=chosen, rejected=rejected
     )
@@ -103,13 +109,19 @@ def init(
     print(f"measuring the rows with the tokenizer of {model}", file=sys.stderr)
     registry = Registry(discover())
     grades = not own_reward and "math" in registry.names("environment")
-    starter = _measured(
+    starter = replace(
         _starter(train, held_out, form, model=model, algorithm=algorithm, output=output, grades=grades),
-        train,
-        held_out,
-        model=model,
-        registry=registry,
+        chat_template=None if chat_template is None else str(chat_template.resolve()),
+        skips_bad_rows=skip_bad_rows,
     )
+    try:
+        starter = _measured(starter, train, held_out, model=model, registry=registry)
+    except BadRowsError as error:
+        rows = [replace(row, location=_in_given_file(row.location, train, held_out)) for row in error.rows]
+        listed = BadRowsError(rows, total=error.total, rows_of=f"{error.total} rows", remedy=SKIP_BAD_ROWS)
+        raise DataError(f"{listed}. `--chat-template FILE` uses another chat template than the model's.") from error
+    if chat_template is not None:
+        starter = replace(starter, chat_template=_from_folder(str(chat_template), output))
     files = _files(starter, train, held_out, model=model, hardware=hardware, registry=registry)
     _write(files, output)
     _report(starter, form, train, files, output)
@@ -131,7 +143,7 @@ def _starter(
 ) -> Starter:
     """What the config is made from, as far as it follows from the options and the rows; `grades`: `math` may be used."""
     from rlcore_cli.starter.config_values import Starter, are_mathematical
-    from rlcore_cli.starter.row_format import has_system_messages
+    from rlcore_cli.starter.row_format import has_system_messages, has_text_prompts
 
     is_math = grades and ("record_fn" in form.keys or are_mathematical(_answers(train, form)))
     return Starter(
@@ -147,14 +159,18 @@ def _starter(
         is_small=False,
         longest_row=1,
         positions=None,
+        has_text_prompts=has_text_prompts(train.rows, form),
         has_system_messages=has_system_messages(train.rows, form),
         run_name=train.path.stem if output.resolve() == Path.cwd() else output.resolve().name,
     )
 
 
 def _answers(train: DataFile, form: RowFormat) -> list[Any]:
+    from rl_train.data.nested_fields import field_value
+
     key = form.answer_key
-    return [row[key] for row in train.rows if str(row[key]).strip()] if key is not None else []
+    values = [] if key is None else [field_value(row, key) for row in train.rows]
+    return [value for value in values if value is not None and str(value).strip()]
 
 
 def _files(
@@ -205,11 +221,11 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     from rl_train.workbench.dataset_view import view_datasets
     from rlcore_cli.starter.config_values import config_values, has_few_parameters
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, chat_template=starter.chat_template)
     starter = replace(
         starter,
         has_template=tokenizer.chat_template is not None,
-        longest_answer=_longest_answer(tokenizer, train, starter.form.answer_key),
+        longest_answer=_longest_answer(tokenizer, _answers(train, starter.form)),
     )
     with _readable(train, validation) as (train_source, validation_source):
         preliminary = replace(starter, model=_absolute(model), train=train_source, validation=validation_source)
@@ -235,10 +251,10 @@ def _measured(starter: Starter, train: DataFile, validation: DataFile | None, *,
     )
 
 
-def _longest_answer(tokenizer: Any, train: DataFile, key: str | None) -> int:
-    """The most tokens of an answer, or a worked solution that ends with it; 0 without answers."""
-    answers = [str(row[key]) for row in train.rows[:_MEASURED]] if key is not None else []
-    return max((len(tokenizer(answer, add_special_tokens=False)["input_ids"]) for answer in answers), default=0)
+def _longest_answer(tokenizer: Any, answers: Sequence[Any]) -> int:
+    """The most tokens of one of the first answers, or a worked solution that ends with it; 0 without answers."""
+    texts = map(str, answers[:_MEASURED])
+    return max((len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts), default=0)
 
 
 @contextmanager

@@ -84,6 +84,12 @@ class Starter:
     """Name of the run."""
     reads_requests: bool = True
     """Whether the tokenizer has tokens for a prompt that asks for the answer in a format."""
+    chat_template: str | None = None
+    """File of the chat template to use instead of the model's."""
+    skips_bad_rows: bool = False
+    """Whether bad rows are skipped."""
+    has_text_prompts: bool = True
+    """Whether prompts are texts and not messages, so that a prompt config can contain them."""
     has_system_messages: bool = False
     """Whether conversations of the data begin with a system message, which one of the config would not replace."""
 
@@ -206,6 +212,8 @@ def _held_out(rows: int) -> float:
 
 def _policy(starter: Starter) -> dict[str, Any]:
     policy: dict[str, Any] = {"backend": "hf", "model_name": starter.model}
+    if starter.chat_template is not None:
+        policy["tokenizer"] = {"chat_template": starter.chat_template}
     limit, new_tokens = _rounded_up(starter.longest_row), 0
     if starter.samples:
         new_tokens = _new_tokens(starter)
@@ -230,7 +238,7 @@ def _data(starter: Starter) -> dict[str, Any]:
     elif starter.validates:
         data["split"] = {"validation": _held_out(starter.rows)}
     takes_prompt = starter.samples and starter.form.answer_key is not None and starter.asks_for_format
-    if takes_prompt and starter.math and starter.form.is_text:
+    if takes_prompt and starter.math and starter.has_text_prompts:
         data["prompt"] = {"prompt_config": "generic/math"}
     elif takes_prompt and starter.has_template:
         request = "Put the final answer in \\boxed{}." if starter.math else _FINAL_ANSWER
@@ -247,7 +255,8 @@ def _dataset(starter: Starter, source: Mapping[str, Any]) -> dict[str, Any]:
         keys |= {"response_key": starter.form.response_key, "output_key": None}
     elif starter.algorithm == "sft" and "record_fn" not in keys and keys.get("input_key") == "messages":
         keys["output_key"] = None
-    return {"dataset_name": name, "path": source["path"], **keys}
+    skips = {"on_bad_row": "skip"} if starter.skips_bad_rows else {}
+    return {"dataset_name": name, "path": source["path"], **keys, **skips}
 
 
 def _rounded_up(tokens: int) -> int:

@@ -7,12 +7,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DataError
 
-_TABLES = {".csv": ",", ".tsv": "\t"}
-"""Separator of the fields by file extension."""
+if TYPE_CHECKING:
+    from rl_train.data.bad_rows import BadRow
+
+_TABLES = {".csv": ",;\t|", ".tsv": "\t,;|"}
+"""Separators that are tried, by file extension; the first is the usual one."""
+SKIP_BAD_ROWS = "With `--skip-bad-rows`, `rlcore init` continues without them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +29,24 @@ class DataFile:
     rows: Sequence[dict[str, Any]]
     converted: bool = False
     """Whether the rows must be written as JSON Lines first, because no dataset reads the file."""
+    bad: Sequence[BadRow] = ()
+    """Rows that cannot be read; their dataset reports those of a file that is not converted."""
 
 
-def read_data_file(path: Path) -> DataFile:
+def read_data_file(path: Path, *, skip_bad_rows: bool = False) -> DataFile:
     """The rows of a JSON Lines, JSON, Parquet, CSV or TSV file.
 
     The values of CSV and TSV files stay texts, so that `007` is not read as 7.
 
     Raises:
-        DataError: The file does not exist, is in none of these formats, has no row, or a row is invalid.
+        DataError: The file does not exist, is in none of these formats, or has no valid row.
     """
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"{path} {what}: give a JSON Lines, JSON, Parquet, CSV or TSV file")
     if path.suffix.lower() in _TABLES:
-        data = DataFile(path=path, dataset="jsonl", rows=_table(path), converted=True)
+        rows, bad = _table(path)
+        data = DataFile(path=path, dataset="jsonl", rows=rows, converted=True, bad=bad)
     elif path.suffix.lower() == ".parquet":
         from rl_train.data.arrow_rows import parquet_rows
 
@@ -49,6 +56,11 @@ def read_data_file(path: Path) -> DataFile:
         data = DataFile(path=path, dataset="jsonl", rows=array, converted=True)
     else:
         data = DataFile(path=path, dataset="jsonl", rows=_json_lines(path))
+    if data.bad and not (skip_bad_rows and data.rows):
+        from rl_train.data.bad_rows import BadRowsError
+
+        total = len(data.rows) + len(data.bad)
+        raise BadRowsError(data.bad, total=total, rows_of=f"{total} rows of {path}", remedy=SKIP_BAD_ROWS)
     if not data.rows:
         raise DataError(f'{path} has no rows: add at least one, such as {{"question": "2+2=", "answer": "4"}}')
     return data
@@ -61,8 +73,9 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     for number in range(len(lines)):
         try:
             rows.append(lines[number])
-        except DataError as error:
-            raise DataError(f"{lines.row_location(number)}: {error}") from error
+        except DataError as error:  # the dataset reports it with the other bad rows, unless all are
+            if number + 1 == len(lines) and not rows:
+                raise DataError(f"{lines.row_location(number)}: {error}") from error
     return rows
 
 
@@ -83,21 +96,33 @@ def _json_array(path: Path) -> list[dict[str, Any]] | None:
     return list(rows)
 
 
-def _table(path: Path) -> list[dict[str, Any]]:
+def _table(path: Path) -> tuple[list[dict[str, Any]], list[BadRow]]:
+    """The rows of a CSV or TSV file, and the lines with another number of values than there are columns."""
+    from rl_train.data.bad_rows import BadRow
+
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=_TABLES[path.suffix.lower()], strict=True)
+            first = file.readline()
+            file.seek(0)
+            separators = _TABLES[path.suffix.lower()]
+            reader = csv.reader(file, delimiter=max(separators, key=lambda each: len(_split(first, each))), strict=True)
             header = next(reader, [])
             if len(set(header)) < len(header) or "" in header:
                 raise DataError(f"{path}:1: the first line must name each column once, but it is {header}")
-            rows = []
+            rows, bad = [], []
             for values in reader:
-                if len(values) != len(header):
-                    raise DataError(f"{path}:{reader.line_num}: {len(values)} values, but the file has {len(header)} columns")
-                rows.append(dict(zip(header, values, strict=True)))
-            return rows
+                if len(values) == len(header):
+                    rows.append(dict(zip(header, values, strict=True)))
+                elif values:
+                    wrong = DataError(f"{len(values)} values, but the file has {len(header)} columns ({', '.join(header)})")
+                    bad.append(BadRow.of(f"{path}:{reader.line_num}", wrong))
+            return rows, bad
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}. Save it as UTF-8") from error
+
+
+def _split(line: str, separator: str) -> list[str]:
+    return next(csv.reader([line], delimiter=separator), [])
 
 
 def json_lines_text(rows: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Recognizes what the rows of a data file are, from the names and types of their fields."""
+"""Recognizes what the rows of a data file are, from the names and values of their fields; a few bad rows do not matter."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.errors import ConfigError, DataError
+from rl_train.data.nested_fields import field_value
 
 Row = Mapping[str, Any]
 
@@ -24,50 +25,51 @@ class RowFormat:
     name: str
     algorithms: tuple[str, ...]
     """Algorithms that can train on such rows; the first is the default."""
-    keys: Mapping[str, str | None] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the dataset's section that differ from their defaults."""
     answer_key: str | None = None
     """Field with the expected answer; None if rows have none."""
     response_key: str | None = None
     """Field with a response to imitate, for supervised training; None if it is part of the conversation."""
 
-    @property
-    def is_text(self) -> bool:
-        """Whether the prompt is a field with text, which a prompt config can contain."""
-        return "record_fn" not in self.keys and self.keys.get("input_key") != "messages"
-
 
 def recognize(rows: Sequence[Row], path: str) -> RowFormat:
-    """The format that all rows have.
+    """The format that most rows have.
 
     Args:
         rows: The rows of a file; at least one.
         path: Name of the file in errors.
 
     Raises:
-        DataError: The fields fit no format. The message lists them, and which config keys to set by hand.
+        DataError: The fields fit no format, or one that no algorithm trains on. The message says which options name the fields.
     """
-    for recognized in _FORMATS:
-        if (found := recognized(rows)) is not None:
-            return found
+    try:
+        found = next(filter(None, (recognized(rows) for recognized in _FORMATS)), None)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    if found is not None:
+        return found
     fields = "\n".join(f"  {name}: {kind}" for name, kind in sorted(_kinds(rows).items()))
     raise DataError(
         f"{path}: the rows have no known format. Their fields:\n{fields}\n"
         "Known formats: a question with an answer or a response, `prompt`, `messages`, ShareGPT (`conversations`), Alpaca "
-        "(`instruction`, `output`), and `chosen` with `rejected`. Name the fields yourself: --question FIELD and, if the rows "
-        "have it, --answer FIELD (what a reward compares with) or --response FIELD (what the model should write); for "
-        "preference pairs --question FIELD, --chosen FIELD and --rejected FIELD." + _proposal(rows, path)
+        "(`instruction`, `output`), verl (`prompt`, `reward_model`), and `chosen` with `rejected`. Name the fields yourself: "
+        "--question FIELD and, if the rows have it, --answer FIELD (what a reward compares with) or --response FIELD (what the "
+        "model should write); for preference pairs --question FIELD, --chosen FIELD and --rejected FIELD."
+        + _proposal(rows, path)
     )
 
 
 def _proposal(rows: Sequence[Row], path: str) -> str:
     """A command with the longest texts as questions and the field with the fewest values as answers; empty without texts."""
-    texts = [name for name in rows[0] if _all_have(rows, name, str)]
+    pair = [name for name in ("chosen", "rejected") if _most_have(rows, name, str)]
+    texts = [name for name in rows[0] if name not in pair and _most_have(rows, name, str)]
     if not texts:
         return ""
-    question = max(texts, key=lambda name: sum(len(row[name]) for row in rows))
-    values = {name: len({row[name] for row in rows}) for name in texts if name != question}
-    fields = ["--question", question, *(["--answer", min(values, key=values.__getitem__)] if values else [])]
+    question = max(texts, key=lambda name: sum(len(str(row.get(name))) for row in rows))
+    values = {name: len({str(row.get(name)) for row in rows}) for name in texts if name != question}
+    answer = ["--answer", min(values, key=values.__getitem__)] if values else []
+    fields = ["--question", question, *(["--chosen", "chosen", "--rejected", "rejected"] if len(pair) == 2 else answer)]
     return f"\nFor example: {shlex.join(['rlcore', 'init', path, *fields])}"
 
 
@@ -84,13 +86,12 @@ def named_fields(
     """The format of rows whose fields the user names; None if no field is named.
 
     Raises:
-        DataError: A row lacks one of the fields.
+        DataError: No row has one of the fields.
         ConfigError: These fields do not make up a format.
     """
     for name in filter(None, (question, answer, response, chosen, rejected)):
-        missing = next((number for number, row in enumerate(rows, start=1) if row.get(name) is None), None)
-        if missing is not None:
-            raise DataError(f"{path}: row {missing} has no field {name!r}: it has {sorted(rows[missing - 1])}")
+        if all(field_value(row, name) is None for row in rows):
+            raise DataError(f"{path}: row 1 has no field {name!r}: it has {sorted(rows[0])}, and no other row has the field")
     if chosen or rejected:
         if not chosen or not rejected or answer or response:
             raise ConfigError("Preference pairs need --chosen and --rejected, without --answer and --response.")
@@ -106,7 +107,7 @@ def named_fields(
 
 
 def _question_format(question: str, answer: str | None, response: str | None) -> RowFormat:
-    keys: dict[str, str | None] = {} if question == "question" else {"input_key": question}
+    keys: dict[str, Any] = {} if question == "question" else {"input_key": question}
     if response is not None and answer is None:
         return RowFormat(
             name=f"a question ({question}) and a response ({response})",
@@ -128,10 +129,10 @@ def _question_format(question: str, answer: str | None, response: str | None) ->
 def _pairs(
     rows: Sequence[Row], *, chosen: str = "chosen", rejected: str = "rejected", question: str | None = None
 ) -> RowFormat | None:
-    if not _all_have(rows, chosen, str, list) or not _all_have(rows, rejected, str, list):
+    if not _most_have(rows, chosen, str, list) or not _most_have(rows, rejected, str, list):
         return None
-    prompt = question or next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
-    if prompt is None and not _all_have(rows, chosen, list):
+    prompt = question or next((name for name in _QUESTIONS if _most_have(rows, name, str, list)), None)
+    if prompt is None and not _most_have(rows, chosen, list):
         return None  # without a prompt, both must be whole conversations
     keys = {"prompt_key": prompt or "prompt", "chosen_key": chosen, "rejected_key": rejected}
     return RowFormat(
@@ -142,18 +143,17 @@ def _pairs(
 
 
 def _sharegpt(rows: Sequence[Row]) -> RowFormat | None:
-    if not _all_have(rows, "conversations", list):
+    if not _most_have(rows, "conversations", list):
         return None
     return RowFormat(name="a ShareGPT conversation", algorithms=SUPERVISED, keys={"record_fn": "sharegpt"})
 
 
 def _messages(rows: Sequence[Row]) -> RowFormat | None:
-    if not all(isinstance(row.get("messages"), list) and row["messages"] for row in rows):
-        return None
-    if not all(isinstance(message, Mapping) and "role" in message for row in rows for message in row["messages"]):
+    talks = [row["messages"] for row in rows if _is_conversation(row.get("messages"))]
+    if 2 * len(talks) <= len(rows):
         return None
     answer = _answer_field(rows)
-    ends = all(row["messages"][-1]["role"] == "assistant" for row in rows)
+    ends = 2 * sum(talk[-1]["role"] == "assistant" for talk in talks) > len(talks)
     if answer is None and not ends:
         return RowFormat(
             name="a prompt of several messages", algorithms=("grpo",), keys={"input_key": "messages", "output_key": None}
@@ -165,29 +165,51 @@ def _messages(rows: Sequence[Row]) -> RowFormat | None:
 
 
 def _alpaca(rows: Sequence[Row]) -> RowFormat | None:
-    if not _all_have(rows, "instruction", str) or not _all_have(rows, "output", str):
+    if not _most_have(rows, "instruction", str) or not _most_have(rows, "output", str):
         return None
     return RowFormat(name="an Alpaca instruction with its output", algorithms=SUPERVISED, keys={"record_fn": "alpaca"})
 
 
 def _gsm8k(rows: Sequence[Row]) -> RowFormat | None:
-    if not _all_have(rows, "question", str) or not all("####" in str(row.get("answer")) for row in rows):
+    if not _most_have(rows, "question", str) or not _most(rows, lambda row: "####" in str(row.get("answer"))):
         return None
-    keys: dict[str, str | None] = {"record_fn": "gsm8k"}
+    keys = {"record_fn": "gsm8k"}
     return RowFormat(name="a GSM8K problem (the number after ####)", algorithms=SAMPLING, keys=keys, answer_key="answer")
 
 
 def _questions(rows: Sequence[Row]) -> RowFormat | None:
-    question = next((name for name in _QUESTIONS if _all_have(rows, name, str, list)), None)
+    question = next((name for name in _QUESTIONS if _most_have(rows, name, str, list)), None)
     if question is None:
         return None
     answer = _answer_field(rows)
-    response = next((name for name in _RESPONSES if _all_have(rows, name, str, list)), None)
+    response = next((name for name in _RESPONSES if _most_have(rows, name, str, list)), None)
+    verdicts = ("true", "false", "1", "0") if answer == "label" else ("true", "false")
+    if response and answer and _most(rows, lambda row: str(row.get(answer)).lower() in verdicts):
+        raise DataError(
+            f"each row is a {question} with a {response}, and {answer} says whether it is good: unpaired feedback, on which no "
+            f"algorithm trains yet. Keep the rows with a good {response} and imitate them: --question {question} --response "
+            f"{response}. Or join a good and a bad {response} to {question} to a pair: `chosen` and `rejected`"
+        )
     return _question_format(question, answer, response)
+
+
+def _verl(rows: Sequence[Row]) -> RowFormat | None:
+    if not _most(rows, lambda row: isinstance(row.get("reward_model"), Mapping)) or not _most_have(rows, "prompt", str, list):
+        return None
+    answer = "reward_model.ground_truth"
+    is_text = _most_have(rows, answer, str, int, float)
+    passed = [name for name in ("data_source", "extra_info", *(() if is_text else (answer,))) if _most_have(rows, name, object)]
+    return RowFormat(
+        name=f"a verl prompt with an answer ({answer})",
+        algorithms=("grpo",),
+        keys={"input_key": "prompt", "output_key": answer if is_text else None, "env_keys": passed},
+        answer_key=answer if is_text else None,
+    )
 
 
 _FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
     _pairs,
+    _verl,
     _sharegpt,
     _messages,
     _alpaca,
@@ -200,26 +222,38 @@ _FORMATS: tuple[Callable[[Sequence[Row]], RowFormat | None], ...] = (
 def empty_answers(rows: Sequence[Row], form: RowFormat) -> list[int]:
     """The numbers of the rows, from 1, whose expected answer is empty."""
     key = form.answer_key
-    return [] if key is None else [number for number, row in enumerate(rows, start=1) if not str(row[key]).strip()]
+    return [] if key is None else [n for n, row in enumerate(rows, start=1) if not str(field_value(row, key)).strip()]
+
+
+def has_text_prompts(rows: Sequence[Row], form: RowFormat) -> bool:
+    """Whether prompts are a field with text, which a prompt config can contain."""
+    return "record_fn" not in form.keys and _most_have(rows, form.keys.get("input_key") or "question", str)
 
 
 def has_system_messages(rows: Sequence[Row], form: RowFormat) -> bool:
     """Whether the messages of a row begin with a system message."""
-    prompts = [row.get(form.keys.get("input_key") or "question") for row in rows]
+    prompts = [field_value(row, form.keys.get("input_key") or "question") for row in rows]
     firsts = [prompt[0] for prompt in prompts if isinstance(prompt, list) and prompt]
     return any(isinstance(first, Mapping) and first.get("role") in ("system", "developer") for first in firsts)
 
 
 def _answer_field(rows: Sequence[Row]) -> str | None:
-    """The field with the expected answers: preferably without empty values, else empty in less than half of the rows."""
-    named = [name for name in ANSWERS if all(isinstance(row.get(name), str | int | float) for row in rows)]
-    empty = {name: sum(row[name] == "" for row in rows) for name in named}
-    best = min(named, key=lambda name: empty[name] > 0, default=None)
-    return best if best is not None and 2 * empty[best] < len(rows) else None
+    """The field with the expected answers: preferably in all rows, else in most."""
+    named = [name for name in ANSWERS if _most_have(rows, name, str, int, float)]
+    return min(named, key=lambda name: any(row.get(name) in (None, "") for row in rows), default=None)
 
 
-def _all_have(rows: Sequence[Row], name: str, *kinds: type) -> bool:
-    return all(isinstance(row.get(name), kinds) and row[name] != "" for row in rows)
+def _most_have(rows: Sequence[Row], name: str, *kinds: type) -> bool:
+    """Whether most rows have a value of one of these types, which is not empty."""
+    return _most(rows, lambda row: isinstance(value := field_value(row, name), kinds) and value not in (None, ""))
+
+
+def _most(rows: Sequence[Row], is_so: Callable[[Row], bool]) -> bool:
+    return 2 * sum(map(is_so, rows)) > len(rows)
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and "role" in each for each in value)
 
 
 def _kinds(rows: Sequence[Row]) -> dict[str, str]:

@@ -11,10 +11,10 @@ from typing import Any
 from rl_core.config.schema import DatasetConfig
 from rl_core.errors import ConfigError, DataError, UserError
 from rl_core.plugins.registry import Registry
-from rl_train.assembly.first_rows import check_rows
+from rl_train.assembly.first_rows import check_rows, read_rows
 from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import DataConfig, RunConfig
-from rl_train.data.bad_rows import BadRow, BadRowError, bad_row_lines
+from rl_train.data.bad_rows import BadRow, BadRowsError, bad_row_lines
 from rl_train.data.concat import ConcatDataset
 from rl_train.data.conversations import without_answer
 from rl_train.data.dataloader import BatchedDataLoader
@@ -29,6 +29,7 @@ from rl_train.data.processors import (
     prompt_datum,
 )
 from rl_train.data.record_functions import load_function
+from rl_train.data.records import SKIP_BAD_ROWS
 from rl_train.data.row_sections import OnBadRow, OnTooLong
 from rl_train.data.task_choice import choose_tasks
 from rl_train.data.tokenized_rows import TokenizedRows
@@ -242,7 +243,7 @@ def _loader(
 ) -> BatchedDataLoader:
     def tokenized(one: Source) -> TokenizedRows:
         tokenize = partial(_processor(one, process, is_trained=is_trained), **limits)
-        rows = _tokenized(one, tokenize, tasks)
+        rows = _tokenized(one, tokenize, tasks, run.data.check_rows)
         _reject_if_all_dropped(rows, one, limits["max_length"])
         return rows
 
@@ -291,24 +292,19 @@ def _fingerprint(source: Source) -> str | None:
     return None if None in members.values() else " ".join(f"{name} {members[name]}" for name in sorted(members))
 
 
-def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str]) -> TokenizedRows:
+def _tokenized(source: Source, process: Callable[..., Any], tasks: Collection[str], checked: int) -> TokenizedRows:
     """The rows of one dataset. If bad rows are skipped, all rows are tokenized now to find them."""
     choice = choose_tasks(source.records, fixed=source.task_name, known=tasks, name=source.name, component=source.component)
     rows = TokenizedRows(source.records, process, tasks=choice, name=source.name)
     if source.on_bad_row is OnBadRow.ERROR:
-        # Reports a wrong record format or chat template before a worker starts.
-        for index in dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else ():
-            rows[index]
+        # Reports a wrong record format or chat template before a worker starts; if there is one, with all rows like it.
+        firsts = dict.fromkeys((0, *getattr(source.records, "firsts", ()))) if len(rows) else {}
+        if read_rows(rows, firsts)[2]:
+            numbers = dict.fromkeys((*firsts, *range(min(checked, len(rows)))))
+            first, bad = f"the first {len(numbers)} rows of {source.name}", read_rows(rows, numbers)[2]
+            raise BadRowsError(bad, total=len(numbers), rows_of=first, remedy=SKIP_BAD_ROWS)
         return rows
-    good: list[int] = []
-    bad: list[BadRow] = []
-    for index in range(len(rows)):
-        try:
-            rows[index]
-        except BadRowError as error:
-            bad.append(error.row)
-        else:
-            good.append(index)
+    good, _, bad = read_rows(rows, range(len(rows)))
     if not bad:
         return rows
     if not good:

@@ -44,17 +44,8 @@ class BadRowError(DataError):
         self.row = row
 
 
-def bad_row_lines(rows: Sequence[BadRow]) -> list[str]:
-    """For each cause, the most frequent first: the locations of all its rows, and the reason of the first."""
-    by_cause: dict[Hashable, list[BadRow]] = {}
-    for row in rows:
-        by_cause.setdefault(row.cause, []).append(row)
-    groups = sorted(by_cause.values(), key=len, reverse=True)
-    return [f"{_locations(group)}: {group[0].reason}" for group in groups]
-
-
-def bad_rows_error(rows: Sequence[BadRow], *, total: int, rows_of: str, remedy: str, key: str | None = None) -> DataError:
-    """The error that some or all of `total` rows cannot be used.
+class BadRowsError(DataError):
+    """Some or all rows cannot be used.
 
     Args:
         rows: The bad rows; at least one.
@@ -63,14 +54,24 @@ def bad_rows_error(rows: Sequence[BadRow], *, total: int, rows_of: str, remedy: 
         remedy: How to continue without bad rows.
         key: The config key at fault.
     """
-    lines, reason = bad_row_lines(rows), str(rows[0]).rstrip(".")
-    remedy = remedy if len(rows) < total else "All rows are bad, so there is nothing to continue with"
-    if len(rows) == 1:
-        return DataError(reason if total == 1 else f"{reason}. {remedy}", key=key)
-    if len(rows) == total and len(lines) == 1:
-        return DataError(f"{reason}. It is the same in all {total} rows", key=key)
-    table = "".join(f"\n  {line}" for line in lines)
-    return DataError(f"{len(rows)} of {rows_of} cannot be used:{table}\n{remedy}", key=key)
+
+    def __init__(self, rows: Sequence[BadRow], *, total: int, rows_of: str, remedy: str, key: str | None = None) -> None:
+        lines, text = bad_row_lines(rows), str(rows[0]).rstrip(".")
+        if len(rows) == total > 1 and len(lines) == 1:
+            text += f". It is the same in all {total} rows"
+        elif len(rows) > 1:
+            text = f"{len(rows)} of {rows_of} cannot be used:" + "".join(f"\n  {line}" for line in lines)
+        super().__init__(text if len(rows) == total else f"{text}{'. ' if len(rows) == 1 else chr(10)}{remedy}", key=key)
+        self.rows, self.total, self.rows_of = rows, total, rows_of
+
+
+def bad_row_lines(rows: Sequence[BadRow]) -> list[str]:
+    """For each cause, the most frequent first: the locations of all its rows, and the reason of the first."""
+    by_cause: dict[Hashable, list[BadRow]] = {}
+    for row in rows:
+        by_cause.setdefault(row.cause, []).append(row)
+    groups = sorted(by_cause.values(), key=len, reverse=True)
+    return [f"{_locations(group)}: {group[0].reason}" for group in groups]
 
 
 def _locations(rows: Sequence[BadRow]) -> str:

@@ -18,7 +18,7 @@ class ConcatDataset(Sequence[Any]):
     """
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
-        self._parts = parts
+        self.parts = parts
         self._ends = list(accumulate(len(part) for part in parts))
 
     def __len__(self) -> int:
@@ -26,12 +26,12 @@ class ConcatDataset(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         number, row = self.locate(index)
-        return self._parts[number][row]
+        return self.parts[number][row]
 
     def row_location(self, index: int) -> str:
         """Location of the row of a record."""
         number, row = self.locate(index)
-        return row_location(self._parts[number], row)
+        return row_location(self.parts[number], row)
 
     def locate(self, index: int) -> tuple[int, int]:
         """The number of the collection, and the index in it."""

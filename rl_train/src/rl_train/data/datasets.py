@@ -44,7 +44,7 @@ class RecordReader(RowReader[RecordFields, Record]):
 
     def records(self, row: dict[str, Any]) -> list[Record]:
         """The row's record."""
-        return [self._from_keys(row) if self.function is None else self._checked(self.made(row))]
+        return [self._from_keys(self.with_nested(row)) if self.function is None else self._checked(self.made(row))]
 
     def kind(self, record: Record) -> frozenset[str]:
         """Features of a record that a chat template may not support: its roles and tool use."""
@@ -54,7 +54,7 @@ class RecordReader(RowReader[RecordFields, Record]):
         """The prompt: the input field, the fields of the template, or a conversation without its answer."""
         if self.function is not None:
             return without_answer(self.records(row)[0]["messages"])
-        key = self.config.input_key
+        row, key = self.with_nested(row), self.config.input_key
         if self._template is not None and key not in row:
             return {name: row[name] for name in sorted(self._template.names)}
         value = row[key]
@@ -72,7 +72,7 @@ class RecordReader(RowReader[RecordFields, Record]):
                     "message must have the role 'assistant'"
                 )
             messages.extend(answer)
-        info = {key: _field(row, key, object, "env_keys") for key in config.env_keys}
+        info = {key.rpartition(".")[2]: _field(row, key, object, "env_keys") for key in config.env_keys}
         if config.output_key is not None and not (config.may_lack_output and config.output_key not in row):
             expected = _field(row, config.output_key, object, "output_key")
             what = f"the field {config.output_key!r} (`output_key`)"

@@ -20,6 +20,7 @@ class Subset(Sequence[Any]):
 
     Attributes:
         firsts: Selected records that are among `firsts` of the dataset.
+        prompt_of: Prompt of a record as in its row, if the dataset has this method.
         fingerprint: Fingerprint of the dataset and the selection; None if the dataset has none.
     """
 
@@ -30,6 +31,9 @@ class Subset(Sequence[Any]):
         self.firsts = tuple(index for index, number in enumerate(numbers) if number in wanted)
         whole = getattr(records, "fingerprint", None)
         chosen = hashlib.blake2b(f"{whole} {list(numbers)}".encode(), digest_size=8)
+        prompt_of = getattr(records, "prompt_of", None)
+        if prompt_of is not None:
+            self.prompt_of = lambda index: prompt_of(numbers[index])
         self.fingerprint = None if whole is None else chosen.hexdigest()
 
     def __len__(self) -> int:

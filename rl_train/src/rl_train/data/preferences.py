@@ -43,7 +43,7 @@ class PairReader(RowReader[PreferenceFields, PreferenceRecord]):
     def records(self, row: dict[str, Any]) -> list[PreferenceRecord]:
         """The row's pairs."""
         if self.function is None:
-            return pairs_from_row(row, self.config)
+            return pairs_from_row(self.with_nested(row), self.config)
         made = self.made(row)
         if not isinstance(made, Mapping):
             raise DataError(f"{self.config.record_fn} returned {format_value(made)}: expected the fields of a pair")

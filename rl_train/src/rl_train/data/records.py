@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload
 
 from rl_core.errors import ConfigError, DataError
 from rl_train.data.arrow_rows import hugging_face_rows, parquet_rows
-from rl_train.data.bad_rows import BadRow, bad_row_lines, bad_rows_error
+from rl_train.data.bad_rows import BadRow, BadRowsError, bad_row_lines
 from rl_train.data.json_lines import JsonLines
+from rl_train.data.nested_fields import with_nested_fields
 from rl_train.data.record_functions import load_record_function
 from rl_train.data.row_sections import HuggingFaceSource, JsonLinesSource, OnBadRow, ParquetSource, RowsConfig
 from rl_train.user_code import reporting_errors
@@ -58,7 +59,12 @@ class RowReader(ABC, Generic[ConfigT, RecordT]):
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
+        self._nested = config.nested_fields
         self.function = None if config.record_fn is None else load_record_function(config.record_fn)
+
+    def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with the nested fields that the config names."""
+        return with_nested_fields(row, self._nested) if self._nested else row
 
     def made(self, row: dict[str, Any]) -> Any:
         """What the function of the config, which must have one, returns for a row.
@@ -136,9 +142,7 @@ class Records(Sequence[RecordT]):
                     # Values that JSON cannot represent are hashed by type: a repr may contain an address of this process.
                     seen.update(json.dumps(record, skipkeys=True, default=lambda value: type(value).__name__).encode())
         if bad and config.on_bad_row is OnBadRow.ERROR:
-            raise bad_rows_error(
-                bad, total=len(rows), rows_of=f"{len(rows)} rows of {rows.name}", remedy=SKIP_BAD_ROWS, key=key
-            )
+            raise BadRowsError(bad, total=len(rows), rows_of=f"{len(rows)} rows of {rows.name}", remedy=SKIP_BAD_ROWS, key=key)
         self.skipped, self.reasons = len(bad), bad_row_lines(bad)
         self.firsts = tuple(kinds.values())
         self.fingerprint = seen.hexdigest()

@@ -36,6 +36,13 @@ class RowsConfig(DatasetConfig):
         "or `alpaca`, `gsm8k`, `record` or `sharegpt`.",
     )
 
+    @property
+    def nested_fields(self) -> tuple[str, ...]:
+        """The nested fields that the keys of this section name."""
+        values = [value for key, value in self if key.endswith(("_key", "_keys"))]
+        names = [name for value in values for name in ([value] if isinstance(value, str) else value or ())]
+        return tuple(name for name in names if "." in name)
+
     def changed(self) -> set[str]:
         """The keys whose values differ from their defaults; a resolved config also states the defaults."""
         return {key for key, info in type(self).model_fields.items() if getattr(self, key) != info.get_default()}
@@ -88,7 +95,11 @@ class RecordFields(RowsConfig):
         "`tools`, rows may lack the field; any other field must exist (null or an empty list for none). null "
         "disables tools.",
     )
-    env_keys: tuple[str, ...] = Field((), description="Additional fields passed to the environment under their own names.")
+    env_keys: tuple[str, ...] = Field(
+        (),
+        description="Additional fields passed to the environment under their own names. The name of a nested field, such as "
+        "`extra_info.level`, is its last part.",
+    )
     stop_strings_key: str | None = Field(None, description="Field with a list of strings that end a completion.")
     prompt: Annotated[str | None, NAME_OR_PATH] = Field(
         None,
@@ -114,6 +125,13 @@ class RecordFields(RowsConfig):
     def may_lack_output(self) -> bool:
         """Whether rows may lack the field of `output_key`."""
         return self.response_key is not None and "output_key" not in self.changed()
+
+    @model_validator(mode="after")
+    def _env_keys_differ(self) -> RecordFields:
+        names = [key.rpartition(".")[2] for key in self.env_keys]
+        if twice := sorted({key for key, name in zip(self.env_keys, names, strict=True) if names.count(name) > 1}):
+            raise ValueError(f"the environment would get {' and '.join(twice)} under the same name: keep one of these env_keys")
+        return self
 
     @model_validator(mode="after")
     def _keys_exclude_record_fn(self) -> RecordFields:

@@ -16,24 +16,24 @@ class TokenizedRows(Sequence[Any]):
     """A dataset whose records are tokenized on access.
 
     Args:
-        dataset: map-style dataset of records.
+        records: map-style dataset of records.
         process: turns a record into a row.
         tasks: the task of each record.
         name: name of the dataset in errors.
     """
 
-    def __init__(self, dataset: Any, process: Callable[..., Any], *, tasks: TaskChoice, name: str = "dataset") -> None:
-        self._dataset = dataset
+    def __init__(self, records: Any, process: Callable[..., Any], *, tasks: TaskChoice, name: str = "dataset") -> None:
+        self.records = records
         self._process = process
         self._tasks = tasks
         self._name = name
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.records)
 
     def __getitem__(self, index: Any) -> Any:
         try:
-            record = dict(record_of(self._dataset, index, name=self._name))
+            record = dict(record_of(self.records, index, name=self._name))
             task = self._tasks.of_record(record.get("task_name"))
             if task is not None:
                 record["task_name"] = task
@@ -42,5 +42,5 @@ class TokenizedRows(Sequence[Any]):
                 datum = {**datum, "task_name": task}
             self._tasks.check(datum.get("task_name"))
         except DataError as error:
-            raise BadRowError(BadRow.of(f"{self._name}: {row_location(self._dataset, index)}", error)) from error
+            raise BadRowError(BadRow.of(f"{self._name}: {row_location(self.records, index)}", error)) from error
         return datum

@@ -12,6 +12,7 @@ from rl_train.assembly.data import Source, conversation_loader, preference_loade
 from rl_train.assembly.preparation import Preparation
 from rl_train.config.aliases import with_prompt
 from rl_train.config.schema import RunConfig
+from rl_train.data.concat import ConcatDataset
 from rl_train.data.holdout import prompt_digest, row_location
 from rl_train.prompts.prompt_files import read_prompt
 from rl_train.rollouts.records import expected_answer
@@ -88,13 +89,14 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
         DataError: A row is invalid.
     """
     data, views = prepared.data, []
-    training = frozenset[bytes]() if data.train is None else frozenset(_digests(data.train))
+    training = frozenset[bytes]()
     sets = {"validation" if name == "" else f"validation_sets.{name}": source for name, source in data.validation.items()}
     sources = {} if data.train is None else {"train": data.train}
     for name, source in {**sources, **sets}.items():
         is_training = name == "train"
         reader = _RowMeasure(prepared, source, is_training=is_training, checked=measured)
-        digests = _digests(source)
+        records, digests = reader.records, reader.digests()
+        training = frozenset(digests) if is_training else training
         indices = _spaced(len(digests), measured)
         lengths, unknown, answers = zip(*map(reader.measured, indices), strict=True)
         firsts = {digest: index for index, digest in reversed([*enumerate(digests)])}
@@ -117,7 +119,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
                 kind=reader.kind,
                 rows=len(digests),
                 lengths=lengths,
-                longest_row=row_location(source.records, indices[lengths.index(max(lengths))]),
+                longest_row=row_location(records, indices[lengths.index(max(lengths))]),
                 empty_answers=len(found["empty_answers"]),
                 unwritable_answers=len(found["unwritable_answers"]),
                 unknown_token=reader.unknown_token,
@@ -127,8 +129,7 @@ def view_datasets(prepared: Preparation, *, measured: int, shown: int) -> list[D
                 repeated=len(found["repeated"]),
                 shared_with_training=len(found["shared_with_training"]),
                 locations={
-                    name: tuple(row_location(source.records, index) for index in rows[:_LOCATED])
-                    for name, rows in found.items()
+                    name: tuple(row_location(records, index) for index in rows[:_LOCATED]) for name, rows in found.items()
                 },
                 samples=tuple(reader.rendered(index) for index in _spaced(len(digests), shown)),
             )
@@ -159,7 +160,13 @@ class _RowMeasure:
         else:
             self.kind = "conversations"
             loader = conversation_loader(source, unlimited, tokenizer, batch_size=1, shuffle=False)
-        self._rows, self._records = loader.dataset, source.records
+        self._rows: Any = loader.dataset
+        self._parts = [rows.records for rows in getattr(self._rows, "parts", [self._rows])]
+        self.records = ConcatDataset(self._parts)
+
+    def digests(self) -> list[bytes]:
+        """A digest of the prompt of each record."""
+        return [prompt_digest(part, index) for part in self._parts for index in range(len(part))]
 
     def measured(self, index: int) -> tuple[int, int, Any]:
         """Number of tokens of a row, how many of all its tokens are unknown, and its expected answer or last response."""
@@ -171,7 +178,7 @@ class _RowMeasure:
 
     def _response(self, index: int) -> Any:
         """The last message of a conversation or a rejected answer, if the model writes it and calls no tool in it."""
-        last = self._records[index].get("messages" if self.kind == "conversations" else "rejected", [{}])[-1]
+        last = self.records[index].get("messages" if self.kind == "conversations" else "rejected", [{}])[-1]
         return last.get("content") if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
     def unknown_tokens(self, texts: Sequence[str]) -> int:
@@ -226,12 +233,6 @@ def _without_limits(run: RunConfig, checked: int) -> RunConfig:
     return run.model_copy(
         update={"policy": policy, "data": run.data.model_copy(update={"max_input_seq_length": None, "check_rows": checked})}
     )
-
-
-def _digests(source: Source) -> list[bytes]:
-    """A digest of the prompt of each record."""
-    members = [source] if source.members is None else source.members.values()
-    return [prompt_digest(member.records, index) for member in members for index in range(len(member.records))]
 
 
 def _spaced(rows: int, count: int) -> Sequence[int]:
