@@ -52,6 +52,16 @@ def test_the_message_with_calls_and_the_results_are_accepted_back(official):
     assert generation.prompts[1].count("<|im_start|>tool\nsunny<|im_end|>") == 2
 
 
+@pytest.mark.parametrize("arguments", ["", None, "{}"])
+def test_a_call_in_the_history_may_have_empty_arguments(official, arguments):
+    client, generation = official(call_then_answer)
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    now = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    history = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
+    assert client.chat.completions.create(model="scripted", messages=history, tools=[now]).choices[0].finish_reason == "stop"
+    assert '{"name": "now", "arguments": {}}' in generation.prompts[0]
+
+
 def test_a_stream_has_the_calls_with_their_numbers(official):
     client, _ = official(call_then_answer)
     stream = client.chat.completions.create(model="scripted", messages=QUESTION, tools=[WEATHER], stream=True)

@@ -159,3 +159,25 @@ def test_requests_with_their_own_temperature_run_together_and_sample_as_an_engin
     assert rows[0][0] == tokens[0]
     torch.testing.assert_close(torch.tensor(rows[0][1]), logprobs[0], atol=1e-5, rtol=0)
     assert min(rows[0][1]) < -0.5  # otherwise the comparison would show nothing
+
+
+def test_with_echo_the_text_begins_with_the_prompt(client, model):
+    request = {"seed": 3, "n": 2, "max_tokens": 6}
+    for prompt, texts in [
+        (QUESTION, [QUESTION]),
+        (encode(QUESTION, model.tokenizer), [QUESTION]),
+        (["1+1=", "2+20="], ["1+1=", "2+20="]),
+        ([encode("1+1=", model.tokenizer)], ["1+1="]),
+    ]:
+        plain = post(client, "/v1/completions", prompt=prompt, **request)["choices"]
+        expected = [texts[choice["index"] // 2] + choice["text"] for choice in plain]
+        assert [
+            choice["text"] for choice in post(client, "/v1/completions", prompt=prompt, echo=True, **request)["choices"]
+        ] == expected
+        events = client.post("/v1/completions", json={"prompt": prompt, "echo": True, "stream": True, **request}).text
+        streamed = dict.fromkeys(range(len(expected)), "")
+        for line in filter(None, events.split("\n\n")):
+            if line != "data: [DONE]":
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                streamed[choice["index"]] += choice["text"]
+        assert list(streamed.values()) == expected

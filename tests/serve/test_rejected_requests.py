@@ -40,7 +40,8 @@ REJECTED = [
         {"messages": MESSAGES, "response_format": {"type": "json_object"}},
         "response_format requires the capability `structured_outputs`, which the generation backend 'hf' does not have.",
     ),
-    ("/v1/completions", {"prompt": "1", "echo": True, "best_of": 3}, "Unsupported: best_of, echo. Remove them."),
+    ("/v1/completions", {"prompt": "1", "min_tokens": 4, "best_of": 3}, "Unsupported: best_of, min_tokens. Remove them."),
+    ("/v1/completions", {"prompt": "1", "echo": True, "logprobs": 0}, "echo cannot be combined with logprobs"),
     ("/v1/completions", {"prompt": "1", "stream_options": {}}, "stream_options requires `stream: true`."),
     ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]}, "This model does not support tools: no parser"),
     ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tool 0 of tools is"),
@@ -129,7 +130,8 @@ def test_a_request_may_ask_for_more_tokens_than_the_engine_samples_by_default(cl
 
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0,
            "min_tokens": 0, "ignore_eos": False, "stop_token_ids": [], "bad_words": [], "length_penalty": 1.0,
-           "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "logit_bias": None}  # fmt: skip
+           "spaces_between_special_tokens": True, "skip_special_tokens": True, "include_stop_str_in_output": False,
+           "logit_bias": None}  # fmt: skip
 """What clients such as those of verl, SkyRL and vLLM send with every request, with values that change nothing."""
 
 
@@ -137,7 +139,7 @@ def test_parameters_that_change_nothing_are_accepted_and_change_nothing(client):
     request = {"max_tokens": 8, "seed": 4, "return_token_ids": True}
     for path, body in [
         ("/v1/completions", {"prompt": "1+2", **request, "user": "me", "best_of": 1, "echo": False, "suffix": None}),
-        ("/v1/chat/completions", {"messages": MESSAGES, **request, "chat_template_kwargs": {}}),
+        ("/v1/chat/completions", {"messages": MESSAGES, **request, "chat_template_kwargs": {}, "add_generation_prompt": True}),
         ("/inference/v1/generate", {"token_ids": [4, 5], "sampling_params": {"max_tokens": 8, "seed": 4}}),
     ]:
         sampling = body.get("sampling_params")

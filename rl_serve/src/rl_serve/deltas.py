@@ -130,20 +130,27 @@ class Deltas(ABC):
 
 
 class CompletionDeltas(Deltas):
-    """The deltas of `/v1/completions`; arguments as `Deltas`."""
+    """The deltas of `/v1/completions`.
 
-    def __init__(self, choices: ChoiceFormat) -> None:
+    Args:
+        choices: form of the choices.
+        echoed: text of each prompt, with which the texts of its choices begin; empty for none.
+    """
+
+    def __init__(self, choices: ChoiceFormat, echoed: Sequence[str] = ()) -> None:
         super().__init__(choices)
         self._offsets: dict[int, int] = defaultdict(int)
+        self._echoed = dict(enumerate(text for text in echoed for _ in range(choices.plan.n)))
 
     def head(self, model: str, *, is_stream: bool) -> ResponseHead:
         return ResponseHead.of_completions(model)
 
     def whole(self, index: int, row: SampledRow) -> dict[str, Any]:
-        return self.choices.completion(index, row)
+        return self.choices.completion(index, row, text=self._echoed.get(index, "") + self.choices.text(index, row))
 
     def _delta(self, index: int, new: SampledRow, message: AssistantMessage) -> dict[str, Any]:
-        choice = self.choices.completion(index, new, text=message.content, offset=self._offsets[index])
+        text = self._echoed.pop(index, "") + message.content
+        choice = self.choices.completion(index, new, text=text, offset=self._offsets[index])
         if self.choices.logprobs:
             self._offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
         return choice

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from rl_core.data.conversation_tokens import encode
+from rl_core.data.conversation_tokens import decode, encode
 from rl_core.errors import DataError, RLCoreError, WorkerDiedError
 from rl_core.event_loop import in_thread
 from rl_core.plugins.capabilities import Capability
@@ -108,9 +108,10 @@ class LocalRoutes:
         prompts = await self._threads.run(self._prompts_of, body)
         plan = self._plan(body, prompts, n=body.n, max_tokens=body.max_tokens, top_logprobs=body.logprobs or 0)
         choices = self._format(plan, body, logprobs=body.logprobs is not None, top_logprobs=body.logprobs)
+        deltas = CompletionDeltas(choices, await self._threads.run(self._texts_of, body, prompts) if body.echo else ())
         if body.stream:
-            return self._stream(body, CompletionDeltas(choices))
-        return JSONResponse(await self._completions.whole(CompletionDeltas(choices), await self._sample_all(plan, request)))
+            return self._stream(body, deltas)
+        return JSONResponse(await self._completions.whole(deltas, await self._sample_all(plan, request)))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Complete a conversation, rendered by the model's chat template."""
@@ -255,6 +256,15 @@ class LocalRoutes:
         for one in prompt:
             refuse_long_text(self._model, [one] if isinstance(one, str) else (), param="prompt")
         return [encode(one, self._model.tokenizer) if isinstance(one, str) else one for one in prompt]
+
+    def _texts_of(self, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each prompt, as it was sent or decoded."""
+        given: Any = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        texts = given if len(given) == len(prompts) else [None] * len(prompts)  # one prompt of token ids
+        tokenizer = self._model.tokenizer
+        return [
+            text if isinstance(text, str) else decode(tokenizer, prompt) for text, prompt in zip(texts, prompts, strict=True)
+        ]
 
     async def _sample_all(self, plan: SamplingPlan, request: Request) -> dict[int, SampledRow]:
         """All completions, unless the client hangs up, which cancels them."""

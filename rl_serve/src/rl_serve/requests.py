@@ -194,7 +194,7 @@ class SamplingRequest(RequestBody, SamplingParameters, StreamedRequest):
     return_token_ids: bool = False
     """Whether choices have `token_ids` (with the tokens that ended the completion) and `prompt_token_ids`."""
 
-    @field_validator("n", "stream", "logprobs", "return_token_ids", mode="wrap", check_fields=False)
+    @field_validator("n", "stream", "logprobs", "echo", "return_token_ids", mode="wrap", check_fields=False)
     @classmethod
     def _null_is_default(cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         # OpenAI's API allows null for them.
@@ -220,6 +220,14 @@ class CompletionRequest(SamplingRequest):
     """Maximum number of tokens of a completion; by default the server's limit."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     """Number of most likely tokens to return log-probabilities of at each position; 0 returns those of the sampled tokens."""
+    echo: bool = False
+    """Whether the text of a choice begins with its prompt; not with `logprobs`."""
+
+    def refuse_unsupported(self) -> None:
+        super().refuse_unsupported()
+        if self.echo and self.logprobs is not None:
+            text = "echo cannot be combined with logprobs: the engine does not report log-probabilities of the prompt."
+            raise ApiError(400, text, param="echo", code="unsupported_parameter")
 
 
 class ChatMessage(BaseModel):
