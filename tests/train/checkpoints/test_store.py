@@ -41,6 +41,17 @@ def test_a_metric_that_no_checkpoint_has_is_a_warning(tmp_path, caplog):
         store.write(step, fill, {"validation/accuracy": 0.5})
     [record] = caplog.records
     assert "steps 1, 2 has the metric validation/acuracy" in record.getMessage()
+    assert store.steps() == [1, 2, 3]
+
+
+def test_all_checkpoints_are_kept_until_the_metric_that_ranks_them_appears(tmp_path):
+    store = CheckpointStore(tmp_path / "c", Retention(keep_latest_k=1, keep_top_k=1, metric_name="m"))
+    for step in range(1, 5):
+        store.write(step, fill, {})
+    assert store.steps() == [1, 2, 3, 4]
+    store.write(5, fill, {"m": 1.0})
+    store.write(6, fill, {})
+    assert store.steps() == [5, 6]
 
 
 def test_checkpoints_of_interrupted_runs_need_no_metric(tmp_path, caplog):

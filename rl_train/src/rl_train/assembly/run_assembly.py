@@ -38,6 +38,7 @@ from rl_train.config.device_defaults import device_values, precisions_of, with_p
 from rl_train.config.durations import parse_duration
 from rl_train.config.loader import LoadedConfig
 from rl_train.config.rules.asynchronous import ENGINE_SHARES_GPUS
+from rl_train.config.rules.ranking import can_be_ranked
 from rl_train.config.rules.rule import CheckedConfig
 from rl_train.config.runtime_needs import RolloutNeeds
 from rl_train.config.schedule_lengths import schedule_lengths
@@ -317,7 +318,7 @@ def _checkpoints(
     if run.batches is not None:
         stateful["batches"] = run.batches
     checkpoints = Checkpoints(
-        store=checkpoint_store(section, folder),
+        store=checkpoint_store(section if can_be_ranked(config) else section.model_copy(update={"keep_top_k": None}), folder),
         models={"policy": run.policy} | ({"value": run.value} if run.value is not None else {}),
         parts=stateful,
         config=resolved,

@@ -199,12 +199,14 @@ class CheckpointStore:
 
     def _prune(self, *, just_written: int) -> None:
         steps = self.steps()
-        keep = {just_written, *steps[-self._retention.keep_latest_k :], *self._best(steps)}
+        best = self._best(steps)
+        keep = {just_written, *steps[-self._retention.keep_latest_k :], *(steps if best is None else best)}
         for step in steps:
             if step not in keep:
                 self._discard(self.find(step))
 
-    def _best(self, steps: list[int]) -> list[int]:
+    def _best(self, steps: list[int]) -> list[int] | None:
+        """The best by the metric; None if none of them has it yet, so that any of them may be the best one."""
         name, top = self._retention.metric_name, self._retention.keep_top_k
         if name is None or top is None:
             return []
@@ -215,12 +217,14 @@ class CheckpointStore:
         if len(due) > 1 and not scored and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "none of the checkpoints of steps %s has the metric %s (checkpointing.metric_name), so keep_top_k has no "
-                "effect. Check its name in metrics.jsonl. Metrics of validation exist only at steps with validation: set "
-                "val_period so that it divides checkpointing.save_period.",
+                "none of the checkpoints of steps %s has the metric %s (checkpointing.metric_name), so all checkpoints are "
+                "kept until one has it. Check its name in metrics.jsonl. Metrics of validation exist only at steps with "
+                "validation: set val_period so that it divides checkpointing.save_period.",
                 ", ".join(map(str, due)),
                 name,
             )
+        if not scored:
+            return None
         return sorted(scored, key=lambda step: (sign * scores[step], step))[-top:]
 
 

@@ -63,11 +63,12 @@ class CheckpointingConfig(Section):
     save_period: int = Field(default=10, ge=1)
     """Number of steps between checkpoints. A checkpoint is also saved after the last step."""
     metric_name: str | None = None
-    """Metric that ranks checkpoints, such as `validation/accuracy`."""
+    """Metric that ranks checkpoints, such as `validation/accuracy`; docs/metrics.md lists all."""
     higher_is_better: bool = True
     """Whether a higher value of `metric_name` is better."""
     keep_top_k: int | None = Field(default=None, ge=1)
-    """Number of best checkpoints to keep, ranked by `metric_name`, which must then be set."""
+    """Number of best checkpoints to keep, ranked by `metric_name`, which must then be set. All are kept until one has the
+    metric."""
     keep_latest_k: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep, regardless of their metric."""
     save_optimizer: bool = True

@@ -34,6 +34,12 @@ _METRICS = {
     "train:reward": "reward/mean",
     "train:grad_norm": "grad_norm",
 }
+_NOT_WRITTEN_BY = {
+    "validation/loss": _GROUPS,
+    "validation/accuracy": ("sft",),
+    "validation/reward": ("sft", "dpo", "rm"),
+    "reward/mean": ("sft", "dpo", "rm"),
+}
 
 
 def validation_rows(algorithm: str) -> list[Row]:
@@ -148,6 +154,8 @@ def metric(value: Any, foreign: ForeignConfig) -> Decision:
         return Unsupported("no equivalent metric; see docs/metrics.md")
     if name.startswith("val:") and not validates(foreign):
         return Unsupported("ranking checkpoints by it needs validation data")
+    if (algorithm := algorithm_of(foreign)) in _NOT_WRITTEN_BY.get(_METRICS[name], ()):
+        return Unsupported(f"{algorithm} does not write {_METRICS[name]}; see docs/metrics.md")
     return Mapped({"checkpointing.metric_name": _METRICS[name]})
 
 

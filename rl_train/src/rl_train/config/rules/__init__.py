@@ -12,6 +12,7 @@ from rl_train.config.rules import (
     environments,
     models,
     optimizers,
+    ranking,
     required_sections,
     sampling,
     schedules,
@@ -31,5 +32,6 @@ PAGES = (
     environments,
     data,
     cluster,
+    ranking,
 )
 RULES = tuple(rule for page in PAGES for rule in rules_in(page))
