@@ -121,8 +121,43 @@ POLICIES = {
     ),
     "skips_every_second_step": Wrong(
         promise="test_a_step_moves_the_weights_as_that_of_the_reference",
-        words=("Step 2: ", "must take the optimizer steps that it reports"),
+        words=("Step 1: ", "must take the optimizer steps that it reports"),
         frozen=True,
+    ),
+    **{
+        f"divides_the_loss_by_{name}": Wrong(
+            promise="test_loss_and_metrics_equal_the_reference",
+            words=("Step 1: ", f"computes the gradient of the loss times {1 / number:g}, but"),
+            frozen=True,
+        )
+        for name, number in (("two", 2), ("four", 4), ("eight", 8))
+    },
+    "keeps_the_gradient_of_the_last_microbatch": Wrong(
+        promise="test_microbatches_do_not_change_the_gradient", words=("Step 1: ", "Either this gradient is lost"), frozen=True
+    ),
+    "computes_the_gradient_of_the_last_microbatch": Wrong(
+        promise="test_microbatches_do_not_change_the_gradient",
+        words=("Step 1: ", "computed the gradient of the loss of 4 rows only"),
+        frozen=True,
+    ),
+    "reports_a_gradient_of_zero": Wrong(
+        promise="test_the_gradient_equals_the_reference",
+        words=("Step 1: ", "reports gradient norm 0 with learning rate 0.01, but the loss"),
+        frozen=True,
+    ),
+    "steps_with_gradients_of_zero": Wrong(
+        promise="test_the_gradient_equals_the_reference",
+        words=("Step 1: ", "reports gradient norm 0 with learning rate 0.01, but the loss"),
+        changes={"policy": {"optimizer": {"kwargs": {"weight_decay": 0.1}}}},
+        frozen=True,
+    ),
+    "sums_every_metric": Wrong(
+        promise="",
+        words=("Step 1: ", "as a metric of the loss whose min over", "this may be the sum"),
+    ),
+    "averages_every_metric": Wrong(
+        promise="test_loss_and_metrics_equal_the_reference",
+        words=("Step 1: ", "returned 0.125 times the sums that the loss counted, such as 4 instead of 32 rows"),
     ),
     "does_not_exchange_gradients": Wrong(
         marker="ranks", words=("After step 1, the weights of the policy backend Policy", "differ between rank 0 and rank 1")

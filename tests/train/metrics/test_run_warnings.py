@@ -131,3 +131,22 @@ def test_a_run_in_which_no_step_had_a_gradient_warns_at_its_end(caplog, own_mess
         watch.finish()
     texts = [text.partition(".")[0] for text in own_messages()]
     assert texts == ["nothing was learned: the gradient was 0 in all 2 steps"] * warns
+
+
+@pytest.mark.parametrize(
+    ("fractions", "cause"),
+    [
+        pytest.param((1.0, 1.0), "All samples of each prompt had equal rewards", id="equal"),
+        pytest.param((1.0, 0.5), "The samples of some prompts had different rewards in 1 of them", id="different"),
+        pytest.param((None, None), "Check that the loss counts some tokens", id="without rewards"),
+    ],
+)
+def test_the_warning_at_the_end_blames_equal_rewards_only_if_they_were(caplog, own_messages, fractions, cause):
+    watch = RunWarnings()
+    for step, fraction in enumerate(fractions, start=1):
+        watch.observe(step, {"grad_norm": 0.0} | ({} if fraction is None else {"reward/equal_groups_frac": fraction}))
+    with caplog.at_level(logging.WARNING, logger="rlcore"):
+        watch.finish()
+    [text] = own_messages()
+    assert text.startswith("nothing was learned: the gradient was 0 in all 2 steps. " + cause)
+    assert ("All samples of each prompt" in text) == (fractions == (1.0, 1.0))

@@ -38,6 +38,23 @@ class FarWorker(Worker):
     offset = 2.0
 
 
+class FirstRowsWorker(Worker):
+    """In rollouts, in the first two rows only, by less than is allowed for a row."""
+
+    offset = 0.01
+
+    def _shift(self, output):
+        shifted = super()._shift(dict(output))["logprobs"]
+        output["logprobs"] = torch.cat([shifted[:2], output["logprobs"][2:]])
+        return output
+
+
+class SlightlyStaleWorker(Worker):
+    """In rollouts, by little more than is allowed on average, so that no row is beyond its limit."""
+
+    offset = 0.0011
+
+
 class EngineOf(DistributedGeneration):
     """A generation backend of `worker`, with the section of the backend `hf`."""
 
@@ -62,3 +79,11 @@ class Everywhere(EngineOf):
 
 class Far(EngineOf):
     worker = FarWorker
+
+
+class FirstRows(EngineOf):
+    worker = FirstRowsWorker
+
+
+class SlightlyStale(EngineOf):
+    worker = SlightlyStaleWorker

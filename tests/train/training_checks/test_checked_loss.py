@@ -9,7 +9,7 @@ from policy_cases import NLL, make_rows
 from rl_core.training.steps import reduce_metrics
 from rl_train.logprob_agreement import largest_error, sampling_error
 from rl_train.training_checks.agreement import EXACT_MEAN, LARGEST, Agreement, Numbers
-from rl_train.training_checks.checked_loss import COMPARISON, ROW_NUMBERS, WITH_ENGINE, CheckedLoss
+from rl_train.training_checks.checked_loss import COMPARISON, ROW_NUMBERS, WITH_ENGINE, CheckedLoss, Limits, sums_to_hold
 from rl_train.training_checks.counts import ExpectedCounts
 
 
@@ -19,6 +19,10 @@ def rows_with_columns(num_rows=40):
     rows[COMPARISON] = torch.full_like(rows["token_mask"], WITH_ENGINE)
     rows["generation_logprobs"] = -torch.rand(rows["token_mask"].shape, generator=torch.Generator().manual_seed(2))
     return rows
+
+
+def held_loss(rows, limits=LARGEST, ranks=1):
+    return CheckedLoss(NLL(), limits, hold=sums_to_hold(rows, limits, ranks))
 
 
 def run(loss, rows, logprobs, size=4):
@@ -36,13 +40,13 @@ def test_it_returns_the_loss_and_its_metrics_unchanged_and_counts_each_row_once(
     rows = rows_with_columns()
     logprobs = rows["generation_logprobs"] + 1e-6
     expected, plain = run(NLL(), rows, logprobs)
-    losses, metrics = run(CheckedLoss(NLL(), LARGEST), rows, logprobs)
+    losses, metrics = run(held_loss(rows), rows, logprobs)
     assert losses == expected
     assert metrics.items() >= plain.items()
     counts = ExpectedCounts.of(rows, rows.size)
     assert {name: metrics[f"checks/{name}"] for name in counts.computed} == counts.computed
     assert metrics["checks/toks_min"] == metrics["checks/toks_max"] == 300.0
-    numbers = Numbers.of(metrics, "engine", 1)
+    numbers = Numbers.of(metrics, "engine", 1, LARGEST)
     assert numbers.tokens == counts.computed["tokens"]
     assert numbers.mean == pytest.approx(1e-6, rel=0.1)
     assert not numbers.refused
@@ -60,19 +64,44 @@ def test_a_step_beyond_a_limit_has_a_loss_of_nan(change, row):
     rows = rows_with_columns()
     rows["input_lengths"][:] = 20
     rows["token_mask"][:] = 1.0
-    losses, metrics = run(CheckedLoss(NLL(), LARGEST), rows, change(rows["generation_logprobs"]))
+    losses, metrics = run(held_loss(rows), rows, change(rows["generation_logprobs"]))
     assert math.isnan(sum(losses))
-    numbers = Numbers.of(metrics, "engine", 1)
+    numbers = Numbers.of(metrics, "engine", 1, LARGEST)
     assert numbers.refused
     assert numbers.row == row
+
+
+def test_a_step_is_held_by_its_whole_mean_and_not_by_that_of_its_first_microbatches():
+    rows = rows_with_columns()
+    rows["token_mask"][:] = 1.0
+    limits = Limits(mean=0.5, mean_tokens=1, row=100.0, row_tokens=1)
+    early = rows["generation_logprobs"].clone()
+    early[:8] -= 2.0  # a mean of 2 over two of ten microbatches, 0.4 over all
+    losses, metrics = run(held_loss(rows, limits), rows, early)
+    assert all(map(math.isfinite, losses))
+    assert not Numbers.of(metrics, "engine", 1, limits).refused
+    losses, metrics = run(held_loss(rows, limits), rows, rows["generation_logprobs"] - 0.51)
+    assert [math.isfinite(loss) for loss in losses] == [True] * 9 + [False]
+    assert Numbers.of(metrics, "engine", 1, limits).refused
+
+
+def test_one_of_several_ranks_holds_a_step_whose_mean_is_beyond_the_limit():
+    rows = rows_with_columns()
+    rows["token_mask"][:] = 1.0
+    limits = Limits(mean=0.5, mean_tokens=1, row=100.0, row_tokens=1)
+    logprobs = rows["generation_logprobs"] - torch.linspace(0.0, 1.04, 40).unsqueeze(1)
+    sums, halves = sums_to_hold(rows, limits, 2), (torch.arange(20), torch.arange(20, 40))
+    for chosen, is_held in zip(halves, (False, True), strict=True):
+        losses, _ = run(CheckedLoss(NLL(), limits, hold=sums), rows.select_indices(chosen), logprobs[chosen])
+        assert math.isnan(sum(losses)) == is_held
 
 
 def test_tokens_that_may_not_be_compared_are_ignored():
     rows = rows_with_columns()
     rows[COMPARISON][:] = 0.0
-    losses, metrics = run(CheckedLoss(NLL(), LARGEST), rows, rows["generation_logprobs"] - 5.0)
+    losses, metrics = run(held_loss(rows), rows, rows["generation_logprobs"] - 5.0)
     assert all(map(math.isfinite, losses))
-    assert Numbers.of(metrics, "engine", 1).tokens == 0
+    assert Numbers.of(metrics, "engine", 1, LARGEST).tokens == 0
 
 
 def test_the_sampling_error_is_that_of_the_comparison_before_a_run():

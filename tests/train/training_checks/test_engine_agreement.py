@@ -29,6 +29,26 @@ def test_an_engine_that_drifts_after_a_refit_stops_the_run_before_the_next_step(
     assert len(metrics) == 2
 
 
+def test_the_limit_holds_for_the_mean_of_the_step_and_not_for_its_first_microbatches(train):
+    # 0.01 nats in 2 of 32 rows: above 0.001 in the first of 16 microbatches, below it in the step.
+    few = {"policy": {"train_micro_batch_size": 2}}
+    code, output, metrics = train(changed(engine("FirstRows"), few))
+    assert code == 0, output
+    assert 0.0003 < metrics[2]["agreement/mean"] < 0.001
+
+
+@pytest.mark.parametrize("uses_scores", [False, True])
+@pytest.mark.parametrize("rows", [4, 32])
+def test_an_engine_that_differs_from_both_passes_of_the_policy_is_blamed(train, rows, uses_scores):
+    size = {"policy": {"train_micro_batch_size": rows, "train_global_batch_size": 16 if uses_scores else 32}}
+    code, output, _ = train(changed(engine("SlightlyStale"), size))
+    assert code == 1, output
+    assert "is 0.0011 nats on average (allowed: 0.001" in output
+    assert "`generate` of the generation backend SlightlyStale (drifting_engines) must return" in output
+    assert "so the training pass" not in output
+    assert "The step was not taken" in output
+
+
 def test_a_large_difference_stops_a_run_in_rounded_arithmetic_at_once(train):
     # With a tolerance, the run is judged like one in bfloat16.
     code, output, metrics = train(changed(engine("Far", canary_tolerance=0.01)))

@@ -3,6 +3,7 @@
 from rl_backends_hf.config import HFPolicyConfig
 from rl_backends_hf.training.worker import HFPolicyWorker
 from rl_core.dispatch.policy import DistributedPolicy
+from rl_core.interfaces.loss import LossFunction
 
 
 class PolicyOf(DistributedPolicy):
@@ -33,3 +34,32 @@ class TrainsOnOtherScores(HFPolicyWorker):
             return super().train_step(*args, **kwargs)
         finally:
             self._trains = False
+
+
+class OtherLoss(LossFunction):
+    """`loss_fn` with other losses or metrics: `change` takes and returns both."""
+
+    def __init__(self, loss_fn, change):
+        self.loss_fn, self.change = loss_fn, change
+        for name in ("loss_type", "rows_per_unit", "candidates_key", "on_policy", "metric_reductions", "allows_dropout"):
+            setattr(self, name, getattr(loss_fn, name))
+
+    @property
+    def required_keys(self):
+        return self.loss_fn.required_keys
+
+    def rows_with_gradient(self, data):
+        return self.loss_fn.rows_with_gradient(data)
+
+    def __call__(self, *args):
+        return self.change(*self.loss_fn(*args))
+
+
+class DividesTheLoss(HFPolicyWorker):
+    """Divides each loss by `number`, such as the number of its microbatches or ranks."""
+
+    number = 1
+
+    def train_step(self, microbatches, loss_fn, counts, *, eval_mode):
+        divided = OtherLoss(loss_fn, lambda loss, metrics: (loss / self.number, metrics))
+        return super().train_step(microbatches, divided, counts, eval_mode=eval_mode)

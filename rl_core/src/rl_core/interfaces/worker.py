@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 import torch
 
@@ -78,6 +78,8 @@ class PolicyFacts(TypedDict):
     """Why, or why not."""
     device_name: NotRequired[str | None]
     """Name of the GPU, which decides the peak that `mfu` is relative to."""
+    gradient_scale: NotRequired[float | Literal["dynamic"]]
+    """Factor that `train` multiplies the loss with and divides out before the step; 1 by default. "dynamic" if it changes."""
     matrix_sizes: NotRequired[Mapping[str, float]]
     """Numbers of weights that a token is multiplied with, by kind: see `rl_train.metrics.model_flops`."""
 

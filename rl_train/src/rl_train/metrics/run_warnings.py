@@ -53,14 +53,21 @@ class RunWarnings:
 
     def finish(self) -> None:
         """At the end of a run, warn if no step had a gradient and no warning has said why, as in trials of a few steps."""
-        norms = [row["grad_norm"] for row in self._steps if "grad_norm" in row]
-        if not norms or any(norms) or self._given:
+        steps = [row for row in self._steps if "grad_norm" in row]
+        if not steps or any(row["grad_norm"] for row in steps) or self._given:
             return
-        _log.warning(
-            "nothing was learned: the gradient was 0 in all %d steps. With rewards, this happens if all samples of each prompt "
-            "have equal ones: use easier prompts, or a reward that differs between samples.",
-            len(norms),
-        )
+        equal = [row["reward/equal_groups_frac"] == 1.0 for row in steps if "reward/equal_groups_frac" in row]
+        cause = "Check that the loss counts some tokens (loss_fn, masks of the data) and that their coefficients are not 0."
+        if equal and all(equal):
+            cause = (
+                "All samples of each prompt had equal rewards: use easier prompts, or a reward that differs between samples."
+            )
+        elif equal:
+            cause = (
+                f"The samples of some prompts had different rewards in {equal.count(False)} of them, so their rows were masked "
+                "or clipped: check loss_fn and rows without a score or cut off (overlong_filtering)."
+            )
+        _log.warning("nothing was learned: the gradient was 0 in all %d steps. %s", len(steps), cause)
 
     def _new(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         self._steps.append({name: value for name, value in metrics.items() if _is_read(name) and math.isfinite(value)})

@@ -60,18 +60,19 @@ class Numbers:
     doubtful: bool
 
     @classmethod
-    def of(cls, metrics: Mapping[str, float], name: str, steps: int) -> Numbers:
+    def of(cls, metrics: Mapping[str, float], name: str, steps: int, limits: Limits) -> Numbers:
         """From the metrics of `CheckedLoss`, which are means over the optimizer steps or extremes."""
         value = {key: metrics[f"{PREFIX}{name}/{key}"] for key in ("sum", "tokens", "invalid", "worst", "row")}
-        tokens = round(value["tokens"] * steps)
+        tokens, row, invalid = round(value["tokens"] * steps), round(value["row"]), round(value["invalid"] * steps)
+        mean, enough = value["sum"] * steps / max(tokens, 1), tokens >= limits.mean_tokens
         return cls(
             tokens=tokens,
-            mean=value["sum"] * steps / max(tokens, 1),
+            mean=mean,
             worst_row=value["worst"],
-            row=round(value["row"]),
-            invalid=round(value["invalid"] * steps),
-            refused=metrics[f"{PREFIX}{name}/refused"] > 0,
-            doubtful=metrics[f"{PREFIX}{name}/doubtful"] > 0,
+            row=row,
+            invalid=invalid,
+            refused=invalid > 0 or row > 0 or (enough and mean > limits.mean),
+            doubtful=enough and mean > limits.doubtful_mean(name, max(tokens, 1)),
         )
 
 

@@ -1,12 +1,13 @@
 """A loss around the loss of a run: counts what the policy computes, and compares log-probabilities before the step is taken.
 
 It runs in the policy's workers, where the loss is computed. Its numbers are metrics like those of the loss, so they are reduced
-over microbatches and ranks by the policy; all of them stay on the device. If engine and policy disagree, it makes the loss NaN:
-every policy refuses such a step on all ranks, with the weights unchanged.
+over microbatches and ranks by the policy; all of them stay on the device. A step that may be beyond a limit is held: its loss
+is NaN, so every policy refuses it on all ranks, with the weights unchanged. The numbers of the whole step then decide.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.interfaces.loss import LossFunction, Reduction
 from rl_train.logprob_agreement import sampling_error
+from rl_train.training_checks.gradients import OBSERVED, observe
 from rl_train.weight_versions import trained_tokens
 
 ROW_NUMBERS = "row_numbers"
@@ -28,10 +30,13 @@ PREFIX = "checks/"
 _REDUCTIONS: Mapping[str, Reduction] = {
     **dict.fromkeys(("rows", "row_sum", "tokens", "engine/sum", "engine/tokens", "scores/sum", "scores/tokens"), "sum"),
     **dict.fromkeys(("engine/invalid", "scores/invalid"), "sum"),
-    **dict.fromkeys(("seqs_max", "toks_max", "engine/worst", "engine/row", "engine/refused", "engine/doubtful"), "max"),
-    **dict.fromkeys(("scores/worst", "scores/row", "scores/refused", "scores/doubtful"), "max"),
-    **dict.fromkeys(("seqs_min", "toks_min"), "min"),
+    **dict.fromkeys(
+        ("seqs_max", "toks_max", "last_row", "engine/worst", "engine/row", "scores/worst", "scores/row", "held"), "max"
+    ),
+    **dict.fromkeys(("seqs_min", "toks_min", "first_row"), "min"),
+    **OBSERVED,
 }
+_NO_ROW = 2.0**24
 _ROW_WEIGHTS = 997
 """A row counts as its number modulo this, plus 1, so that sums are exact in float32 and show a row that replaces another."""
 
@@ -41,11 +46,11 @@ class Limits:
     """Largest mean |difference| of log-probabilities, in nats per token.
 
     Attributes:
-        mean: over all tokens so far, if there are at least `mean_tokens`.
+        mean: over all tokens of the step, if there are at least `mean_tokens`.
         mean_tokens: see `mean`.
         row: over the tokens of a row, if there are at least `row_tokens`.
         row_tokens: see `row`.
-        doubtful: over all tokens so far, with their sampling error, if there are at least `mean_tokens`; None without.
+        doubtful: over all tokens of the step, with their sampling error, if there are at least `mean_tokens`; None without.
     """
 
     mean: float
@@ -53,6 +58,27 @@ class Limits:
     row: float
     row_tokens: int
     doubtful: float | None = None
+
+    def doubtful_mean(self, name: str, tokens: int) -> float:
+        """The limit of the mean over `tokens` tokens that the canary decides about, which only the engine has."""
+        return math.inf if self.doubtful is None or name != "engine" else self.doubtful * sampling_error(float(tokens))
+
+
+def sums_to_hold(rows: BatchedDataDict[Any], limits: Limits, ranks: int) -> dict[str, float]:
+    """By comparison, the share of a rank in the sum of differences, which some rank exceeds if the step's mean is too large.
+
+    Args:
+        rows: the rows of the first optimizer step, with the columns of `CheckedLoss`.
+        limits: the limits.
+        ranks: number of ranks that the rows are split over.
+    """
+    trained, sums = trained_tokens(rows) & (rows[ROW_NUMBERS] > 0).unsqueeze(-1), {}
+    for name, least in (("engine", WITH_ENGINE), ("scores", WITH_SCORES)):
+        # At least one: a step in which no row has a gradient computes some rows nevertheless.
+        tokens = max(int(((rows[COMPARISON] >= least) & trained).sum()), 1)
+        mean = min(limits.mean, limits.doubtful_mean(name, tokens))
+        sums[name] = mean * tokens / ranks if tokens >= limits.mean_tokens else math.inf
+    return sums
 
 
 def row_weights(row_numbers: torch.Tensor) -> torch.Tensor:
@@ -65,11 +91,16 @@ class CheckedLoss(LossFunction):
 
     Args:
         loss_fn: the loss of the run.
-        limits: limits of the comparison; a step beyond them is refused. None compares nothing.
-        only_checks: compute no loss and refuse nothing, to find out why a step was refused.
+        model: key of the model, see `observe`.
+        limits: limits of the comparison; None compares nothing.
+        hold: `sums_to_hold`, beyond which the step is held, as beyond the limits of rows; None holds no step.
+        only_checks: compute no loss, to compare without a step; the rows must have `prev_logprobs`.
     """
 
-    def __init__(self, loss_fn: LossFunction, limits: Limits | None, *, only_checks: bool = False) -> None:
+    def __init__(
+        self, loss_fn: LossFunction, limits: Limits | None, *, model: str = "", hold: Any = None, only_checks: bool = False
+    ) -> None:
+        self._model, self._hold = model, hold
         self.loss_fn, self._limits, self._only_checks = loss_fn, limits, only_checks
         self.loss_type, self.rows_per_unit = loss_fn.loss_type, loss_fn.rows_per_unit
         self.candidates_key, self.on_policy = loss_fn.candidates_key, loss_fn.on_policy
@@ -86,7 +117,7 @@ class CheckedLoss(LossFunction):
     def required_keys(self) -> frozenset[str]:
         """Those of the loss, and the columns that the checks read."""
         compared = {COMPARISON, "generation_logprobs"} if self._limits is not None else set()
-        return self.loss_fn.required_keys | {ROW_NUMBERS} | compared
+        return self.loss_fn.required_keys | {ROW_NUMBERS} | compared | ({"prev_logprobs"} if self._only_checks else set())
 
     def rows_with_gradient(self, data: BatchedDataDict[Any]) -> torch.Tensor | None:
         """Those of the loss."""
@@ -99,19 +130,24 @@ class CheckedLoss(LossFunction):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss and its metrics, and the numbers of the checks; NaN if the step must not be taken."""
+        """The loss and its metrics, and the numbers of the checks; NaN if the step is held."""
         with torch.no_grad():
             numbers = _counts(data, global_valid_seqs, global_valid_toks)
-            refused = torch.zeros_like(numbers["rows"])
+            held = torch.zeros_like(numbers["rows"])
             for name, logprobs, chosen in self._compared(data):
                 numbers |= self._compare(name, next_token_logprobs.detach().float() - logprobs, chosen, data)
-                refused += numbers[f"{name}/refused"] + numbers[f"{name}/doubtful"]
-            factor = torch.where(refused > 0, torch.nan, 1.0)
+                if self._hold is not None:
+                    so_far = self._so_far[name] = numbers[f"{name}/sum"] + self._so_far.get(name, 0.0)
+                    held += numbers[f"{name}/row"] + numbers[f"{name}/invalid"] + (so_far > self._hold[name])
+            numbers["held"] = held
+            factor = torch.where(held > 0, torch.nan, 1.0)
         checks = {PREFIX + name: number for name, number in numbers.items()}
         if self._only_checks:
             return torch.zeros_like(factor), checks
         loss, metrics = self.loss_fn(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
-        return loss * factor, {**metrics, **checks}
+        loss = loss * factor
+        gradient = {PREFIX + name: number for name, number in observe(loss, numbers["rows"], self._model).items()}
+        return loss, {**metrics, **checks, **gradient}
 
     def _compared(self, data: BatchedDataDict[Any]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """What the training pass is compared with: name, log-probabilities and tokens."""
@@ -134,38 +170,29 @@ class CheckedLoss(LossFunction):
         tokens = mask.sum(dim=-1)
         of_rows = difference.sum(dim=-1) / tokens.clamp(min=1)
         judged = tokens >= limits.row_tokens
-        share = torch.stack([difference.sum(), tokens.sum().float()])
-        so_far = self._so_far[name] = share + self._so_far.get(name, torch.zeros_like(share))
-        mean, enough = so_far[0] / so_far[1].clamp(min=1), so_far[1] >= limits.mean_tokens
         beyond = judged & (of_rows > limits.row)
-        refused = (invalid > 0) | (enough & (mean > limits.mean)) | beyond.any()
-        allowed = (
-            torch.inf
-            if limits.doubtful is None or name != "engine"
-            else limits.doubtful * sampling_error(so_far[1].clamp(min=1))
-        )
         return {
-            f"{name}/sum": share[0],
-            f"{name}/tokens": share[1],
+            f"{name}/sum": difference.sum(),
+            f"{name}/tokens": tokens.sum().float(),
             f"{name}/invalid": invalid,
             f"{name}/worst": torch.where(judged, of_rows, 0.0).max(),
             f"{name}/row": torch.where(beyond, data[ROW_NUMBERS].abs(), 0).max().float(),
-            f"{name}/refused": refused.float(),
-            f"{name}/doubtful": (enough & (mean > allowed)).float(),
         }
 
 
 def counted(data: BatchedDataDict[Any]) -> dict[str, torch.Tensor]:
-    """Number of rows and tokens whose loss must be computed, and the sum of the rows' weights.
+    """Number of rows and tokens whose loss must be computed, the sum of the rows' weights, and the first and last row.
 
     Args:
         data: `ROW_NUMBERS` are negative for rows that may be left out because they have no gradient.
     """
     trained = trained_tokens(data) & (data[ROW_NUMBERS] > 0).unsqueeze(-1)
-    rows = trained.any(dim=-1)
+    rows, numbers = trained.any(dim=-1), data[ROW_NUMBERS]
     return {
+        "first_row": torch.where(rows, numbers, _NO_ROW).min().float(),
+        "last_row": torch.where(rows, numbers, 0).max().float(),
         "rows": rows.sum().float(),
-        "row_sum": torch.where(rows, row_weights(data[ROW_NUMBERS]), 0.0).sum(),
+        "row_sum": torch.where(rows, row_weights(numbers), 0.0).sum(),
         "tokens": trained.sum().float(),
     }
 

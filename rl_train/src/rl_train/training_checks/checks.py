@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -26,9 +27,18 @@ from rl_train.training_checks.checked_loss import (
     WITH_SCORES,
     CheckedLoss,
     Limits,
+    sums_to_hold,
 )
 from rl_train.training_checks.counts import ExpectedCounts
 from rl_train.training_checks.disagreement import disagreement
+from rl_train.training_checks.gradients import (
+    NEGLIGIBLE,
+    OBSERVED,
+    GradientLoss,
+    check_accumulation,
+    check_observed,
+    has_gradient,
+)
 from rl_train.training_checks.weight_changes import WeightChanges, is_certain_to_change, is_expected_to_change
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_versions import stale_mask
@@ -39,6 +49,9 @@ CANARY_PERIOD = 10
 """Steps without sampled tokens between two canaries."""
 ENOUGH_TOKENS = 256
 """A step with fewer comparable tokens, because older weights sampled others, runs the canary."""
+_HELD = "The step was not taken, so the weights are unchanged."
+_TAKEN = "The step was taken, because its rows did not differ in an evaluation or on each rank alone; it is not saved."
+_TAKEN_WITH_NAN = "The policy took the step although its loss was NaN, so its weights are unusable: it must refuse such a step."
 
 
 @dataclass(kw_only=True)
@@ -139,6 +152,8 @@ class _Watched:
     label: str
     is_policy: bool
     changes: WeightChanges
+    key: str = field(default_factory=lambda: uuid4().hex)
+    _tried: bool = field(default=False, init=False)
 
     def checked_train(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, *, eval_mode: bool = False, **kwargs: Any
@@ -158,69 +173,114 @@ class _Watched:
         result = self._train(rows, loss_fn, rows_per_step, kwargs)
         step = self.checks.step()
         expected.check(result, step, self.label)
+        smallest, largest, reached = (result["metrics"][PREFIX + name] for name in OBSERVED)
+        scale, of_rows = getattr(self.model, "facts", {}).get("gradient_scale", 1.0), expected.computed["rows"]
+        check_observed(smallest, largest, reached * expected.steps, of_rows=of_rows, scale=scale, where=self._where)
         grad_norm, lr = result["grad_norm"], result["lr"]
         self.changes.check(step, grad_norm=grad_norm, lr=lr, taken=expected.steps)
+        if lr > 0 and grad_norm <= NEGLIGIBLE:
+            self._check_zero(rows, loss_fn, rows_per_step, result)
+        self._try_gradients(rows, loss_fn.rows_per_unit, rows_per_step)
         if self.is_policy and self.checks.weights is not None and is_expected_to_change(grad_norm, lr):
             certain = is_certain_to_change(grad_norm, lr)
             self.checks.weights.sent.expect_change(expected.steps, certain=certain)
         metrics = {name: number for name, number in result["metrics"].items() if not name.startswith(PREFIX)}
         return {**result, "metrics": metrics}
 
+    @property
+    def _ranks(self) -> int:
+        return self.model.data_ranks if isinstance(self.model, DistributedPolicy) else 1
+
+    @property
+    def _where(self) -> str:
+        return f"Step {self.checks.step()}: `train` of {self.label}"
+
+    def _try_gradients(self, rows: BatchedDataDict[Any], unit: int, rows_per_step: int) -> None:
+        """In the first call: check that gradients are accumulated, with two microbatches of each rank if steps have as many."""
+        if self._tried:
+            return
+        self._tried, size = True, rows_per_step
+        if isinstance(self.model, DistributedPolicy):
+            section = self.model.config
+            if not (section.sequence_packing.enabled or section.dynamic_batching.enabled):
+                size = 2 * max(section.train_micro_batch_size // unit, 1) * unit * self._ranks
+        if size <= rows_per_step:
+            check_accumulation(self.train, rows.slice(0, size), unit, self._where)
+
+    def _check_zero(
+        self, rows: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int, result: Mapping[str, Any]
+    ) -> None:
+        """Check that the gradient of the loss is zero, as the result says.
+
+        Raises:
+            BrokenPromiseError: it is not.
+        """
+        if not bool((rows[ROW_NUMBERS] > 0).any()):
+            return
+        loss = GradientLoss(loss_fn, is_scalar=getattr(getattr(self.model, "config", None), "head", "") == "scalar")
+        projection = self.train(rows, loss, eval_mode=True, gbs=rows_per_step)["metrics"]["projection"]
+        grad_norm, toks = result["grad_norm"], result["global_valid_toks"] / result["num_optimizer_steps"]
+        if has_gradient(projection, valid_toks=toks, grad_norm=grad_norm):
+            raise BrokenPromiseError(
+                f"{self._where} reports gradient norm {grad_norm:g} with learning rate {result['lr']:g}, but the loss "
+                f"{loss_fn.label} has a gradient: some tokens are trained, not masked or clipped, and have a coefficient other "
+                "than 0. `train` must step with the gradient of the loss, and report its norm before clipping. Check that it "
+                "calls `backward`, that the log-probabilities that it passes to the loss carry the gradient, and that no "
+                "gradient is cleared before the step."
+            )
+
     def _train(
         self, rows: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int, kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         is_stale = self.is_policy and stale_mask(rows, self.model.weight_version) is not None
         if COMPARISON not in rows:
-            result = self.train(rows, CheckedLoss(loss_fn, None), **kwargs)
+            result = self.train(rows, CheckedLoss(loss_fn, None, model=self.key), **kwargs)
             if self.is_policy:
                 self.checks.count(None, is_stale=is_stale)
             return result
         limits, first = self.checks.limits(), rows.slice(0, min(rows_per_step, rows.size))
         version = self.model.weight_version
+        sums = sums_to_hold(first, limits, self._ranks)
         try:
-            result = self.train(rows, CheckedLoss(loss_fn, limits), **kwargs)
+            result = self.train(rows, CheckedLoss(loss_fn, limits, model=self.key, hold=sums), **kwargs)
         except BrokenPromiseError as error:
             raise BrokenPromiseError(f"Step {self.checks.step()}: {self.label}: {error}") from error
         except NonFiniteError:
+            # Held by the checks, or its own loss is not finite: without them, the next call says so.
+            if "prev_logprobs" not in first:
+                first["prev_logprobs"] = self.model.get_logprobs(first)["logprobs"]
             numbers = self._compare(first, loss_fn, limits, rows_per_step)
-            if not any(each.refused or each.doubtful for each in numbers.values()):
-                raise
             if any(each.refused for each in numbers.values()):
-                raise self._disagreement(first, numbers, limits, version) from None
-            self.checks.confirm(numbers["engine"], self.label)
+                ending = _HELD if self.model.weight_version == version else _TAKEN_WITH_NAN
+                raise self._disagreement(first, numbers, limits, version, ending) from None
+            if numbers["engine"].doubtful:
+                self.checks.confirm(numbers["engine"], self.label)
             self.model.prepare_for_training()
             limits = self.checks.limits()
-            result = self.train(rows, CheckedLoss(loss_fn, limits), **kwargs)
-        numbers = _numbers(result)
+            result = self.train(rows, CheckedLoss(loss_fn, limits, model=self.key), **kwargs)
+        numbers = _numbers(result, limits)
         if any(each.refused for each in numbers.values()):
-            raise self._disagreement(first, numbers, limits, version)
-        self.checks.count(numbers.get("engine"), is_stale=is_stale)
+            ending = _TAKEN_WITH_NAN if result["metrics"][PREFIX + "held"] > 0 else _TAKEN
+            raise self._disagreement(first, numbers, limits, version, ending)
+        engine = numbers.get("engine")
+        self.checks.count(engine, is_stale=is_stale)
+        if engine is not None and engine.doubtful and self.checks.weights is not None:
+            self.checks.weights.request_canary()
         return result
 
     def _compare(
         self, rows: BatchedDataDict[Any], loss_fn: LossFunction, limits: Limits, rows_per_step: int
     ) -> dict[str, Numbers]:
-        """Compare again, without a loss and a step; finds the worst row even if no row is beyond its limit."""
-        numbers = self._compare_once(rows, loss_fn, limits, rows_per_step)
-        for name, each in numbers.items():
-            if each.refused or each.doubtful:
-                again = self._compare_once(rows, loss_fn, replace(limits, row=0.999 * each.worst_row), rows_per_step)
-                numbers[name] = replace(each, row=again[name].row)
-        return numbers
-
-    def _compare_once(
-        self, rows: BatchedDataDict[Any], loss_fn: LossFunction, limits: Limits, rows_per_step: int
-    ) -> dict[str, Numbers]:
+        """Compare again, without a loss and a step."""
         result = self.train(rows, CheckedLoss(loss_fn, limits, only_checks=True), eval_mode=True, gbs=rows_per_step)
-        return _numbers(result)
+        return _numbers(result, limits)
 
     def _disagreement(
-        self, rows: BatchedDataDict[Any], numbers: Mapping[str, Numbers], limits: Limits, version: int
+        self, rows: BatchedDataDict[Any], numbers: Mapping[str, Numbers], limits: Limits, version: int, ending: str
     ) -> BrokenPromiseError:
         if numbers["engine"].refused and self.checks.weights is not None:
             self.checks.weights.check_sent()
         return disagreement(
-            policy=self.model,
             rows=rows,
             engine=numbers["engine"],
             scores=numbers.get("scores"),
@@ -228,15 +288,15 @@ class _Watched:
             step=self.checks.step(),
             version=version,
             labels=(self.label, self.checks.engine_label),
-            taken=self.model.weight_version != version,
+            ending=ending,
         )
 
     def _rows_per_step(self, data: BatchedDataDict[Any], loss_fn: LossFunction, gbs: int | None) -> int:
         if not isinstance(self.model, DistributedPolicy):
             return gbs or getattr(getattr(self.model, "config", None), "train_global_batch_size", None) or data.size
         batch_size = gbs or self.model.config.train_global_batch_size
-        ranks = self.model.data_ranks * loss_fn.rows_per_unit
-        return rows_per_optimizer_step(data.size, batch_size=batch_size, multiple_of=ranks)
+        multiple_of = self._ranks * loss_fn.rows_per_unit
+        return rows_per_optimizer_step(data.size, batch_size=batch_size, multiple_of=multiple_of)
 
     def _comparison(self, data: BatchedDataDict[Any], loss_fn: LossFunction, rows_per_step: int) -> torch.Tensor | None:
         """[B, T] what each token may be compared with: only before the weights change, and without dropout; None for none."""
@@ -260,8 +320,8 @@ def _with_columns(data: BatchedDataDict[Any], loss_fn: LossFunction, comparison:
     return BatchedDataDict(columns)
 
 
-def _numbers(result: Mapping[str, Any]) -> dict[str, Numbers]:
+def _numbers(result: Mapping[str, Any], limits: Limits) -> dict[str, Numbers]:
     """The comparisons in the result of `train`; empty if it has none, which `ExpectedCounts.check` reports."""
     metrics, steps = result.get("metrics") or {}, result.get("num_optimizer_steps") or 1
     names = [name for name in ("engine", "scores") if f"{PREFIX}{name}/sum" in metrics]
-    return {name: Numbers.of(metrics, name, steps) for name in names}
+    return {name: Numbers.of(metrics, name, steps, limits) for name in names}

@@ -12,6 +12,8 @@ from rl_core.errors import BrokenPromiseError
 from rl_train.training_checks.checked_loss import PREFIX, counted
 
 _RESULT_KEYS = ("loss", "grad_norm", "lr", "num_optimizer_steps", "global_valid_toks", "metrics")
+_SUMS = ("rows", "row_sum", "tokens")
+_EXTREMES = {"first_row": "min", "last_row": "max"}
 _NORMALIZERS = {"seqs": "global_valid_seqs", "toks": "global_valid_toks"}
 
 
@@ -21,7 +23,7 @@ class ExpectedCounts:
 
     Attributes:
         steps: number of optimizer steps.
-        computed: number of rows and tokens, and the sum that shows a row computed twice.
+        computed: number of rows and tokens, the sum that shows a row computed twice, and the first and last row.
         normalizers: smallest and largest normalizer of the optimizer steps.
     """
 
@@ -64,12 +66,27 @@ class ExpectedCounts:
                 f"Step {step}: `train` of {label} reports {steps} optimizer step(s), but the batch has {self.steps}: one for "
                 "every `gbs` rows."
             )
-        self._check_computed({name: metrics[PREFIX + name] * self.steps for name in self.computed}, step, label)
+        self._check_computed({name: metrics[PREFIX + name] * self.steps for name in _SUMS}, step, label)
+        self._check_extremes(metrics, step, label)
         self._check_normalizers(metrics, step, label)
 
     def _check_computed(self, found: Mapping[str, float], step: int, label: str) -> None:
-        if all(round(found[name]) == round(number) for name, number in self.computed.items()):
+        expected = {name: self.computed[name] for name in _SUMS}
+        if all(round(found[name]) == round(number) for name, number in expected.items()):
             return
+        factors = [found[name] / max(number, 1.0) for name, number in expected.items()]
+        if min(factors) > 0.0 and max(factors) - min(factors) <= 1e-3 * min(factors):
+            how = (
+                "averages shares of a sum, or omits ranks"
+                if factors[0] < 1.0
+                else "adds them, or computes each row, repeatedly"
+            )
+            raise BrokenPromiseError(
+                f"Step {step}: `train` of {label} returned {factors[0]:g} times the sums that the loss counted, such as "
+                f"{found['rows']:g} instead of {expected['rows']:g} rows, so it {how}. Metrics of the loss that are not in "
+                "`LossFunction.metric_reductions` must be summed over microbatches and ranks, and averaged only over optimizer "
+                "steps."
+            )
         rows, tokens = round(found["rows"]), round(found["tokens"])
         expected_rows, expected_tokens = round(self.computed["rows"]), round(self.computed["tokens"])
         same = " (other rows, or some of them twice)" if (rows, tokens) == (expected_rows, expected_tokens) else ""
@@ -79,6 +96,17 @@ class ExpectedCounts:
             "all microbatches and ranks. Check how rows are split into microbatches, and how the metrics of the loss are "
             "summed."
         )
+
+    def _check_extremes(self, metrics: Mapping[str, float], step: int, label: str) -> None:
+        for name, reduction in _EXTREMES.items():
+            found, expected = metrics[PREFIX + name], self.computed[name]
+            if self.computed["rows"] and round(found) != round(expected):
+                how = "sum" if found > self.computed["last_row"] else "mean, or that of one microbatch"
+                raise BrokenPromiseError(
+                    f"Step {step}: `train` of {label} returned {found:g} as a metric of the loss whose {reduction} over "
+                    f"microbatches, ranks and optimizer steps is {expected:g}; this may be the {how}. It must reduce "
+                    "metrics as `LossFunction.metric_reductions` says."
+                )
 
     def _check_normalizers(self, metrics: Mapping[str, float], step: int, label: str) -> None:
         for key, expected in self.normalizers.items():

@@ -1,0 +1,22 @@
+"""Clears the gradients before it steps, so that only weight decay changes the weights."""
+
+from wrong_plugins.policies.base import PolicyOf
+
+from rl_backends_hf.training.worker import HFPolicyWorker
+
+
+class Worker(HFPolicyWorker):
+    def load(self):
+        facts = super().load()
+        summed = self._parallel.sum_gradients
+
+        def cleared(parameters):
+            self._state.masters.clear_gradients()
+            summed(parameters)
+
+        self._parallel.sum_gradients = cleared
+        return facts
+
+
+class Policy(PolicyOf):
+    worker = Worker
