@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import model_folders
 import pytest
 import torch
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from rl_backends_vllm.model_folder import ModelFiles
 from rl_backends_vllm.standalone import as_batch
 from rl_core.config.schema import TokenizerConfig
 from rl_core.data import BatchedDataDict
-from rl_core.errors import ConfigError, DataError, WeightSyncError, WorkerError
+from rl_core.errors import ConfigError, DataError, UserError, WeightSyncError, WorkerError
 from rl_core.interfaces.worker_context import WorkerContext
 from rl_train.algorithms import NLLLossFn
 
@@ -156,6 +157,15 @@ def test_every_documented_key_reaches_the_engine():
         assert {name: found[name] for name in expected} == expected
     found = arguments_on_a_gpu(VllmConfig(model_name="m", vllm_kwargs={"block_size": 32, "max_logprobs": 3}))
     assert {name: found[name] for name in found.keys() - plain.keys()} == {"block_size": 32, "max_logprobs": 3}
+
+
+@pytest.mark.parametrize("tensor", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_an_engine_that_reads_an_incomplete_folder_names_the_tensor_that_vllm_would_leave_random(tmp_path, tensor):
+    folder = model_folders.make(tmp_path / "model")
+    model_folders.edit_weights(folder, lambda tensors: tensors.pop(tensor))
+    with pytest.raises(UserError, match=rf"{tensor}: missing") as error:
+        VllmGenerationWorker(str(folder), max_new_tokens=4).setup()
+    assert error.value.key == "policy.generation.model_name"
 
 
 def arguments_on_a_gpu(config):

@@ -203,7 +203,7 @@ NAME = "model.layers.0.mlp.gate_proj.weight"
         (lambda tensors: tensors.pop(NAME), f"{NAME}: missing"),
         (
             lambda tensors: tensors.update({NAME: tensors[NAME][:-1].clone()}),
-            rf"{NAME}: has shape \(767, 192\), but the model of config.json needs \(768, 192\)",
+            rf"{NAME}: has shape \(767, 192\), but the model needs \(768, 192\)",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from importlib.metadata import PathDistribution
 
 import pytest
 
-from rl_core.plugins.discovery import version_of
+from rl_core.plugins.requirements import version_of
 
 OURS = {"core", "train", "rlcore", "hf", "envs"}
 

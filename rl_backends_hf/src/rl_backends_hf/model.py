@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from rl_backends_hf.loading_checks import check_not_offloaded, check_options
 from rl_backends_hf.model_options import HFModelConfig
-from rl_backends_hf.scoring.scalar_head import init_missing_head, prepare_head
-from rl_core.backend import Head
+from rl_backends_hf.scoring.scalar_head import init_head, prepare_head
+from rl_core.backend import Head, check_loaded, report_as_error
 from rl_core.data.hub import pretrained_location, read_model_config, require_model
 from rl_core.errors import DataError, NotSupportedError, UserError
 from rl_core.plugins.component import did_you_mean
@@ -171,6 +170,7 @@ def _load_as_stored(
         "attn_implementation": options.attn_implementation or "sdpa",
         "trust_remote_code": options.trust_remote_code,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are an error of `check_loaded`
     }
     if options.device_map is not None:
         arguments["device_map"] = options.device_map
@@ -182,36 +182,15 @@ def _load_as_stored(
     if "gguf_file" in where:
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
     from_pretrained = (loader or AUTO_CLASSES[head]).from_pretrained
-    with _without_report_of_head() if head == "scalar" else nullcontext():
+    with report_as_error(name):
         model, report = _with_explained_errors(name, options, lambda: from_pretrained(**arguments), head=head)
-    missing = report["missing_keys"]
-    if head == "scalar":
-        init_missing_head(model, missing, name=name)
-    elif loader is not None and missing:
-        raise UserError(
-            f"{name} lacks {len(missing)} weights of a {type(model).__name__}, the first {min(missing)}, so its folder is "
-            "incomplete."
-        )
+    check_loaded(model, report, name=name)
+    if report["missing_keys"]:
+        init_head(model)
     if "device_map" not in arguments:
         model.to(device)
     check_not_offloaded(model, name)
     return model.eval()
-
-
-@contextmanager
-def _without_report_of_head() -> Iterator[None]:
-    """Hide Transformers' report of a head that is new on purpose; `init_missing_head` raises an error for other weights."""
-
-    def is_shown(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text  # an error follows that refers to it
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_shown)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_shown)
 
 
 def model_without_weights(name: str, *, options: HFModelConfig, head: Head = "tokens", device: str = "meta") -> PreTrainedModel:

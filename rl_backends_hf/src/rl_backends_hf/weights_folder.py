@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rl_backends_hf.model import AUTO_CLASSES, sharding_class, why_read_whole
 from rl_backends_hf.shards import fill, whole
-from rl_core.backend import Head, RefitManifest, dtype_name, weights_of
+from rl_core.backend import Head, RefitManifest, check_loaded, dtype_name, report_as_error, weights_of
 from rl_core.errors import CheckpointError
 
 
@@ -126,19 +126,24 @@ def load_weights(model: PreTrainedModel, folder: Path, *, head: Head) -> None:
     reads_shards = isinstance(first, DTensor) and why_read_whole(model, first.device_mesh.size()) is None
     loader = sharding_class(type(model), partial(_shard_like, model)) if reads_shards else AUTO_CLASSES[head]
     try:
-        loaded, report = loader.from_pretrained(
-            folder,
-            dtype=model.dtype,
-            output_loading_info=True,
-            # Load data only: no code from the folder, from a pickle, or from a kernel that its config names.
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation="eager",
-        )
+        with report_as_error(str(folder), CheckpointError):
+            loaded, report = loader.from_pretrained(
+                folder,
+                dtype=model.dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                # Load data only: no code from the folder, from a pickle, or from a kernel that its config names.
+                trust_remote_code=False,
+                use_safetensors=True,
+                attn_implementation="eager",
+            )
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"Cannot read the weights in {folder}: {type(error).__name__}: {error}") from error
+    check_loaded(loaded, report, name=str(folder), error=CheckpointError)
     saved, own = weights_of(loaded), weights_of(model)
-    _check_same_model(saved, own, report, folder)
+    _check_same_model(saved, own, folder)
     for name, tensor in own.items():
         fill(tensor, saved[name].detach())
 
@@ -154,12 +159,7 @@ def _shard_like(model: PreTrainedModel, empty: PreTrainedModel) -> None:
             empty.get_submodule(holder).register_parameter(key, torch.nn.Parameter(shards))
 
 
-def _check_same_model(
-    saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], report: Mapping[str, Any], folder: Path
-) -> None:
-    missing = sorted(map(str, report.get("missing_keys", ())))
-    if missing:
-        raise CheckpointError(f"{folder} is incomplete: it lacks {len(missing)} tensors, the first {missing[0]}.")
+def _check_same_model(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     odd = sorted(saved.keys() ^ weights.keys())
     if odd:
         raise CheckpointError(

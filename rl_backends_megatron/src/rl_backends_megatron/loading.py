@@ -16,7 +16,8 @@ from rl_backends_megatron.hf_folder import SafetensorsFolder, find_folder, read_
 from rl_backends_megatron.model import Chunks, build_chunks, is_tied, sizes_of
 from rl_backends_megatron.parallel import Ranks
 from rl_backends_megatron.scalar_head import source_with_head, with_scalar_head
-from rl_core.backend import refuse_other_head
+from rl_core.backend import check_files, refuse_other_head
+from rl_core.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class LoadedModel:
         Raises:
             CheckpointError: the folder is incomplete, or its weights do not match its config.
         """
-        with SafetensorsFolder(self.folder) as source:
+        with self._tensors(self.folder) as source:
             self.bridge.load(source_with_head(source, self.hf) if self.scalar else source, into)
 
     def load_weights(self, folder: Path, into: SetWeight = torch.Tensor.copy_) -> None:
@@ -59,8 +60,13 @@ class LoadedModel:
         Raises:
             CheckpointError: the folder is incomplete or has another model.
         """
-        with SafetensorsFolder(folder) as source:
+        with self._tensors(folder) as source:
             self.bridge.load(source, into)
+
+    def _tensors(self, folder: Path) -> SafetensorsFolder:
+        tensors = SafetensorsFolder(folder)
+        check_files(str(folder), head="scalar" if self.scalar else "tokens", error=CheckpointError)
+        return tensors
 
     @property
     def vocab_size(self) -> int:

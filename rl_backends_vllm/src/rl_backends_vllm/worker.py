@@ -32,11 +32,12 @@ from rl_core.backend import (
     Prompt,
     PromptReader,
     WorkerContext,
+    check_files,
     end_token_ids,
     same_digests_on_every_replica,
     to_output,
 )
-from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError
+from rl_core.errors import ConfigError, DataError, EngineDiedError, RLCoreError, WeightSyncError, with_key
 
 _STEP_S = 0.01
 _TOO_LITTLE_MEMORY = ("No available memory", "available KV cache memory", "Free memory on device")
@@ -101,6 +102,11 @@ class VllmGenerationWorker(GenerationWorker):
             ) as files,
         ):
             load_format = vllm_cfg.load_format or ("auto" if files.has_weights else "dummy")
+            if load_format != "dummy":
+                # vLLM itself leaves matrices that are missing uninitialized, and ignores biases that the config lacks.
+                overrides = config.vllm_kwargs.get("hf_overrides") or {}
+                with with_key("policy.generation.model_name"):
+                    check_files(config.model_name, **overrides)
             self._sampling = self._settings(files)
             self._engine = _start(self._arguments(files, load_format), asynchronous=vllm_cfg.async_engine)
         self._requests = InFlightRequests(self._engine)

@@ -35,9 +35,12 @@ from rl_core.interfaces.worker import PolicyFacts as PolicyFacts
 from rl_core.interfaces.worker import PolicyWorker as PolicyWorker
 from rl_core.interfaces.worker import StepResult as StepResult
 from rl_core.interfaces.worker_context import WorkerContext as WorkerContext
-from rl_core.training.heads import CLASSIFIER as CLASSIFIER
-from rl_core.training.heads import Head as Head
-from rl_core.training.heads import refuse_other_head as refuse_other_head
+from rl_core.training.loaded_model import CLASSIFIER as CLASSIFIER
+from rl_core.training.loaded_model import Head as Head
+from rl_core.training.loaded_model import check_files as check_files
+from rl_core.training.loaded_model import check_loaded as check_loaded
+from rl_core.training.loaded_model import refuse_other_head as refuse_other_head
+from rl_core.training.loaded_model import report_as_error as report_as_error
 from rl_core.training.microbatch_splitter import MicrobatchSplitter as MicrobatchSplitter
 from rl_core.training.microbatch_splitter import scored_tokens as scored_tokens
 from rl_core.training.named import call_named as call_named

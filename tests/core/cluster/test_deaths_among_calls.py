@@ -10,7 +10,7 @@ from cluster_workers import Worker
 
 from rl_core.cluster import InProcessWorkerGroup, RayVirtualCluster, RayWorkerGroup, pending_call
 from rl_core.cluster.remote_actor import RemoteActor
-from rl_core.dispatch.worker_restarts import WorkerRestarter
+from rl_core.dispatch.generation import WorkerRestarter
 from rl_core.errors import UserError, WorkerDiedError, WorkerError
 from rl_train.weight_sync.waiting import wait_together
 

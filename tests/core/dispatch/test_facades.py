@@ -11,8 +11,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.dispatch.affinity import prompt_keys, split_by_prompt
 from rl_core.dispatch.generation import DistributedGeneration
-from rl_core.dispatch.policy import DistributedPolicy
-from rl_core.dispatch.prefix_sharing import PrefixSharing
+from rl_core.dispatch.policy import DistributedPolicy, PrefixSharing
 from rl_core.dispatch.rows import global_counts, pad_rows_to_multiple, select_columns
 from rl_core.errors import ConfigError, DataError, NonFiniteError, NotSupportedError, RLCoreError
 from rl_core.interfaces import EnvironmentInterface, EnvironmentReturn, LossFunction

@@ -25,7 +25,7 @@ from rl_core.config.schema import GenerationConfig, PolicyConfig
 from rl_core.dispatch.generation import DistributedGeneration
 from rl_core.dispatch.policy import DistributedPolicy
 from rl_core.errors import BrokenPromiseError, DeadlineExceededError, MissingCapabilityError, WeightSyncError
-from rl_core.weights.refit_progress import RefitProgress
+from rl_core.weights.receiver import RefitProgress
 from rl_core.weights.shared_memory import DIRECTORY
 from rl_train.weight_sync.synchronizer import WeightSynchronizer
 from rl_train.weight_sync.transport_choice import choose_transport, free_loopback_port

@@ -7,7 +7,6 @@ values are 0 before the first step, on every rank and for any seed (Huang et al.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -20,7 +19,6 @@ from rl_core.backend import CLASSIFIER, Head, refuse_other_head
 from rl_core.errors import NotSupportedError, UserError
 
 HEAD_NAME: Final = "score"
-_WEIGHT: Final = f"{HEAD_NAME}.weight"
 
 
 class ValueScoring(ScoringModel):
@@ -96,23 +94,10 @@ def prepare_head(config: PretrainedConfig, head: Head, *, name: str) -> None:
     config.num_labels = 1
 
 
-def init_missing_head(model: PreTrainedModel, missing: Iterable[str], *, name: str) -> None:
-    """Initialize the head with zeros if the folder had none.
-
-    Args:
-        model: the loaded model; its head is changed.
-        missing: names of weights missing in the folder, which Transformers initialized at random.
-        name: the model's, for errors.
+def init_head(model: PreTrainedModel) -> None:
+    """Set a new head, which the model's folder does not have, to zeros.
 
     Raises:
-        UserError: weights other than the head are missing.
         NotSupportedError: see `scalar_head`.
     """
-    lacking = set(missing)
-    if others := sorted(lacking - {_WEIGHT}):
-        raise UserError(
-            f"{name} lacks {len(others)} weights of a {type(model).__name__}, the first {others[0]}: it is a different kind of "
-            "model, or its folder is incomplete."
-        )
-    if _WEIGHT in lacking:
-        nn.init.zeros_(scalar_head(model).weight)
+    nn.init.zeros_(scalar_head(model).weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from rl_core.config.policy_sections import rows_per_optimizer_step
 from rl_core.config.schema import PolicyConfig, TokenizerConfig
 from rl_core.data.batched_data_dict import BatchedDataDict
 from rl_core.data.padding import right_padded
-from rl_core.dispatch.prefix_sharing import PROMPT, PrefixSharing
+from rl_core.data.shared_prefix import MAX_SHARE, computed_tokens, prefix_groups
 from rl_core.dispatch.rows import check_rows, pad_rows_to_multiple, select_columns
 from rl_core.dispatch.text import TextGeneration
 from rl_core.dispatch.training_rows import TrainingRows
@@ -33,7 +34,9 @@ from rl_core.interfaces.worker import PolicyFacts, StepResult
 from rl_core.weights.handles import merge_handles
 
 SCORING_KEYS = ("input_ids", "input_lengths")
+PROMPT = "prompt_id"
 TRAINING_KEYS = (*SCORING_KEYS, "token_mask", "sample_mask")
+_log = logging.getLogger(__name__)
 
 
 class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePolicyInterface, ValueInterface):
@@ -282,3 +285,56 @@ class DistributedPolicy(WorkerFacade[PolicyFacts], TextGeneration, ColocatablePo
 def _absolute(path: str | Path | None) -> Path | None:
     """The path as it is understood by workers, whose working directory may be another one."""
     return None if path is None else Path(path).absolute()
+
+
+class PrefixSharing:
+    """Decides whether rows share the computation of their prompts' prefixes, and logs each decision once.
+
+    By the config, the workers' model (`facts` of `setup`) and the numbers of tokens.
+    """
+
+    def __init__(self, config: PolicyConfig, facts: Mapping[str, Any], *, name: str) -> None:
+        self._name = name
+        self._logged: set[bool] = set()
+        self.enabled = config.shared_prefix != "off" and bool(facts.get("shared_prefix", False))
+        self._reason = "`shared_prefix` is off"
+        if config.shared_prefix != "off":
+            self._reason = facts.get("shared_prefix_reason", "the backend does not support it")
+
+    def columns(self, data: Mapping[str, Any], loss_fn: LossFunction | None = None) -> tuple[str, ...]:
+        """The column of prompt ids, if `data` has it and the workers, and in training the loss, can use it."""
+        if PROMPT not in data:
+            return ()
+        reason = None if self.enabled else self._reason
+        if reason is None and loss_fn is not None and loss_fn.allows_dropout:
+            reason = f"{loss_fn.label} allows dropout, and rows would share the dropped elements of their prefix"
+        if reason is not None:
+            self._log_once(False, reason)
+        return (PROMPT,) if reason is None else ()
+
+    def select(self, rows: BatchedDataDict[Any], *, rows_per_microbatch: int | None) -> BatchedDataDict[Any]:
+        """`rows`, without prompt ids if sharing would not leave at most `MAX_SHARE` of the tokens to compute.
+
+        Args:
+            rows: rows with `input_ids` and `input_lengths`.
+            rows_per_microbatch: rows that are computed together, if microbatches have a fixed number of rows.
+        """
+        if PROMPT not in rows:
+            return rows
+        lengths = rows["input_lengths"].to("cpu", torch.int64)
+        order = torch.argsort(rows[PROMPT], stable=True)
+        ids = torch.unique_consecutive(rows[PROMPT][order], return_inverse=True)[1]
+        if rows_per_microbatch is not None:
+            ids = ids * len(order) + torch.arange(len(order)) // rows_per_microbatch
+        groups = prefix_groups(rows["input_ids"][order], lengths[order], ids)
+        alone, shared = int(lengths.sum()), computed_tokens(groups, lengths[order].tolist())
+        worthwhile = shared <= MAX_SHARE * alone
+        counts = f"{shared} instead of {alone} tokens to compute in this batch"
+        self._log_once(worthwhile, f"{self._reason}; {counts}" if worthwhile else f"{counts}, which is not worthwhile")
+        return rows if worthwhile else BatchedDataDict({key: rows[key] for key in rows if key != PROMPT})
+
+    def _log_once(self, is_shared: bool, why: str) -> None:
+        if is_shared not in self._logged:
+            self._logged.add(is_shared)
+            how = "are computed as one sequence with a shared prefix" if is_shared else "are computed separately"
+            _log.info("%s: rows with the same prompt %s: %s.", self._name, how, why)

@@ -16,6 +16,7 @@ import torch
 
 from rl_core.data.hub import pretrained_location, require_model
 from rl_core.errors import ConfigError, DataError, UserError
+from rl_core.training.loaded_model import check_loaded, report_as_error
 
 _HEAD: Final = "score"
 _CLASSIFIER: Final = "ForSequenceClassification"
@@ -72,12 +73,11 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
     location, options = pretrained_location(name)
     config = _load_or_explain(name, lambda: transformers.AutoConfig.from_pretrained(location, **options))
     _check_architecture(name, config)
-    model, report = _load_or_explain(
-        name,
-        lambda: transformers.AutoModelForSequenceClassification.from_pretrained(
-            location, config=config, dtype=dtype, output_loading_info=True, **options
-        ),
-    )
+    loading = {"config": config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+    with report_as_error(name):
+        model, report = _load_or_explain(
+            name, lambda: transformers.AutoModelForSequenceClassification.from_pretrained(location, **loading)
+        )
     head = getattr(model, _HEAD, None)
     shapes = {key: tuple(tensor.shape) for key, tensor in head.named_parameters()} if head is not None else {}
     if shapes != {"weight": (1, getattr(head, "in_features", 0))}:
@@ -85,10 +85,7 @@ def load_reward_model(name: str, *, dtype: torch.dtype) -> Any:
             f"{name} is a {type(model).__name__}. This environment needs a head `{_HEAD}` with one output and no bias, as in "
             "LlamaForSequenceClassification or Qwen2ForSequenceClassification."
         )
-    if missing := sorted(map(str, report["missing_keys"])):
-        raise UserError(
-            f"{name} is incomplete: {len(missing)} weights are missing, such as {missing[0]}. Save or download it again."
-        )
+    check_loaded(model, report, name=name)
     return model.eval().requires_grad_(False)
 
 

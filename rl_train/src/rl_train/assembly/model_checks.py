@@ -12,8 +12,9 @@ from rl_core.config.policy_sections import PolicyConfig
 from rl_core.config.section import Section
 from rl_core.config.source_tree import KeyPath
 from rl_core.data.tokenizer import find_tokenizer, load_tokenizer
-from rl_core.errors import ConfigError, with_key
+from rl_core.errors import ConfigError, UserError, with_key
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.training.loaded_model import Head, check_files, weights_file
 from rl_train.config.rules.models import models_of
 from rl_train.config.schema import RunConfig
 from rl_train.config.slots import COMPANIONS
@@ -59,6 +60,27 @@ def refuse_other_end_tokens(config: RunConfig) -> None:
     model = engine.model_name or policy.model_name
     tokenizer = find_tokenizer(model, getattr(own, "tokenizer", None) or policy.tokenizer, trust_remote_code=trusted)
     read_model_files(model, tokenizer, trust_remote_code=trusted, eos_token_id=given.eos_token_id)
+
+
+def tensor_problems(config: RunConfig) -> Iterator[Problem]:
+    """Local models of which the files lack tensors, or have others than their config describes; reads only headers."""
+    engine = config.policy.generation
+    models: list[tuple[KeyPath, Any]] = [((name, "model_name"), model) for name, model in models_of(config).items()]
+    if engine is not None and engine.model_name is not None:
+        models.append((("policy", "generation", "model_name"), engine))
+    checked = set()
+    for path, section in models:
+        head: Head = section.head if isinstance(section, PolicyConfig) else "tokens"
+        fields = _loading_options(section).get("config_overrides", {})
+        if weights_file(section.model_name) is None or (key := (section.model_name, head, str(fields))) in checked:
+            continue
+        checked.add(key)
+        try:
+            check_files(section.model_name, head=head, **fields)
+        except UserError as error:
+            yield Problem(path, str(error))
+        except (OSError, ValueError) as error:  # a shard is missing, or Transformers does not support the config
+            yield Problem(path, f"Transformers cannot read {section.model_name}: {error}")
 
 
 def tokenizer_key(section: PolicyConfig) -> str:
@@ -130,12 +152,15 @@ def _lengths(config: RunConfig) -> Iterator[_Length]:
 
 
 def _above(path: KeyPath, tokens: int, model: str, section: Section) -> Iterator[_Length]:
-    options: dict[str, Any] = {}
-    for _, own in _backend_sections(section):
-        options |= {key: getattr(own, key) for key in ("config_overrides", "trust_remote_code") if hasattr(own, key)}
-    limit = position_limit(model, **options)
+    limit = position_limit(model, **_loading_options(section))
     if limit is not None and tokens > limit.tokens:
         yield _Length(path=path, tokens=tokens, model=model, limit=limit)
+
+
+def _loading_options(section: Section) -> dict[str, Any]:
+    """The options of a backend that change how a model's config is read."""
+    keys = ("config_overrides", "trust_remote_code")
+    return {key: getattr(own, key) for _, own in _backend_sections(section) for key in keys if hasattr(own, key)}
 
 
 def _own_lengths(section: Section) -> Iterator[tuple[KeyPath, int]]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rl_core.config.model_paths import model_files
 from rl_core.errors import CheckpointError
+from rl_core.training.loaded_model import check_files
 
 _CODE_KEY = "auto_map"
 _CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
@@ -30,15 +28,11 @@ def copy_model(source: Path, output: Path) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Compare names and shapes of the tensors with the model of the config; reads only headers.
-
-    The tensors of a model with its own code, or with quantized weights, are not compared: that would run the code, or needs
-    the library that quantized them.
+    """Compare the tensors with the model of the config: see `check_files`.
 
     Raises:
         CheckpointError: tensors are missing, have another shape, or cannot be read.
     """
-    import transformers
     from safetensors import SafetensorError, safe_open
 
     weights = [folder / name for name in model_files(folder) if name.endswith(".safetensors")]
@@ -52,30 +46,12 @@ def check_model(folder: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is incomplete or corrupt: {error}. Restore it from a copy.") from error
-    config = _read_config(folder)
-    architecture = getattr(transformers, str((config.get("architectures") or [None])[0]), None)
-    if architecture is None or _CODE_KEY in config or "quantization_config" in config:
-        return
     try:
-        with _quiet():
-            _, report = architecture.from_pretrained(
-                folder, device_map="meta", use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True
-            )
+        check_files(str(folder), error=CheckpointError, use_safetensors=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged config or index raises anything
         raise CheckpointError(f"{folder} is not a complete model: {type(error).__name__}: {error}") from error
-    problems = [f"{name}: missing" for name in sorted(report["missing_keys"])]
-    problems += [
-        f"{name}: has shape {tuple(stored)}, but the model of config.json needs {tuple(expected)}"
-        for name, stored, expected in sorted(report["mismatched_keys"])
-    ]
-    if problems:
-        more = f"\n  and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise CheckpointError(
-            f"{folder} was not converted, because its tensors are not those of its config.json:\n  "
-            + "\n  ".join(problems[:6])
-            + more
-            + "\nRestore the files from a copy."
-        )
 
 
 def left_out(source: Path) -> tuple[str, ...]:
@@ -99,24 +75,3 @@ def _references(config: Path) -> list[str]:
         return []
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return [item for item in flat if isinstance(item, str) and "--" not in item]
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder; empty if it is missing or unreadable."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Transformers' own report of tensors, which is raised as an error instead."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

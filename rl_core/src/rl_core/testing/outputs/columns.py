@@ -11,7 +11,7 @@ import torch
 
 from rl_core.data.schema import SCHEMA
 from rl_core.errors import BrokenPromiseError
-from rl_core.plugins.discovery import installed_plugins
+from rl_core.plugins.manager import installed_plugins
 
 SCORE_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "get_logprobs": ("logprobs",),

@@ -15,6 +15,7 @@ from rl_train.assembly.model_checks import (
     length_warnings,
     refuse_other_end_tokens,
     refuse_other_tokenizers,
+    tensor_problems,
     tokenizer_key,
 )
 from rl_train.assembly.rules.run_facts import RunFacts
@@ -42,6 +43,13 @@ def model_exists(config: RunFacts, path: KeyPath, source: str) -> Iterator[Probl
     config.require_unreported(path)
     if (problem := config.missing_source(source)) is not None:
         yield Problem(path, problem)
+
+
+@rule(*_FILES, "policy.generation.model_name", stage=Stage.IMPORTED, applies_to=CONFIG_FILE)
+def tensors_are_those_of_the_config(config: RunFacts) -> Iterator[Problem]:
+    """The files of each local model have the tensors that its config describes."""
+    config.require_models()
+    yield from tensor_problems(config.run)
 
 
 @rule("every component", stage=Stage.IMPORTED, each=each_section)
