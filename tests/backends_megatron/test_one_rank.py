@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from rl_backends_megatron.hf_folder import read_generation_config
 from rl_backends_megatron.training_state import saved_setting
 from rl_core.data.batched_data_dict import BatchedDataDict
-from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError
+from rl_core.errors import CheckpointError, ConfigError, DataError, NotSupportedError, UserError, WorkerError
 from rl_core.interfaces.loss import LossFunction
 from rl_core.training.data_only import read_metadata
 
@@ -220,7 +220,7 @@ def test_missing_weights_and_invalid_optimizers_are_rejected_before_anything_sta
     with pytest.raises(UserError, match=r"policy\.scheduler\.name"):
         MegatronPolicy(str(folder), tensor_model_parallel_size=2, scheduler={"name": "cosin"})
     model_folders.edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(200, 32)}))
-    with pytest.raises(UserError, match=r"lm_head\.weight: has shape \(200, 32\), but the model needs"):
+    with pytest.raises(WorkerError, match=r"lm_head\.weight: has shape \(200, 32\), but the model needs"):
         MegatronPolicy(str(folder)).wait_ready()
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
